@@ -1,0 +1,37 @@
+# make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
+# make test    every test that this machine can run
+# make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
+# make lint    ruff and mypy
+# make .venv   the set-up alone
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test slurm lint .venv clean
+
+.venv: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tula_hpc needs python3 >= 3.11"; exit 1; }
+	@echo "setting up .venv: torch and its libraries, about 5 GB, a minute or two ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+	@echo ".venv is ready"
+
+demo: .venv/.ready
+	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
+
+test: .venv/.ready
+	@$(BIN)/python -m pytest
+
+slurm:
+	@$(PYTHON) tests/slurm/testcluster.py install
+
+lint: .venv/.ready
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs build dist *.egg-info

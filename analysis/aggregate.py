@@ -1,0 +1,122 @@
+"""Many measurements, one summary: medians by configuration, out-of-memory bounds, failures, contradictions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from tula_hpc.records import Configuration, Measurement, MemoryUse, Record, StepTimes
+
+
+class Profile(NamedTuple):
+    """What is known of one configuration that ran: medians over its repeated measurements."""
+
+    configuration: Configuration
+    times: StepTimes
+    memory: MemoryUse
+    repeats: int
+    converged: bool  # at least one repeat was
+    exclusive: bool  # every repeat had its nodes to itself
+    emulated: bool  # some repeat shared one machine between "nodes"
+
+
+class Summary(NamedTuple):
+    """All measurements of a run, independent of their order."""
+
+    profiles: tuple[Profile, ...]  # by configuration, ascending
+    oom_local_batch: int | None  # smallest local batch that ran out of memory on any number of nodes
+    out_of_memory: tuple[Configuration, ...]
+    failed: dict[Configuration, str]  # configurations that only failed, with the last reason
+    dataset_samples: int  # D; what most measurements say, 0 if none does
+    parameters: int  # of the model; likewise
+    warnings: tuple[str, ...]
+
+
+def is_usable(measurement: Measurement) -> bool:
+    """Whether times and memory are there."""
+    return measurement.status == "ok" and measurement.times is not None and measurement.memory is not None
+
+
+def is_out_of_memory(measurement: Measurement) -> bool:
+    """Whether memory ran out, whatever noticed it."""
+    return measurement.status == "oom" or (measurement.failure is not None and measurement.failure.is_oom)
+
+
+def summarize(measurements: Iterable[Measurement]) -> Summary:
+    """Group measurements by configuration; repeats become their median: one disturbed profile does not decide."""
+    rows = list(measurements)
+    usable = _by_configuration(filter(is_usable, rows))
+    profiles = tuple(_profile(configuration, usable[configuration]) for configuration in sorted(usable))
+    out_of_memory = tuple(sorted({row.configuration for row in rows if is_out_of_memory(row)}))
+    bound = min((configuration.local_batch for configuration in out_of_memory), default=None)
+    unusable = _by_configuration(row for row in rows if not is_usable(row) and not is_out_of_memory(row))
+    settled = usable.keys() | set(out_of_memory)
+    failed = {key: _last_reason(unusable[key]) for key in sorted(unusable) if key not in settled}
+    samples, parameters = (
+        Counter(value for row in rows if is_usable(row) and (value := getattr(row, field)) > 0)
+        for field in ("dataset_samples", "parameters")
+    )
+    warnings = [*_mixed(samples, parameters), *_contradictions(profiles, bound)]
+    return Summary(
+        profiles, bound, out_of_memory, failed, _most_common(samples), _most_common(parameters), tuple(warnings)
+    )
+
+
+def _by_configuration(measurements: Iterable[Measurement]) -> dict[Configuration, list[Measurement]]:
+    groups: defaultdict[Configuration, list[Measurement]] = defaultdict(list)
+    for measurement in measurements:
+        groups[measurement.configuration].append(measurement)
+    return groups
+
+
+def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profile:
+    return Profile(
+        configuration,
+        times=_medians([row.times for row in rows if row.times], StepTimes, float),
+        memory=_medians([row.memory for row in rows if row.memory], MemoryUse, round),
+        repeats=len(rows),
+        converged=any(row.converged for row in rows),
+        exclusive=all(row.exclusive for row in rows),
+        emulated=any(row.emulated for row in rows),
+    )
+
+
+Fields = TypeVar("Fields", bound=Record)
+
+
+def _medians(rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]) -> Fields:
+    if len(rows) == 1:
+        return rows[0]
+    medians = {name: convert(median(getattr(row, name) for row in rows)) for name in kind.model_fields}
+    return kind.model_validate(medians)
+
+
+def _last_reason(rows: Sequence[Measurement]) -> str:
+    last = max(rows, key=lambda row: (row.finished_at, row.detail))
+    return ": ".join(part for part in (last.failure or "", last.detail) if part) or "no times were recorded"
+
+
+def _most_common(counts: Counter[int]) -> int:
+    return max(counts, key=lambda value: (counts[value], value), default=0)
+
+
+def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
+    found = []
+    if len(samples) > 1:
+        sizes = ", ".join(f"{value:,}" for value in sorted(samples))
+        used = f"{_most_common(samples):,}"
+        found.append(f"measurements over data sets of different size are mixed ({sizes} samples); {used} is used")
+    if len(parameters) > 1:
+        sizes = ", ".join(f"{value:,}" for value in sorted(parameters))
+        found.append(f"measurements of models of different size are mixed ({sizes} parameters)")
+    return found
+
+
+def _contradictions(profiles: Sequence[Profile], bound: int | None) -> list[str]:
+    """Configurations that ran although their local batch ran out of memory elsewhere."""
+    ran = [str(row.configuration) for row in profiles if bound is not None and row.configuration.local_batch >= bound]
+    if not ran:
+        return []
+    return [f"local batch {bound} ran out of memory once, but {', '.join(ran)} ran: the bound is kept, to be safe"]

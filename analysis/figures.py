@@ -1,0 +1,41 @@
+"""All figures of the report. This and its `figures_*` neighbours are the only users of matplotlib."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tula_hpc.analysis.figures_drawing import Drawing, Missing
+from tula_hpc.analysis.figures_memory import draw_memory
+from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
+from tula_hpc.analysis.figures_steps import draw_prediction_error, draw_step_breakdown
+from tula_hpc.analysis.figures_style import COLOURS
+from tula_hpc.analysis.figures_time import draw_cost, draw_epoch_time
+from tula_hpc.analysis.figures_training import draw_sensitivity, draw_training
+from tula_hpc.analysis.report_data import RunContents
+
+__all__ = ["COLOURS", "FIGURES", "Drawing", "Figures", "Missing", "TitlePage", "draw_all", "render_pdf"]
+
+# in the order of the report: file stem and what draws it
+FIGURES = {
+    "epoch_time": draw_epoch_time,
+    "cost": draw_cost,
+    "memory": draw_memory,
+    "step_breakdown": draw_step_breakdown,
+    "prediction_error": draw_prediction_error,
+    "training": draw_training,
+    "sensitivity": draw_sensitivity,
+}
+
+
+class Figures(NamedTuple):
+    """What could be drawn, and what not yet."""
+
+    drawings: list[Drawing]
+    missing: list[Missing]
+
+
+def draw_all(run: RunContents) -> Figures:
+    """Draw every figure that has data."""
+    results = [draw(run) for draw in FIGURES.values()]
+    drawings = [result for result in results if isinstance(result, Drawing)]
+    return Figures(drawings, [result for result in results if isinstance(result, Missing)])

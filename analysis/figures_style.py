@@ -1,0 +1,326 @@
+"""How every figure looks: colours, axes, titles. Only matplotlib's object-oriented API; its settings stay as they were."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+from tula_hpc.analysis.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
+
+Points = npt.NDArray[np.float64]  # (points, 2)
+
+WIDTH_IN = 6.4
+TITLE_CHARACTERS = 64  # a bold title line of this length is as wide as the figure
+TITLE_LINE_IN = 0.2
+EDGE_IN = 0.09
+LOG_RATIO = 4  # quantities that span more than this factor get a logarithmic axis
+
+
+class Colour(NamedTuple):
+    """One colour by its name in the report's style sheet, on white and on a dark page."""
+
+    token: str
+    light: str
+    dark: str
+
+
+INK = Colour("ink", "#1f2328", "#e6e8eb")
+MUTED = Colour("muted", "#6a7078", "#9aa2ab")
+GRID = Colour("grid", "#e2e5e8", "#343a41")
+SHADE = Colour("shade", "#eceef0", "#2a2f35")
+PAPER = Colour("paper", "#ffffff", "#16191d")
+ALERT = Colour("alert", "#b3261e", "#ff8a80")
+
+# Okabe and Ito's palette without its yellow, which vanishes on white: told apart with every common colour blindness
+SIZES = (
+    Colour("size-1", "#0072b2", "#4fa8e0"),
+    Colour("size-2", "#d55e00", "#ff8a3d"),
+    Colour("size-3", "#009e73", "#35c89b"),
+    Colour("size-4", "#cc79a7", "#e29cc5"),
+    Colour("size-5", "#e69f00", "#f2b84b"),
+    Colour("size-6", "#56b4e9", "#8fd0f5"),
+    Colour("size-7", "#5b3f95", "#b596e0"),
+    Colour("size-8", "#8b5a2b", "#c99a6b"),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven shapes on eight colours: pairs repeat only after 56 sizes
+
+# parts of a step: told apart by lightness as well, and never a colour of a cluster size
+DATA = Colour("data", "#ddcc77", "#e3d58d")
+COMPUTE = Colour("compute", "#a9b7c6", "#5d6e80")
+OPTIMIZER = Colour("optimizer", "#5f6f80", "#a3b4c6")
+SYNC = Colour("sync", "#882255", "#d2689f")
+
+COLOURS = (INK, MUTED, GRID, SHADE, PAPER, ALERT, *SIZES, DATA, COMPUTE, OPTIMIZER, SYNC)
+
+_SETTINGS = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same letters everywhere
+    "font.size": 9,
+    "text.parse_math": False,  # names from files may hold a dollar sign
+    "text.color": INK.light,
+    "axes.edgecolor": MUTED.light,
+    "axes.labelcolor": INK.light,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "axes.formatter.use_mathtext": False,
+    "grid.color": GRID.light,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED.light,
+    "ytick.color": MUTED.light,
+    "xtick.labelcolor": INK.light,
+    "ytick.labelcolor": INK.light,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.5,
+    "legend.columnspacing": 1.2,
+    "svg.hashsalt": "tula_hpc",  # the same numbers give the same file
+    "pdf.fonttype": 42,
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw and save inside this: matplotlib's defaults and ours, whatever the user's matplotlibrc says; restored after."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_SETTINGS)
+        yield
+
+
+class SizeStyle(NamedTuple):
+    """How one cluster size looks in every figure."""
+
+    colour: str
+    marker: str
+
+
+def size_style(sizes: Sequence[int], nodes: int) -> SizeStyle:
+    """Colour and marker of a cluster size: by its place among all sizes of the run."""
+    place = list(sizes).index(nodes)
+    return SizeStyle(SIZES[place % len(SIZES)].light, MARKERS[place % len(MARKERS)])
+
+
+def title_band_in(title: str) -> float:
+    """Height of the title above a figure, inches."""
+    return 2 * EDGE_IN + TITLE_LINE_IN * len(_title_lines(title))
+
+
+def _title_lines(title: str) -> list[str]:
+    """The title in as few lines as it needs, of about equal length."""
+    title = keep_units(title)
+    wide = textwrap.wrap(title, TITLE_CHARACTERS) or [""]
+    widths = range(TITLE_CHARACTERS // 2, TITLE_CHARACTERS)
+    return next((even for width in widths if len(even := textwrap.wrap(title, width)) == len(wide)), wide)
+
+
+def new_figure(title: str, body_in: float, ratios: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
+    """A figure with a title and panels one below the other that share the x axis, `body_in` inches high without the title."""
+    band = title_band_in(title)
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / (body_in + band)), h_pad=0.06, w_pad=EDGE_IN)
+    figure = Figure(figsize=(WIDTH_IN, body_in + band), layout=layout, facecolor=PAPER.light)
+    FigureCanvasAgg(figure)
+    top_left = figure.transFigure + ScaledTranslation(EDGE_IN, -EDGE_IN, figure.dpi_scale_trans)
+    text = "\n".join(_title_lines(title))
+    label = figure.text(0, 1, text, transform=top_left, va="top", size=10.5, weight="bold", linespacing=1.25)
+    label.set_gid("title")  # the report removes it where the title stands in the page's own text
+    label.set_in_layout(False)
+    panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(ratios)})
+    return figure, [_bare(axes) for axes in panels[:, 0]]
+
+
+def _bare(axes: Axes) -> Axes:
+    axes.set_facecolor("none")
+    axes.grid(axis="y")
+    return axes
+
+
+def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, room: float = 1.6) -> None:
+    """A log2 axis with plain batch numbers; `room` is the factor left free on the right, for labels at ends of lines."""
+    ticks = sorted(set(batches))
+    low, high = ticks[0] / 2**0.4, ticks[-1] * room
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    every = math.ceil(len(ticks) / 10)
+    axes.xaxis.set_major_locator(FixedLocator(ticks[::-1][::every]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}"))
+    axes.set_xlabel(label)
+
+
+def _seconds_ticks() -> list[float]:
+    under_a_minute = [*(step * 10.0**power for power in range(-6, 1) for step in (1, 2, 5)), 10.0, 20.0, 30.0]
+    minutes = [MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)]
+    hours = [HOUR_S * step for step in (1, 2, 5, 10)]
+    days = [DAY_S * step * 10**power for power in range(4) for step in (1, 2, 5)]
+    return [*under_a_minute, *(float(tick) for tick in (*minutes, *hours, *days))]
+
+
+_DURATIONS = _seconds_ticks()
+_ROUND = [step * 10.0**power for power in range(-9, 15) for step in (1, 2, 5)]
+_FINE = [step * 10.0**power for power in range(-9, 15) for step in (1, 1.5, 2, 3, 4, 5, 7)]
+
+
+def duration_tick(seconds: float) -> str:
+    """A short tick label: "20 s", "5 min"."""
+    return "0" if seconds == 0 else format_duration(seconds).replace(".0 ", " ")
+
+
+def number_tick(value: float) -> str:
+    """A plain tick label."""
+    return format_number(value, 6).replace("-", "−")
+
+
+def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bool = False) -> None:
+    """A y axis for positive quantities: from zero where they are of one size, else logarithmic with round numbers."""
+    numbers = [value for value in values if math.isfinite(value) and value > 0]
+    low, high = min(numbers, default=1.0), max(numbers, default=1.0)
+    if high / low <= LOG_RATIO:
+        axes.set_ylim(0, high * 1.18)
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
+        _round_ticks(axes.yaxis, axes.get_ylim(), _DURATIONS if durations else _ROUND)
+    tick = duration_tick if durations else number_tick
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_ylabel(label)
+
+
+def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float]) -> None:
+    within = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+    if len(within) < 3:
+        within = [tick for tick in _FINE if limits[0] <= tick <= limits[1]]
+    axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
+    axis.set_minor_locator(NullLocator())
+
+
+class EndLabel(NamedTuple):
+    """A name that stands beside the end of a line instead of in a legend."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def label_ends(axes: Axes, labels: Iterable[EndLabel]) -> None:
+    """Write names at the ends of lines, moved apart where they would overlap. Call when the axis limits are set."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    floor = -1.0
+    for label in sorted(labels, key=lambda item: item.y):
+        floor = max(float(to_axes.transform((label.x, label.y))[1]), floor + 0.062)
+        axes.annotate(
+            label.text,
+            (label.x, floor),
+            xycoords=("data", "axes fraction"),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=label.colour,
+            weight="bold",
+            size=8.5,
+        ).set_in_layout(False)
+
+
+class Key(NamedTuple):
+    """One entry of the legend: what a mark means, whatever its colour."""
+
+    text: str
+    marker: str = ""
+    line: str = ""
+    band: bool = False
+    hollow: bool = False
+    colour: str = MUTED.light
+
+
+def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -0.09) -> None:
+    """What the marks mean, in rows above the panel, from `left` (a share of its width) on."""
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=key.colour,
+            marker=key.marker or None,
+            linestyle=key.line or "none",
+            linewidth=7 if key.band else 1.6,
+            alpha=0.25 if key.band else 1,
+            solid_capstyle="butt",
+            fillstyle="none" if key.hollow else "full",
+            markersize=5,
+        )
+        for key in keys
+    ]
+    axes.legend(
+        handles,
+        [key.text for key in keys],
+        loc="lower left",
+        bbox_to_anchor=(left, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        borderpad=0.2,
+        handletextpad=0.5,
+    )
+
+
+def mark_chosen(axes: Axes, x: float, y: float, text: str, lines: Iterable[Sequence[tuple[float, float]]]) -> None:
+    """Ring a point and label it where the lines (in data units) leave most room. Call when the axis limits are set."""
+    axes.plot([x], [y], "o", fillstyle="none", markersize=13, markeredgewidth=1.6, color=INK.light, zorder=6)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    here = to_axes.transform((x, y))
+    obstacles = np.concatenate([here[None], *(_along(to_axes.transform(list(line))) for line in lines if line)])
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=_freest_spot(here, obstacles, text),
+        textcoords="axes fraction",
+        ha="center",
+        va="center",
+        size=8.5,
+        weight="bold",
+        linespacing=1.3,
+        arrowprops={"arrowstyle": "-", "color": INK.light, "linewidth": 0.9, "shrinkB": 8, "shrinkA": 1},
+        zorder=7,
+    ).set_in_layout(False)
+
+
+def _along(corners: Points) -> Points:
+    """Points on a polyline, dense enough that no label slips between them."""
+    position = np.arange(len(corners))
+    dense = np.linspace(0, len(corners) - 1, 8 * len(corners))
+    return np.column_stack([np.interp(dense, position, corners[:, axis]) for axis in (0, 1)])
+
+
+def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, float]:
+    """Centre of a label, in axes fractions, whose box keeps clear of all obstacles, as near to `here` as may be."""
+    rows = text.split("\n")
+    half = np.array([0.0068 * max(map(len, rows)) + 0.01, 0.033 * len(rows) + 0.01])
+    offsets = [(dx, dy) for dx in np.linspace(-0.4, 0.4, 17) for dy in np.linspace(-0.5, 0.5, 21)]
+    spots = np.clip(here + np.array(offsets), half, 1 - half)
+    gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)
+    clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), 0.05)
+    best = spots[np.argmax(clearance - 0.02 * np.hypot(*(spots - here).T))]
+    return float(best[0]), float(best[1])

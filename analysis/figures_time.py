@@ -1,0 +1,327 @@
+"""Epoch time and training cost against the global batch: what was measured, what is predicted, what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+
+from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.formatting import format_duration, format_money, format_number, plural
+from tula_hpc.analysis.report_data import Interval, RunContents, find_candidate, measured_epoch, predicted
+from tula_hpc.records import Candidate, Configuration, Measurement, Plan
+
+BATCH_LABEL = "global batch B (samples per step over all nodes)"
+
+
+class Quantity(NamedTuple):
+    """What the y axis shows."""
+
+    name: str  # stem of the files
+    column: str
+    field: str  # of Candidate
+    label: str
+    write: Callable[[float], str]
+    durations: bool
+
+
+class Point(NamedTuple):
+    """One mark: a configuration, its value, and whether the prediction calls it feasible."""
+
+    configuration: Configuration
+    interval: Interval
+    feasible: bool = True
+
+
+class Curves(NamedTuple):
+    """Everything that one of these figures draws."""
+
+    measured: list[Point]
+    predicted: list[Point]
+    chosen: Candidate | None
+    out_of_memory: list[Configuration]
+
+    def of(self, nodes: int) -> tuple[list[Point], list[Point]]:
+        """Measured and predicted points of one cluster size, by batch."""
+        mine = (
+            [point for point in points if point.configuration.nodes == nodes]
+            for points in (self.measured, self.predicted)
+        )
+        measured, line = (sorted(points, key=lambda point: point.configuration) for points in mine)
+        return measured, line
+
+    @property
+    def hopeless(self) -> list[int]:
+        """Batches beyond the largest that is feasible on any N."""
+        feasible = [point.configuration.global_batch for point in self.predicted if point.feasible]
+        return [batch for batch in self.batches if feasible and batch > max(feasible)]
+
+    @property
+    def batches(self) -> list[int]:
+        """Every global batch that occurs."""
+        points = [point.configuration for point in (*self.measured, *self.predicted)]
+        return sorted({configuration.global_batch for configuration in (*points, *self.out_of_memory)})
+
+
+def draw_epoch_time(run: RunContents) -> Drawing | Missing:
+    """Measured and predicted epoch time against the global batch, one line per cluster size."""
+    measured = [
+        Point(item.configuration, epoch) for item in run.ok if (epoch := measured_epoch(item, run.samples_of(item)))
+    ]
+    curves = _curves(run, measured, "epoch_time_s")
+    if not curves.measured and not curves.predicted:
+        return Missing("epoch_time", "epoch time", "no configuration has been measured yet")
+    quantity = Quantity(
+        "epoch_time", "epoch_time_s", "epoch_time_s", "time of an epoch", format_duration, durations=True
+    )
+    caption = (
+        "Time to see every training sample once, against the number of samples that all nodes together process per "
+        "step. Lower is better; one colour per number of nodes N. "
+    )
+    return _draw(run, curves, quantity, _time_title(curves), caption + _reading(curves))
+
+
+def draw_cost(run: RunContents) -> Drawing | Missing:
+    """Cost of the whole training against the global batch, one line per cluster size."""
+    if run.plan is None:
+        return Missing("cost", "cost", "prices come with the plan, and there is none yet")
+    measured = [point for item in run.ok for point in _measured_cost(run.plan, item)]
+    curves = _curves(run, measured, "cost")
+    currency = run.plan.chosen.currency
+    quantity = Quantity(
+        "cost",
+        f"cost_{currency.lower()}",
+        "cost",
+        f"cost of the training, {currency}",
+        lambda amount: format_money(amount, currency),
+        durations=False,
+    )
+    caption = (
+        f"What the whole training of {plural(run.plan.epochs, 'epoch')} costs. Lower is better. More nodes finish sooner, "
+        "but pay for the time in which they wait for one another. Measured points are measured step times at the plan's "
+        "price. "
+    )
+    return _draw(run, curves, quantity, _cost_title(run.plan), caption + _reading(curves))
+
+
+def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
+    candidates = run.plan.candidates if run.plan else []
+    line = [Point(item.configuration, predicted(item, field), item.feasible) for item in candidates]
+    return Curves(measured, line, run.plan.chosen if run.plan else None, run.out_of_memory)
+
+
+def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
+    """The measured epoch time of a configuration at the price per second that the plan found for it."""
+    candidate = find_candidate(plan, item.configuration)
+    epoch = measured_epoch(item, item.dataset_samples or plan.dataset_samples)
+    if candidate and epoch and candidate.train_time_s > 0:
+        yield Point(item.configuration, epoch.times(plan.epochs * candidate.cost / candidate.train_time_s))
+
+
+def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, caption: str) -> Drawing:
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 3.7)
+        points = [point.interval for point in (*curves.measured, *curves.predicted)]
+        style.batch_axis(axes, curves.batches, BATCH_LABEL, room=1.9)
+        style.value_axis(
+            axes, [end for interval in points for end in interval], label=quantity.label, durations=quantity.durations
+        )
+        _shade_infeasible(axes, curves)
+        for nodes in run.cluster_sizes:
+            _draw_size(axes, curves, nodes, style.size_style(run.cluster_sizes, nodes))
+        _draw_out_of_memory(axes, curves, run.cluster_sizes)
+        _mark_chosen(axes, curves, quantity)
+        style.label_ends(axes, _end_labels(curves, run.cluster_sizes))
+        style.legend(axes, _keys(curves))
+    return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
+
+
+def _draw_size(axes: Axes, curves: Curves, nodes: int, look: style.SizeStyle) -> None:
+    measured, line = curves.of(nodes)
+    batches = [point.configuration.global_batch for point in line]
+    if line:
+        band = [(point.interval.low, point.interval.high) for point in line]
+        axes.fill_between(batches, *zip(*band, strict=True), color=look.colour, alpha=0.16, linewidth=0)
+    values = [point.interval.value for point in line]
+    axes.plot(batches, values, ":", color=look.colour, linewidth=1.1, zorder=2)  # shows through where it is infeasible
+    feasible = [value if point.feasible else float("nan") for value, point in zip(values, line, strict=True)]
+    axes.plot(batches, feasible, "-", color=look.colour, zorder=3)
+    if measured:
+        x = [point.configuration.global_batch for point in measured]
+        bars = [(p.interval.value - p.interval.low, p.interval.high - p.interval.value) for p in measured]
+        axes.errorbar(
+            x,
+            [point.interval.value for point in measured],
+            yerr=[[max(0.0, end) for end in ends] for ends in zip(*bars, strict=True)],
+            fmt=look.marker,
+            color=look.colour,
+            markeredgecolor=style.PAPER.light,
+            markeredgewidth=0.6,
+            markersize=5.5,
+            elinewidth=1.2,
+            zorder=4,
+        )
+
+
+def _shade_infeasible(axes: Axes, curves: Curves) -> None:
+    """Grey from the last batch that any cluster size can run to the first that none can."""
+    if curves.hopeless:
+        last = max(batch for batch in curves.batches if batch < curves.hopeless[0])
+        start = (last * curves.hopeless[0]) ** 0.5
+        axes.axvspan(start, axes.get_xlim()[1], color=style.SHADE.light, zorder=0)
+        axes.annotate(
+            "not feasible\non any N",
+            (1, 1),
+            xycoords="axes fraction",
+            xytext=(-4, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=style.MUTED.light,
+            size=8,
+        )
+
+
+def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
+    """A cross on the predicted line, or at the upper edge where there is no prediction."""
+    known = {point.configuration: point.interval.value for point in curves.predicted}
+    for configuration in curves.out_of_memory:
+        y = known.get(configuration, axes.get_ylim()[1])
+        colour = style.size_style(sizes, configuration.nodes).colour
+        axes.plot(
+            [configuration.global_batch],
+            [y],
+            "x",
+            color=colour,
+            markersize=7,
+            markeredgewidth=2,
+            clip_on=False,
+            zorder=5,
+        )
+
+
+def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity) -> None:
+    if curves.chosen is None:
+        return
+    sizes = {point.configuration.nodes for point in curves.predicted}
+    lines = [
+        [(point.configuration.global_batch, point.interval.value) for point in curves.of(nodes)[1]] for nodes in sizes
+    ]
+    value = float(getattr(curves.chosen, quantity.field))
+    text = f"chosen: N = {curves.chosen.nodes}, B = {curves.chosen.global_batch:,}\n{quantity.write(value)}"
+    style.mark_chosen(axes, curves.chosen.global_batch, value, text, lines)
+
+
+def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[style.EndLabel]:
+    for nodes in sizes:
+        measured, line = curves.of(nodes)
+        last = max((*line, *measured), key=lambda point: point.configuration.local_batch, default=None)
+        if last is not None:
+            colour = style.size_style(sizes, nodes).colour
+            yield style.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", colour)
+
+
+def _keys(curves: Curves) -> list[style.Key]:
+    keys = []
+    if curves.measured:
+        keys.append(style.Key("measured", marker="o"))
+    if curves.predicted:
+        keys += [style.Key("predicted", line="-"), style.Key("90 % interval", line="-", band=True)]
+    if any(not point.feasible for point in curves.predicted):
+        keys.append(style.Key("not feasible", line=":"))
+    if curves.out_of_memory:
+        keys.append(style.Key("ran out of memory", marker="x"))
+    return keys
+
+
+def _reading(curves: Curves) -> str:
+    """The sentences of the caption that explain the marks that are there."""
+    parts = []
+    if curves.measured:
+        parts.append(
+            "Markers are measured, their bars the 95 % interval of the measurement (often smaller than the marker)."
+        )
+    if curves.predicted:
+        parts.append(
+            "Lines are the model's predictions, the bands around them its 90 % intervals; the ring marks the chosen point."
+        )
+    if any(not point.feasible for point in curves.predicted):
+        parts.append("Dotted parts do not fit in memory or are ruled out otherwise.")
+    if curves.hopeless:
+        parts.append("In the grey region that holds for every N.")
+    if curves.out_of_memory:
+        parts.append("Crosses mark configurations that ran out of memory when they were tried.")
+    return " ".join(parts)
+
+
+def _time_title(curves: Curves) -> str:
+    if curves.chosen is None:
+        best = min(curves.measured, key=lambda point: point.interval.value)
+        where = best.configuration
+        time = format_duration(best.interval.value)
+        return (
+            f"Fastest epoch so far: {time}, measured on {plural(where.nodes, 'node')} with batch {where.global_batch:,}"
+        )
+    chosen = curves.chosen
+    time = format_duration(chosen.epoch_time_s)
+    title = f"{plural(chosen.nodes, 'node')} with batch {chosen.global_batch:,}: an epoch in {time}"
+    first = min(
+        curves.predicted, key=lambda point: (point.configuration.nodes, point.configuration.local_batch), default=None
+    )
+    if first is None or first.configuration == chosen.configuration:
+        return title
+    factor = first.interval.value / chosen.epoch_time_s
+    pace = f"{format_number(factor, 2)} times as fast as" if factor >= 1.05 else "against"
+    slow = "" if factor >= 1.05 else f"{format_duration(first.interval.value)} for "
+    where = first.configuration
+    return f"{title}, {pace} {slow}{plural(where.nodes, 'node')} with batch {where.global_batch:,}"
+
+
+def _cost_title(plan: Plan) -> str:
+    chosen = plan.chosen
+    title = f"The chosen configuration costs {format_money(chosen.cost, chosen.currency)}"
+    cheapest = min((item for item in plan.candidates if item.feasible), key=lambda item: item.cost, default=chosen)
+    if cheapest.cost >= chosen.cost * 0.995:
+        return f"{title}; none is cheaper"
+    where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
+    time = format_duration(cheapest.train_time_s)
+    price = format_money(cheapest.cost, cheapest.currency)
+    return (
+        f"{title}; the cheapest ({where}) {price}, but takes {time} instead of {format_duration(chosen.train_time_s)}"
+    )
+
+
+def _table(curves: Curves, quantity: Quantity) -> Table:
+    columns = (
+        "mark",
+        "nodes",
+        "workers_per_node",
+        "local_batch_samples",
+        "global_batch_samples",
+        quantity.column,
+        f"low_{quantity.column}",
+        f"high_{quantity.column}",
+        "feasible",
+        "chosen",
+    )
+    chosen = curves.chosen.configuration if curves.chosen else None
+    marks = [("measured_95", point) for point in curves.measured] + [
+        ("predicted_90", point) for point in curves.predicted
+    ]
+    rows: list[tuple[str | int | float | bool | None, ...]] = [
+        (
+            mark,
+            *point.configuration,
+            point.configuration.global_batch,
+            *point.interval,
+            point.feasible,
+            point.configuration == chosen,
+        )
+        for mark, point in marks
+    ]
+    rows += [
+        ("out_of_memory", *item, item.global_batch, None, None, None, False, False) for item in curves.out_of_memory
+    ]
+    return Table(columns, rows)

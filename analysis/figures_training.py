@@ -1,0 +1,289 @@
+"""Training as it went: accuracy and loss, gradient sensitivity and gradient scale."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.formatting import format_number, format_percent, plural
+from tula_hpc.analysis.report_data import RunContents, Training
+from tula_hpc.records import Event, Metrics, StepMetrics
+
+EVENT_NAMES = {
+    "preempted": "preempted",
+    "resumed": "restarted",
+    "oom": "out of memory",
+    "fell_back": "fell back",
+    "failed": "failed",
+}
+
+MAX_NAME_ROWS = 3
+
+
+class Mark(NamedTuple):
+    """Something that happened during training."""
+
+    epoch: float
+    what: str
+
+
+def draw_training(run: RunContents) -> Drawing | Missing:
+    """Test accuracy and losses over epochs, with what interrupted them."""
+    trainings = [training for training in run.trainings if training.metrics.epochs]
+    if not trainings:
+        why = "training has not finished an epoch yet" if run.trainings else "training has not started yet"
+        return Missing("training", "training", why)
+    title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
+    marks = list(training_marks(trainings[0].metrics, run.events))
+    with style.styled():
+        figure, (accuracy, loss) = style.new_figure(title, 5.0, ratios=(1, 1))
+        for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
+            _draw_accuracy(accuracy, training, colour.light, named=len(trainings) > 1)
+            _draw_losses(loss, training, colour.light)
+        _dress(accuracy, loss, marks)
+    caption = (
+        "Above: share of the test samples that the model gets right after each epoch (higher is better). Below: loss on "
+        "the test samples (solid) and on the training samples (dashed), lower is better; a growing gap between the two is "
+        "overfitting. "
+    )
+    if marks:
+        caption += "Vertical lines mark where training was interrupted, went on, or changed its batch."
+    return Drawing("training", title, caption.strip(), figure, _training_table(trainings, marks))
+
+
+def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
+    """Events of training whose place on the epoch axis is known, and changes of the batch."""
+    for event in events:
+        epoch = _epoch_of(metrics, event) if event.stage == "train" and event.event in EVENT_NAMES else None
+        if epoch is not None:
+            yield Mark(epoch, EVENT_NAMES[event.event])
+    for before, after in itertools.pairwise(metrics.epochs):
+        if before.global_batch != after.global_batch:
+            yield Mark(before.epoch, f"B = {after.global_batch:,}")
+
+
+def _epoch_of(metrics: Metrics, event: Event) -> float | None:
+    """Epochs done at an event, from the samples seen till then."""
+    seen = event.data.get("samples_seen")
+    known = sorted({(0, 0.0), *((row.samples_seen, float(row.epoch)) for row in (*metrics.steps, *metrics.epochs))})
+    if not isinstance(seen, int) or len(known) < 2:
+        return None
+    samples, epochs = zip(*known, strict=True)
+    return float(np.interp(seen, samples, epochs))
+
+
+def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> None:
+    epochs = [row.epoch for row in training.metrics.epochs]
+    percent = [100 * row.test_accuracy for row in training.metrics.epochs]
+    axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
+    text = f"{percent[-1]:.1f} %" + (f"\n{training.label}" if named else "")
+    axes.annotate(
+        text,
+        (epochs[-1], percent[-1]),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        size=8.5,
+        weight="bold",
+        color=colour,
+    )
+
+
+def _draw_losses(axes: Axes, training: Training, colour: str) -> None:
+    rows = training.metrics.epochs
+    epochs = [row.epoch for row in rows]
+    axes.plot(epochs, [row.test_loss for row in rows], "o-", color=colour, markersize=3.5)
+    axes.plot(epochs, [row.train_loss for row in rows], "--", color=colour)
+
+
+def _dress(accuracy: Axes, loss: Axes, marks: Sequence[Mark]) -> None:
+    accuracy.set_ylabel("test accuracy, %")
+    accuracy.set_ylim(bottom=0)
+    loss.set_ylabel("loss")
+    loss.set_ylim(bottom=0)
+    loss.set_xlabel("epochs of training")
+    loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    loss.set_xlim(left=0)
+    loss.margins(x=0.08)
+    style.legend(loss, [style.Key("test", marker="o", line="-"), style.Key("training", line="--")], left=-0.01)
+    draw_marks([accuracy, loss], marks)
+
+
+def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
+    """Vertical lines through all panels, named above the first; names that would overlap stand one above the other."""
+    left, right = panels[0].get_xlim()
+    row_ends: list[float] = []
+    for place, text in _merged(marks, (right - left) / 100):
+        for axes in panels:
+            axes.axvline(place, color=style.MUTED.light, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        row = next((row for row, end in enumerate(row_ends) if end < place), len(row_ends))
+        if row == MAX_NAME_ROWS:
+            continue  # so many interruptions cannot all be named; their lines and the table show them
+        row_ends[row : row + 1] = [place + (right - left) * (0.014 * len(text) + 0.02)]
+        panels[0].annotate(
+            text,
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3 + 10 * row),
+            textcoords="offset points",
+            ha="left",
+            size=7.5,
+            color=style.MUTED.light,
+        )
+
+
+def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
+    """Marks that are closer than `width` become one, with all their names once."""
+    groups: list[tuple[float, list[str]]] = []
+    for mark in sorted(marks):
+        if not groups or mark.epoch - groups[-1][0] > width:
+            groups.append((mark.epoch, []))
+        groups[-1][1].append(mark.what)
+    return [(place, ", ".join(dict.fromkeys(names))) for place, names in groups]
+
+
+def _training_title(training: Training, planned: int | None) -> str:
+    last = training.metrics.epochs[-1]
+    accuracy = format_percent(last.test_accuracy)
+    if training.result is None and planned and last.epoch < planned:
+        return f"{accuracy} test accuracy after {last.epoch} of {plural(planned, 'epoch')}"
+    best = max(training.metrics.epochs, key=lambda row: row.test_accuracy)
+    title = f"{accuracy} test accuracy after {plural(last.epoch, 'epoch')}"
+    if best.test_accuracy - last.test_accuracy < 0.005:
+        return title
+    return f"{title}; the best was {format_percent(best.test_accuracy)} after {best.epoch}"
+
+
+def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Table:
+    columns = ("mark", "epochs", "global_batch_samples", "test_accuracy_percent", "test_loss", "train_loss")
+    rows: list[tuple[Cell, ...]] = [
+        (training.label, row.epoch, row.global_batch, 100 * row.test_accuracy, row.test_loss, row.train_loss)
+        for training in trainings
+        for row in training.metrics.epochs
+    ]
+    rows += [(f"event {mark.what}", mark.epoch, None, None, None, None) for mark in marks]
+    return Table(columns, rows)
+
+
+def draw_sensitivity(run: RunContents) -> Drawing | Missing:
+    """Δ(G) with its threshold, the gradient scale and the share of scaled steps over the plan's training."""
+    training = next((item for item in run.trainings if _scaled_steps(item)), None)
+    if training is None:
+        why = "training logged no gradient scale" if run.trainings else "training has not started yet"
+        return Missing("sensitivity", "gradient sensitivity and scale", why)
+    steps = _scaled_steps(training)
+    delta = run.sweep.training.delta if run.sweep else None
+    title = _sensitivity_title(steps, delta)
+    with style.styled():
+        figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
+        _draw_sensitivity(panels[0], steps, delta)
+        _draw_scale(panels[1], steps)
+        _draw_share(panels[2], steps)
+    return Drawing("sensitivity", title, _sensitivity_caption(delta), figure, _sensitivity_table(steps))
+
+
+def _scaled_steps(training: Training) -> list[StepMetrics]:
+    return [row for row in training.metrics.steps if row.sensitivity is not None or row.scale_mean is not None]
+
+
+def _column(steps: Sequence[StepMetrics], field: str) -> list[float]:
+    """A column of the log with NaN, which matplotlib leaves out, where it has no value."""
+    return [float("nan") if (value := getattr(row, field)) is None else float(value) for row in steps]
+
+
+def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
+    values = _column(steps, "sensitivity")
+    at = [row.step for row in steps]
+    dots = {"markersize": 3, "markeredgewidth": 0, "alpha": 0.7}
+    axes.plot(at, values, "o", color=style.SIZES[0].light, **dots)
+    known = [value for value in values if math.isfinite(value)]
+    style.value_axis(axes, [*known, delta or 1.0], label="sensitivity Δ(G)")
+    if delta is not None:
+        axes.axhline(delta, color=style.ALERT.light, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"δ = {format_number(delta)}",
+            (1, delta),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            size=8.5,
+            weight="bold",
+            color=style.ALERT.light,
+        )
+
+
+def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
+    at, colour = [row.step for row in steps], style.SIZES[2].light
+    low, mean, high = (_column(steps, field) for field in ("scale_min", "scale_mean", "scale_max"))
+    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(at, mean, "-", color=colour)
+    axes.axhline(1, color=style.MUTED.light, linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("gradient scale")
+    style.legend(
+        axes,
+        [
+            style.Key("mean", line="-", colour=colour),
+            style.Key("smallest to largest", line="-", band=True, colour=colour),
+        ],
+        left=-0.01,
+    )
+
+
+def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
+    at, colour = [row.step for row in steps], style.MUTED.light
+    share = [100 * value for value in _column(steps, "scaled")]
+    axes.plot(at, share, "-", color=colour, linewidth=1.2)
+    axes.set_ylim(0, 104)
+    axes.set_ylabel("scaled steps, %")
+    axes.set_yticks([0, 50, 100])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("optimizer steps")
+
+
+def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str:
+    known = [row.sensitivity for row in steps if row.sensitivity is not None]
+    means = [row.scale_mean for row in steps if row.scale_mean is not None]
+    scale = f"gradients were scaled by {format_number(statistics.fmean(means), 3)} on average" if means else ""
+    if delta is None or not known:
+        return scale[:1].upper() + scale[1:] or "Gradient sensitivity over training"
+    calm = sum(value < delta for value in known) / len(known)
+    title = f"Gradients were calm (Δ below {format_number(delta)}) in {format_percent(calm)} of the logged steps"
+    return f"{title} and {scale.removeprefix('gradients were ')}" if scale else title
+
+
+def _sensitivity_caption(delta: float | None) -> str:
+    threshold = "a threshold δ" if delta is None else f"the dashed threshold δ = {format_number(delta)}"
+    return (
+        "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. Middle: the factor by "
+        "which gradients are multiplied (mean over all parameters, band from the smallest to the largest), which makes a "
+        f"large batch step like a small one. It is applied only while Δ(G) is below {threshold}; where gradients change "
+        "faster, training is in a sensitive phase and they are left alone. Below: the share of steps that were scaled."
+    )
+
+
+def _sensitivity_table(steps: Sequence[StepMetrics]) -> Table:
+    columns = ("step", "epochs", "sensitivity", "scale_mean", "scale_min", "scale_max", "scaled_steps_percent")
+    rows: list[tuple[Cell, ...]] = [
+        (
+            row.step,
+            row.epoch,
+            row.sensitivity,
+            row.scale_mean,
+            row.scale_min,
+            row.scale_max,
+            None if row.scaled is None else 100 * row.scaled,
+        )
+        for row in steps
+    ]
+    return Table(columns, rows)

@@ -1,0 +1,171 @@
+"""`python -m tula_hpc.analysis.report RUN`: figures, tables and the report of a run, from its files alone.
+
+Works at any stage: over measurements alone, over a plan, during training and after it, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_hpc.analysis.formatting import keep_units
+from tula_hpc.analysis.report_data import RunContents, read_run
+from tula_hpc.analysis.report_tables import (
+    SUMMARY_COLUMNS,
+    SummaryRow,
+    TextTable,
+    candidate_table,
+    event_table,
+    failure_table,
+    fallback_table,
+    model_tables,
+    summary_cells,
+    summary_rows,
+    summary_table,
+)
+from tula_hpc.analysis.report_text import answer, how_measured, warnings
+from tula_hpc.errors import InputError
+from tula_hpc.records import RunDirectory
+
+if TYPE_CHECKING:
+    from tula_hpc.analysis.figures import Figures, TitlePage
+
+__all__ = ["SUMMARY_COLUMNS", "SummaryRow", "main", "summary_cells", "summary_rows", "write_report"]
+
+TEMPLATE = "report_template.html"
+SUFFIXES = ("svg", "png", "csv")
+
+
+def write_report(run: RunDirectory) -> list[Path]:
+    """Write RUN/report anew: report.html, report.pdf, and each figure as SVG, PNG and CSV.
+
+    Figures that have no data yet are left out, and the report says so. Every file is replaced as a whole.
+
+    Returns:
+        The files, report.html first.
+
+    Raises:
+        RunDirectoryError: There is no such directory, or it holds no run.
+        OSError: The folder cannot be written.
+    """
+    from tula_hpc.analysis import figures  # matplotlib takes half a second; the tables do without
+
+    contents = read_run(run)
+    drawn = figures.draw_all(contents)
+    files: dict[str, bytes] = {"report.html": _render_html(contents, drawn).encode()}
+    for drawing in drawn.drawings:
+        texts = (drawing.svg().encode(), drawing.png(), drawing.table.to_csv().encode())
+        files |= {f"{drawing.name}.{suffix}": text for suffix, text in zip(SUFFIXES, texts, strict=True)}
+    files["report.pdf"] = figures.render_pdf(
+        _title_page(contents), drawn.drawings
+    )  # last: it lays the figures out anew
+    run.report.mkdir(mode=0o700, exist_ok=True)
+    _remove_stale(run.report, (f"{name}.{suffix}" for name in figures.FIGURES for suffix in SUFFIXES), files)
+    return [_replace(run.report / name, content) for name, content in files.items()]
+
+
+def _remove_stale(folder: Path, ours: Iterable[str], current: Iterable[str]) -> None:
+    """Figures of an earlier report that this one has not: they would seem to belong to it."""
+    for name in set(ours) - set(current):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> Path:
+    """Write beside the old file, then rename: whoever reads sees the old one or the new one."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _render_html(contents: RunContents, drawn: Figures) -> str:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["keep_units"] = keep_units
+    return environment.get_template(TEMPLATE).render(_page(contents, drawn))
+
+
+def _page(contents: RunContents, drawn: Figures) -> dict[str, Any]:
+    """What the template shows. Everything but the drawings' own SVG is escaped there."""
+    from markupsafe import Markup
+
+    from tula_hpc.analysis.figures import COLOURS
+
+    plan = contents.plan
+    figures = [(drawing, Markup(drawing.inline_svg())) for drawing in drawn.drawings]  # noqa: S704 - made by matplotlib and serialized as XML
+    return {
+        "title": contents.name,
+        "subtitle": _subtitle(contents),
+        "answer": answer(contents),
+        "summary": summary_table(_summary(contents)),
+        "warnings": warnings(contents),
+        "figures": figures,
+        "missing": drawn.missing,
+        "colours": COLOURS,
+        "facts": how_measured(contents),
+        "failures": failure_table(contents.measurements),
+        "models": model_tables(plan.models) if plan else [],
+        "fallbacks": fallback_table(plan) if plan else None,
+        "candidates": candidate_table(plan, contents.measurements) if plan else None,
+        "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
+        "events": event_table(contents.events),
+    }
+
+
+def _summary(contents: RunContents) -> list[SummaryRow]:
+    if contents.plan is None:
+        return []
+    results = [training.result for training in contents.trainings if training.result]
+    return summary_rows(contents.plan, contents.measurements, results[0] if results else None)
+
+
+def _subtitle(contents: RunContents) -> str:
+    parts = [f"objective: {contents.plan.objective}"] if contents.plan else []
+    parts += [f"cluster: {contents.cluster.name}"] if contents.cluster else []
+    return " · ".join(["How many nodes, which batch size, how long, at what cost", *parts])
+
+
+def _title_page(contents: RunContents) -> TitlePage:
+    from tula_hpc.analysis.figures import TitlePage
+
+    table = TextTable(SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in _summary(contents)])
+    return TitlePage(contents.name, _subtitle(contents), answer(contents), *table, warnings(contents))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 0 done, 1 the report could not be written, 2 bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tula_hpc.analysis.report",
+        description="Write figures, tables and the report of a run into RUN/report, from the files in RUN alone.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")
+    run = RunDirectory(parser.parse_args(arguments).run)
+    try:
+        paths = write_report(run)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename or run.root}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(paths[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

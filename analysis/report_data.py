@@ -1,0 +1,270 @@
+"""What a run directory holds, read once for the report and its figures: the numbers, and what could not be read.
+
+Everything is optional: a report over measurements alone, over a plan without training, over a training in progress, or
+over logs that were copied to another machine must work.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from tula_hpc.analysis.aggregate import is_out_of_memory
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    Event,
+    Measurement,
+    Metrics,
+    Plan,
+    RunDirectory,
+    StepTimes,
+    TrainDirectory,
+    TrainResult,
+    read_metrics,
+)
+
+MAIN_LABEL = "main"
+
+
+class Interval(NamedTuple):
+    """A number with the ends of its interval, in the unit of the quantity."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Interval:
+        """All three multiplied, for a change of unit."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+class Training(NamedTuple):
+    """One training: what it logged, and how it ended, if it ended."""
+
+    label: str
+    metrics: Metrics
+    result: TrainResult | None
+
+    @property
+    def epoch_time_s(self) -> float | None:
+        """Median time of an epoch over those that no restart cut short; None before the first."""
+        times = [epoch.epoch_time_s for epoch in self.metrics.epochs if epoch.complete]
+        return statistics.median(times) if times else None
+
+
+class RunContents(NamedTuple):
+    """What the files of one run say. Lists are empty and fields None where a stage has not run yet."""
+
+    name: str
+    sweep_text: str
+    cluster_text: str
+    sweep: SweepSpec | None
+    cluster: ClusterSpec | None
+    measurements: list[Measurement]
+    plan: Plan | None
+    events: list[Event]
+    trainings: list[Training]
+    notes: list[str]  # what could not be read
+
+    @property
+    def cluster_sizes(self) -> list[int]:
+        """Every N that occurs, ascending; its place here gives N its colour."""
+        sizes = {item.nodes for item in self.measurements}
+        sizes.update(item.nodes for item in (self.plan.candidates if self.plan else ()))
+        return sorted(sizes)
+
+    @property
+    def ok(self) -> list[Measurement]:
+        """Measurements that have times, by N and local batch."""
+        good = (item for item in self.measurements if item.status == "ok" and item.times is not None)
+        return sorted(good, key=lambda item: item.configuration)
+
+    @property
+    def out_of_memory(self) -> list[Configuration]:
+        """Configurations that ran out of memory, each once."""
+        return sorted({item.configuration for item in self.measurements if is_out_of_memory(item)})
+
+    @property
+    def device(self) -> str:
+        """`cuda` or `cpu`: from the cluster file, or else from the measurements."""
+        if self.cluster is not None:
+            return self.cluster.device
+        return "cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu"
+
+    def samples_of(self, measurement: Measurement) -> int:
+        """Training samples in an epoch, D; 0 where no record says."""
+        return measurement.dataset_samples or (self.plan.dataset_samples if self.plan else 0)
+
+
+def read_run(run: RunDirectory) -> RunContents:
+    """Read everything that is there.
+
+    Raises:
+        RunDirectoryError: There is no such directory, or it holds no run.
+    """
+    _refuse_empty(run)
+    notes: list[str] = []
+    measurements = run.measurements()
+    if measurements.skipped:
+        notes.append(f"{measurements.skipped} lines of profile/*.jsonl were torn or unknown and were skipped.")
+    sweep = _read_sweep(run.sweep_file, notes)
+    return RunContents(
+        name=sweep.name if sweep else run.root.name,
+        sweep_text=_read_text(run.sweep_file, notes),
+        cluster_text=_read_text(run.cluster_file, notes),
+        sweep=sweep,
+        cluster=_read_cluster(run.cluster_file, notes),
+        measurements=measurements.records,
+        plan=_read_plan(run, notes),
+        events=run.events(),
+        trainings=list(_read_trainings(run, notes)),
+        notes=notes,
+    )
+
+
+def _refuse_empty(run: RunDirectory) -> None:
+    if not run.root.is_dir():
+        raise RunDirectoryError("no such run directory", source=run.root)
+    parts = (run.sweep_file, run.plan_file, run.events_file)
+    if not any(part.exists() for part in parts) and not any(run.profile.glob("*.jsonl")):
+        message = (
+            "is not a run directory: expected at least sweep.toml, plan.json, events.jsonl or profile/*.jsonl in it"
+        )
+        raise RunDirectoryError(message, source=run.root)
+
+
+def _read_text(path: Path, notes: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing.")
+        return ""
+
+
+def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
+    if not path.exists():
+        return None
+    try:
+        return load_sweep(path, check_paths=False)  # its data and modules are where it ran, not necessarily here
+    except InputError:
+        notes.append("sweep.toml is damaged; its settings are unknown.")
+        return None
+
+
+def _read_cluster(path: Path, notes: list[str]) -> ClusterSpec | None:
+    if not path.exists():
+        return None
+    try:
+        return load_cluster(path)
+    except InputError:
+        notes.append("cluster.toml is damaged; its settings are unknown.")
+        return None
+
+
+def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
+    if not run.plan_file.exists():
+        return None
+    try:
+        return run.read_plan()
+    except RunDirectoryError as error:
+        notes.append(f"{error}.")
+        return None
+
+
+def _read_trainings(run: RunDirectory, notes: list[str]) -> Iterable[Training]:
+    """All trainings; the one of the plan comes first."""
+    folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
+    for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
+        files = TrainDirectory(folder)
+        training = Training(folder.name, read_metrics(files.metrics_file), _read_result(files.result_file, notes))
+        if training.metrics.skipped:
+            notes.append(f"{training.metrics.skipped} lines of train/{folder.name}/metrics.jsonl were skipped.")
+        if training.metrics.steps or training.metrics.epochs or training.result:
+            yield training
+
+
+def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
+    if not path.exists():
+        return None
+    try:
+        return TrainResult.model_validate_json(path.read_bytes())
+    except ValidationError:
+        notes.append(f"{path.parent.name}/{path.name} is damaged.")
+        return None
+
+
+def step_interval(times: StepTimes) -> Interval:
+    """Measured time of a step with the 95 % interval of its median, seconds."""
+    return Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
+
+
+def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
+    """Epoch time that a profile amounts to: ⌊D/B⌋ full steps, seconds; None where not even one step fits."""
+    steps = dataset_samples // measurement.configuration.global_batch
+    if measurement.times is None or steps == 0:
+        return None
+    return step_interval(measurement.times).times(steps)
+
+
+def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -> dict[Configuration, float]:
+    """Median measured epoch time of each configuration, seconds; repeated profiles count alike."""
+    times: dict[Configuration, list[float]] = {}
+    for item in measurements:
+        epoch = measured_epoch(item, item.dataset_samples or dataset_samples)
+        if item.status == "ok" and epoch is not None:
+            times.setdefault(item.configuration, []).append(epoch.value)
+    return {configuration: statistics.median(values) for configuration, values in times.items()}
+
+
+_TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
+_SAME_SPREAD = {**dict.fromkeys(_TIMES, _TIMES), "cost": ("cost", *_TIMES)}
+
+
+def predicted(candidate: Candidate, quantity: str) -> Interval:
+    """A predicted quantity of a candidate with its 90 % interval, where the plan has one.
+
+    Step, epoch and training time and cost are multiples of one another, so the interval of one gives that of the others.
+    """
+    value = float(getattr(candidate, quantity))
+    for known in (quantity, *_SAME_SPREAD.get(quantity, ())):
+        base = float(getattr(candidate, known, 0.0))
+        if known in candidate.interval_90 and base > 0:
+            low, high = candidate.interval_90[known]
+            return Interval(value, value * low / base, value * high / base)
+    return Interval(value, value, value)
+
+
+def find_candidate(plan: Plan | None, configuration: Configuration) -> Candidate | None:
+    """What the plan says of a configuration, if it is a candidate."""
+    candidates = plan.candidates if plan else []
+    return next((item for item in candidates if item.configuration == configuration), None)
+
+
+def trained_configuration(run: RunContents, training: Training) -> Configuration | None:
+    """Where a training ran: as its result says, or else, if its batch never changed, as the plan chose."""
+    if training.result is not None:
+        done = training.result
+        configuration = Configuration(done.nodes, done.workers_per_node, done.local_batch)
+    elif run.plan is not None:
+        configuration = run.plan.chosen.configuration
+    else:
+        return None
+    changed = any(epoch.global_batch != configuration.global_batch for epoch in training.metrics.epochs)
+    return None if changed else configuration
+
+
+def used_bytes(item: Measurement) -> int | None:
+    """The memory that counts against the limit: reserved by the GPU allocator, or resident in the whole process."""
+    return item.memory.reserved_bytes if item.memory else None
+
+
+def memory_kind(device: str) -> str:
+    """Which memory that is, in words."""
+    return "GPU memory reserved by the allocator" if device == "cuda" else "resident memory of the whole process"

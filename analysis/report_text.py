@@ -1,0 +1,192 @@
+"""The report's sentences: the answer, the warnings, and how it was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+
+from tula_hpc.analysis.formatting import (
+    format_bytes,
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    plural,
+)
+from tula_hpc.analysis.report_data import (
+    RunContents,
+    Training,
+    find_candidate,
+    measured_epochs,
+    memory_kind,
+    predicted,
+    trained_configuration,
+)
+from tula_hpc.analysis.report_tables import format_time
+from tula_hpc.records import Measurement, Plan
+
+SECONDS_PER_HOUR = 3600
+LISTED = 16  # hosts and the like: so many by name, then a count
+
+
+def answer(run: RunContents) -> str:
+    """One paragraph: what to do and what it takes, or how far the run has come."""
+    if run.plan is None:
+        return " ".join(_without_plan(run))
+    return " ".join(
+        [*_advice(run.plan), *(sentence for training in run.trainings for sentence in _outcome(run, training))]
+    )
+
+
+def _without_plan(run: RunContents) -> Iterator[str]:
+    yield "There is no plan yet."
+    if not run.ok:
+        yield "No configuration has been measured so far."
+        return
+    out = len(run.out_of_memory)
+    yield f"{plural(len({item.configuration for item in run.ok}), 'configuration')} " + (
+        f"could be measured, {out} ran out of memory." if out else "could be measured so far."
+    )
+    epochs = measured_epochs(run.ok, 0)
+    if epochs:
+        best = min(epochs, key=lambda configuration: epochs[configuration])
+        yield (
+            f"The fastest is {plural(best.nodes, 'node')} with global batch {best.global_batch:,}: "
+            f"{format_duration(epochs[best])} for an epoch."
+        )
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    chosen = plan.chosen
+    time = predicted(chosen, "train_time_s")
+    between = (
+        f" (90 % interval {format_duration(time.low)} to {format_duration(time.high)})" if time.low < time.high else ""
+    )
+    limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    yield (
+        f"Train on {plural(chosen.nodes, 'node')} with global batch {chosen.global_batch:,} "
+        f"({plural(chosen.local_batch, 'sample')} per worker): predicted {format_duration(chosen.train_time_s)}{between} "
+        f"for {plural(plan.epochs, 'epoch')}, {format_money(chosen.cost, chosen.currency)}, "
+        f"{format_bytes(chosen.peak_memory_bytes)}{limit} of memory per worker."
+    )
+    if plan.reason:
+        yield plan.reason if plan.reason.endswith((".", "!", "?")) else f"{plan.reason}."
+
+
+def _outcome(run: RunContents, training: Training) -> Iterator[str]:
+    """What a training did: at the end, or so far."""
+    name = "The training" if len(run.trainings) == 1 else f"Training {training.label}"
+    result = training.result
+    if result is None:
+        last = training.metrics.epochs[-1] if training.metrics.epochs else None
+        done = (
+            f"{last.epoch} epochs are done, {format_percent(last.test_accuracy)} test accuracy"
+            if last
+            else "no epoch is done yet"
+        )
+        yield f"{name} has started; {done}."
+        return
+    time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
+    yield f"{name} ({result.method}) took {time} and reached {format_percent(result.test_accuracy)} test accuracy."
+    if run.plan and (result.nodes, result.global_batch) != (run.plan.chosen.nodes, run.plan.chosen.global_batch):
+        where = f"{plural(result.nodes, 'node')} with global batch {result.global_batch:,}"
+        yield f"It ended on {where}, not at the chosen configuration."
+    if result.restarts:
+        yield f"It was interrupted and resumed {plural(result.restarts, 'time')}."
+
+
+def _against_prediction(run: RunContents, training: Training) -> str:
+    configuration = trained_configuration(run, training)
+    candidate = find_candidate(run.plan, configuration) if configuration else None
+    if candidate is None or not training.epoch_time_s:
+        return ""
+    change = training.epoch_time_s / candidate.epoch_time_s - 1
+    return f" (its epochs {format_percent(abs(change))} {'longer' if change >= 0 else 'shorter'} than predicted)"
+
+
+def warnings(run: RunContents) -> list[str]:
+    """Everything that limits what the numbers are worth."""
+    return [*(run.plan.warnings if run.plan else ()), *_measurement_warnings(run), *run.notes]
+
+
+def _measurement_warnings(run: RunContents) -> Iterator[str]:
+    shared = sum(not item.exclusive for item in run.ok)
+    if shared:
+        yield f"{plural(shared, 'measurement')} shared nodes with other jobs; their times may be too long."
+    if any(item.emulated for item in run.ok):
+        yield "The nodes were emulated: several shared one machine, so that times across nodes say nothing about a network."
+    loose = sum(not item.converged for item in run.ok)
+    if loose:
+        yield f"{plural(loose, 'measurement')} did not settle: the step time's 95 % interval stayed wider than asked for."
+    failed = sum(item.status == "failed" for item in run.measurements)
+    if failed:
+        yield f"{plural(failed, 'profile')} failed and could not be used; see the list of failures."
+    devices = sorted({item.device for item in run.ok if item.device})
+    if len(devices) > 1:
+        yield f"The nodes differ: {', '.join(devices)}. One model for all of them is an average."
+    waiting = [item for item in run.ok if item.times and item.times.data_time_s > 0.2 * item.times.step_time_s]
+    if waiting:
+        count = plural(len(waiting), "configuration")
+        yield f"{count} spent over a fifth of a step waiting for data: more loader workers may help."
+
+
+def how_measured(run: RunContents) -> list[tuple[str, str]]:
+    """Name and value of each fact about where the numbers come from."""
+    if not run.measurements:
+        return []
+    facts = [
+        ("measured", _counts(run)),
+        ("when (UTC)", _period(run.measurements)),
+        ("hosts", _listed(host for item in run.measurements for host in item.hosts)),
+        ("device", _listed(item.device for item in run.measurements)),
+        ("backend", _listed(item.backend for item in run.measurements)),
+        ("versions", _listed(f"{name} {version}" for item in run.ok for name, version in item.versions.items())),
+        ("parameters of the model", _listed(f"{item.parameters:,}" for item in run.ok if item.parameters)),
+        ("training samples", _listed(f"{item.dataset_samples:,}" for item in run.ok if item.dataset_samples)),
+        ("timed steps", _steps(run)),
+        ("memory", f"{memory_kind(run.device)}, its peak, per worker"),
+        ("what profiling cost", profiling_cost(run)),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def profiling_cost(run: RunContents) -> str:
+    """Node-seconds of all profiles, and their price where nodes are paid by the hour."""
+    profiles = [item for item in run.measurements if item.stage == "profile"]
+    node_seconds = sum(item.elapsed_s * item.nodes for item in profiles)
+    text = (
+        f"{format_number(node_seconds)} node-seconds ({format_number(node_seconds / SECONDS_PER_HOUR, 2)} node-hours)"
+    )
+    pricing = run.cluster.pricing if run.cluster else None
+    if pricing and pricing.basis == "node-hour":
+        text += f", {format_money(node_seconds / SECONDS_PER_HOUR * pricing.usd_per_node_hour)}"
+    return text
+
+
+def _counts(run: RunContents) -> str:
+    failed = len(run.measurements) - len(run.ok) - len(run.out_of_memory)
+    parts = [plural(len(run.ok), "profile")]
+    parts += [f"{len(run.out_of_memory)} out of memory"] if run.out_of_memory else []
+    parts += [f"{failed} failed"] if failed > 0 else []
+    return ", ".join(parts)
+
+
+def _period(measurements: Iterable[Measurement]) -> str:
+    times = [item.finished_at for item in measurements if item.finished_at > 0]
+    if not times:
+        return ""
+    first, last = format_time(min(times)), format_time(max(times))
+    return first if first == last else f"{first} to {last}"
+
+
+def _listed(items: Iterable[str]) -> str:
+    names = sorted({item for item in items if item})
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _steps(run: RunContents) -> str:
+    steps = [item.steps for item in run.ok if item.steps]
+    return (
+        f"{min(steps)} to {max(steps)} per configuration, {statistics.median(steps):g} in the median" if steps else ""
+    )

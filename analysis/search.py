@@ -1,0 +1,65 @@
+"""Which configurations are candidates, and which of them to profile next.
+
+Everything is a pure function of the measurements so far: replayed over recorded ones, a search proposes the same again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
+from tula_hpc.config import SearchSpec, local_batches
+from tula_hpc.records import Configuration, Measurement
+
+ATTEMPTS = 2  # a configuration that fails so often, for other reasons than memory, is given up
+
+
+def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
+    """Every configuration with a power of two as local batch and its global batch within the bounds, ascending."""
+    return [
+        Configuration(nodes, workers_per_node, local_batch)
+        for nodes in sorted(search.cluster_sizes)
+        for local_batch in local_batches(search, nodes, workers_per_node)
+    ]
+
+
+def propose(search: SearchSpec, workers_per_node: int, measurements: Sequence[Measurement]) -> list[Configuration]:
+    """Configurations to profile next; none when the search is done.
+
+    Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the fewest and on the most
+    nodes. Memory does not depend on the number of nodes, so that a local batch that ran out of memory rules out itself
+    and all larger ones everywhere; "partial" then takes the next smaller one. A configuration that failed for another
+    reason is proposed once more, then given up.
+
+    Args:
+        search: Bounds and mode.
+        workers_per_node: Workers on each node.
+        measurements: All measurements so far, in any order.
+    """
+    fitting = _below_bound(candidates(search, workers_per_node), measurements)
+    wanted = fitting if search.mode == "full" else _corners(fitting)
+    done = settled(measurements)
+    return [configuration for configuration in wanted if configuration not in done]
+
+
+def settled(measurements: Iterable[Measurement]) -> set[Configuration]:
+    """Configurations that need no further profile: measured, out of memory, or given up."""
+    rows = list(measurements)
+    known = {row.configuration for row in rows if is_usable(row) or is_out_of_memory(row)}
+    attempts = Counter(row.configuration for row in rows)
+    return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
+
+
+def _below_bound(wanted: Iterable[Configuration], measurements: Iterable[Measurement]) -> list[Configuration]:
+    bound = min((row.local_batch for row in measurements if is_out_of_memory(row)), default=math.inf)
+    return [configuration for configuration in wanted if configuration.local_batch < bound]
+
+
+def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:
+    """Smallest and largest local batch on the fewest and on the most nodes that have any, each once, ascending."""
+    sizes = [configuration.nodes for configuration in fitting]
+    ends = {min(sizes), max(sizes)} if sizes else set()
+    rows = [[configuration for configuration in fitting if configuration.nodes == nodes] for nodes in ends]
+    return sorted({corner for row in rows for corner in (row[0], row[-1])})

@@ -1,0 +1,191 @@
+"""The test cluster is what it claims to be; otherwise no other test in this folder means anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import testcluster
+from tests.slurm.testcluster import ClusterError, MiniCluster
+
+COMMAND = [sys.executable, str(Path(testcluster.__file__).resolve())]
+TELL_SIGNALS = "trap 'echo got USR2' USR2; trap 'echo got TERM' TERM; echo ready; while :; do sleep 0.1; done"
+ALLOCATE_300_MB = "print(len(bytearray(300 << 20)))"
+
+
+def submit(cluster: MiniCluster, script: str, log: Path, *options: str) -> str:
+    """A batch job with one shell line; returns its id."""
+    files = ["--chdir", "/", "--output", str(log), "--open-mode", "append"]
+    return cluster.run("sbatch", "--parsable", *files, *options, "--wrap", script).strip()
+
+
+def steps(cluster: MiniCluster, job_id: str) -> dict[str, str]:
+    """State by step of a finished job, as the accounting has it."""
+    lines = cluster.run("sacct", "-Pn", "-o", "JobID,State", "-j", job_id).splitlines()
+    return dict(line.split("|") for line in lines)
+
+
+def test_all_nodes_are_idle(slurm_cluster: MiniCluster) -> None:
+    slurm_cluster.wait_for(
+        lambda: slurm_cluster.run("sinfo", "-hp", "batch", "-o", "%t %D").split() == ["idle", "4"], 30
+    )
+    assert slurm_cluster.is_up()
+
+
+def test_tasks_of_a_step_run_on_different_hosts(slurm_cluster: MiniCluster) -> None:
+    hosts = slurm_cluster.run("srun", "--nodes=2", "uname", "-n").split()
+    assert len(set(hosts)) == 2
+    assert set(hosts) <= set(slurm_cluster.hosts)
+
+
+def test_nodes_know_each_other_by_name(slurm_cluster: MiniCluster) -> None:
+    lookup = "import socket; print(*(socket.gethostbyname(f'ttc-node{i}') for i in (1, 2, 3, 4)))"
+    addresses = slurm_cluster.run("srun", "--nodelist=ttc-node3", "python3", "-c", lookup).split()
+    assert addresses == [f"{testcluster.SUBNET}.{i}" for i in (1, 2, 3, 4)]
+
+
+def test_both_ends_of_a_link_are_shaped(slurm_cluster: MiniCluster) -> None:
+    from_node = slurm_cluster.run("srun", "--nodelist=ttc-node2", "/sbin/tc", "-j", "qdisc", "show", "dev", "eth0")
+    to_node = slurm_cluster.run("tc", "-j", "qdisc", "show", "dev", "ttc2")
+    for end in (from_node, to_node):
+        (shaper,) = json.loads(end)
+        assert shaper["kind"] == "tbf"
+        assert shaper["options"]["rate"] == slurm_cluster.rate_mbit * 1_000_000 // 8  # bytes per second
+
+
+def test_jobs_cannot_leave_the_cpu_quota(slurm_cluster: MiniCluster) -> None:
+    quota = "cd /sys/fs/cgroup/cpu; cat cpu.cfs_quota_us cpu.cfs_period_us; grep -w cpu /proc/self/cgroup"
+    used_us, period_us, place = slurm_cluster.run("srun", "sh", "-c", quota).split()
+    assert int(used_us) / int(period_us) == slurm_cluster.cpu_percent / 100
+    assert place.endswith(":/")
+
+
+def test_a_step_over_its_memory_is_killed_and_says_so(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    line = f'srun --mem=100 python3 -c "{ALLOCATE_300_MB}"; srun --mem=1000 python3 -c "{ALLOCATE_300_MB}"'
+    job_id = submit(slurm_cluster, line, tmp_path / "log", "--mem=1000")
+    slurm_cluster.wait_for(lambda: slurm_cluster.job_state(job_id) == "COMPLETED", 30)
+    slurm_cluster.wait_for(lambda: steps(slurm_cluster, job_id).get(f"{job_id}.1") == "COMPLETED", 10)
+    assert steps(slurm_cluster, job_id)[f"{job_id}.0"] == "OUT_OF_MEMORY"
+    assert str(300 << 20) in (tmp_path / "log").read_text()
+
+
+def test_every_node_of_a_job_has_the_whole_limit(slurm_cluster: MiniCluster) -> None:
+    # three times 300 MB under 500 MB per node: together they exceed it
+    hold = f"{ALLOCATE_300_MB}; import time; time.sleep(1)"
+    sizes = slurm_cluster.run("srun", "--nodes=3", "--mem=500", "python3", "-c", hold).split()
+    assert sizes == [str(300 << 20)] * 3
+
+
+def test_a_preempted_job_is_requeued_and_knows_it(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    line = f'echo run ${{SLURM_RESTART_COUNT:-0}}; [ ${{SLURM_RESTART_COUNT:-0}} = 1 ] || srun sh -c "{TELL_SIGNALS}"'
+    job_id = submit(slurm_cluster, line, log, "--nodes=2", "--exclusive", "--signal=USR2@30", "--time=10")
+    slurm_cluster.wait_for(lambda: log.exists() and log.read_text().count("ready") == 2, 20)
+    urgent_id = slurm_cluster.preempt(job_id)
+    slurm_cluster.wait_for(lambda: slurm_cluster.job_state(urgent_id) == "COMPLETED", 40)
+    slurm_cluster.wait_for(lambda: slurm_cluster.job_state(job_id) == "COMPLETED", 30)
+    told = [text for text in log.read_text().splitlines() if text.startswith(("run", "got"))]
+    assert told == ["run 0", "got TERM", "got TERM", "run 1"]
+
+
+def test_preemption_can_send_the_users_signal(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with slurm_cluster.changed(user_signal=True) as cluster:
+        job_id = submit(cluster, f'srun sh -c "{TELL_SIGNALS}"', log, "--signal=USR2@30", "--time=10", "--exclusive")
+        cluster.wait_for(lambda: log.exists() and "ready" in log.read_text(), 20)
+        cluster.preempt(job_id)
+        cluster.wait_for(lambda: "got" in log.read_text(), 20)
+        cluster.run("scancel", "--signal=KILL", job_id)
+    assert "got USR2" in log.read_text()
+
+
+def test_signals_reach_the_steps(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job_id = submit(slurm_cluster, f'srun sh -c "{TELL_SIGNALS}"; echo after', log)
+    slurm_cluster.wait_for(lambda: log.exists() and "ready" in log.read_text(), 20)
+    slurm_cluster.signal(job_id, "USR2")
+    slurm_cluster.wait_for(lambda: "got USR2" in log.read_text(), 20)
+    slurm_cluster.signal(job_id, "KILL")
+    slurm_cluster.wait_for(lambda: "after" in log.read_text(), 20)
+
+
+def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
+    with slurm_cluster.changed(accounting=False) as cluster, pytest.raises(ClusterError, match="accounting"):
+        cluster.run("sacct")
+    assert slurm_cluster.run("sacct")
+
+
+def test_a_killed_slurmd_can_come_back(slurm_cluster: MiniCluster) -> None:
+    before = slurm_cluster.pid("slurmd-ttc-node4")
+    slurm_cluster.kill_slurmd("ttc-node4")
+    assert slurm_cluster.pid("slurmd-ttc-node4") is None
+    slurm_cluster.start_slurmd("ttc-node4")
+    slurm_cluster.wait_for(lambda: slurm_cluster.pid("slurmd-ttc-node4") not in (None, before), 10)
+    assert slurm_cluster.run("srun", "--nodelist=ttc-node4", "uname", "-n").strip() == "ttc-node4"
+
+
+def test_submitit_reaches_it_from_outside(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    import submitit
+
+    executor = submitit.SlurmExecutor(tmp_path)
+    executor.update_parameters(nodes=2, ntasks_per_node=1, time=5, partition="batch", mem="500MB", array_parallelism=1)
+    jobs = executor.map_array(divmod, [7, 9], [2, 2])
+    assert [job.results() for job in jobs] == [[(3, 1)] * 2, [(4, 1)] * 2]
+
+
+def test_a_second_cluster_is_refused_in_one_line(slurm_cluster: MiniCluster) -> None:
+    second = subprocess.run([*COMMAND, "up"], capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    assert "already up" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert slurm_cluster.is_up()
+
+
+class TestLifeCycle:
+    @pytest.fixture(autouse=True)
+    def without_the_session_cluster(self, slurm_cluster: MiniCluster) -> Iterator[None]:
+        slurm_cluster.down()
+        yield
+        MiniCluster().down()
+        slurm_cluster.__enter__()
+
+    def test_down_leaves_nothing(self) -> None:
+        assert not testcluster.STATE.exists()
+        assert not list(Path("/run/netns").glob("ttc-*"))
+        assert not list(Path("/sys/class/net").glob("ttc*"))
+        assert not list(testcluster.CGROUPS.glob("*/ttc"))
+        assert "ttc" not in Path("/proc/mounts").read_text()
+        assert "ttc-" not in Path("/etc/hosts").read_text()
+
+    def test_what_a_killed_run_left_is_replaced(self) -> None:
+        script = (
+            "import os, testcluster as t; t.MiniCluster(nodes=1, accounting=False).__enter__(); os.kill(os.getpid(), 9)"
+        )
+        killed = subprocess.run([sys.executable, "-c", script], cwd=Path(testcluster.__file__).parent, check=False)
+        assert killed.returncode == -9
+        assert MiniCluster().pid("slurmctld")
+        assert testcluster.running_cluster() is None  # it runs, but nobody owns it
+        with MiniCluster(nodes=2, accounting=False) as cluster:
+            assert testcluster.running_cluster() == cluster
+            assert len(cluster.run("srun", "--nodes=2", "uname", "-n").split()) == 2
+
+    def test_down_kills_jobs_too(self) -> None:
+        with MiniCluster(nodes=1, accounting=False) as cluster:
+            job_id = cluster.run("sbatch", "--parsable", "--chdir=/", "-o", "/dev/null", "--wrap", "sleep 987").strip()
+            cluster.wait_for(lambda: cluster.job_state(job_id) == "RUNNING", 20)
+            cluster.run("scontrol", "suspend", job_id)
+        commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        assert b"sleep\x00987\x00" not in commands
+
+
+@pytest.mark.parametrize("option", ["--nodes=0", "--cpu-percent=0", "--grace-s=-1", "--max-array-size=1"])
+def test_impossible_settings_are_one_clear_line(option: str) -> None:
+    refused = subprocess.run([*COMMAND, "up", option], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "expected" in refused.stderr
+    assert refused.stderr.count("\n") == 1

@@ -1,0 +1,177 @@
+"""The whole pipeline on the real cluster, from the command line as a user would run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc.errors import Failure
+from tula_hpc.records import RunDirectory, TrainResult
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "slurm_templates" / "testcluster.toml"
+
+DIGITS = """
+name = "digits-slurm"
+[workload]
+model = "tula_hpc.workloads.compact:compact_cnn"
+dataset = "digits"
+epochs = 4
+lr = 0.05
+loader_workers = 0
+[search]
+cluster_sizes = [1, 2, 4]
+min_batch = 64
+max_batch = 128
+mode = "full"
+max_steps = 40
+max_seconds = 5
+[objective]
+kind = "time"
+"""
+
+HUNGRY = """
+name = "hungry"
+[workload]
+model = "tests.examples.hungry:build"
+dataset = "digits"
+epochs = 1
+loader_workers = 0
+[search]
+cluster_sizes = [1]
+min_batch = 16
+max_batch = 512
+min_steps = 5
+max_steps = 10
+[objective]
+kind = "time"
+"""
+
+
+def sweep(text: str, folder: Path, environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "sweep.toml"
+    path.write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "tula_hpc.sweep",
+        str(path),
+        "--cluster",
+        str(CLUSTER),
+        "--run-dir",
+        str(folder / "run"),
+    ]
+    return subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=600
+    )
+
+
+class Finished:
+    """A run directory and what the command said."""
+
+    def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.run, self.done, self.folder = RunDirectory(folder / "run"), done, folder
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        plan: dict[str, Any] = json.loads(self.run.plan_file.read_text())
+        return plan
+
+
+@pytest.fixture(scope="session")
+def digits(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("digits")
+    done = sweep(DIGITS, folder, slurm_cluster.environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return Finished(folder, done)
+
+
+def test_every_configuration_was_measured_on_nodes_of_its_own(digits: Finished) -> None:
+    measured = digits.run.measurements().records
+    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2, 4) for b in (64, 128)}
+    assert all(m.status == "ok" and m.exclusive and not m.emulated for m in measured)
+    assert all(len(set(m.hosts)) == m.nodes for m in measured)
+    assert all(m.hosts[0].startswith("ttc-node") for m in measured)
+
+
+def test_the_parts_of_a_step_are_measured_apart(digits: Finished) -> None:
+    for m in digits.run.measurements().records:
+        assert m.times is not None
+        assert 0 < m.times.compute_time_s < m.times.step_time_s * 1.5
+        assert (m.times.allreduce_time_s > 0) == (m.nodes > 1)
+        assert set(m.samples) >= {"step", "data", "compute", "optimizer"}
+        assert m.memory is not None
+        assert m.memory.parameter_bytes == m.memory.gradient_bytes == 4 * m.parameters
+        assert 0 < m.memory.peak_bytes < m.memory.reserved_bytes
+
+
+def test_one_array_per_cluster_size(digits: Finished) -> None:
+    jobs = [event.job_id for event in digits.run.events() if event.event == "submitted" and event.stage == "profile"]
+    assert len(jobs) == 6
+    assert len({job.partition("_")[0] for job in jobs}) == 3
+    assert {job.partition("_")[2] for job in jobs} == {"0", "1"}
+
+
+def test_training_ran_at_the_chosen_configuration_and_learned(digits: Finished) -> None:
+    chosen = digits.plan["chosen"]
+    result = TrainResult.model_validate_json(digits.run.train().result_file.read_text())
+    assert (result.nodes, result.global_batch) == (chosen["nodes"], chosen["global_batch"])
+    assert result.epochs == 4
+    assert result.test_accuracy > 0.5
+
+
+def test_the_report_and_the_table_are_there(digits: Finished) -> None:
+    assert (digits.run.report / "report.html").stat().st_size > 10_000
+    assert (digits.run.report / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert "Chosen configuration" in digits.done.stdout
+
+
+def test_the_same_command_again_submits_nothing(digits: Finished, slurm_env: dict[str, str]) -> None:
+    before = digits.run.events_file.read_text()
+    again = sweep(DIGITS, digits.folder, slurm_env)
+    assert again.returncode == 0, again.stderr
+    assert digits.run.events_file.read_text() == before
+
+
+def test_replanning_needs_no_slurm_and_no_torch(digits: Finished) -> None:
+    code = (
+        "import sys, tula_hpc.analysis.plan as p\n"
+        f"code = p.main([{str(digits.run.root)!r}, '--objective', 'cost', '--json'])\n"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["objective"] == "cost"
+
+
+@pytest.fixture(scope="session")
+def hungry(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A sweep whose larger batches exceed the memory that the job asked for, so that Slurm kills them."""
+    folder = tmp_path_factory.mktemp("hungry")
+    done = sweep(HUNGRY, folder, slurm_cluster.environment, "--until", "plan", "--set", "cluster.memory_gb=1.5")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return Finished(folder, done)
+
+
+def test_a_task_over_its_memory_limit_is_recorded_as_out_of_memory(hungry: Finished) -> None:
+    killed = [m for m in hungry.run.measurements().records if m.status == "oom"]
+    assert killed
+    assert all(m.failure is Failure.HOST_OOM for m in killed)
+    assert max(m.local_batch for m in killed) == 512
+
+
+def test_the_search_goes_on_below_the_bound_and_the_plan_respects_it(hungry: Finished) -> None:
+    records = hungry.run.measurements().records
+    bound = min(m.local_batch for m in records if m.status == "oom")
+    fitting = [m.local_batch for m in records if m.status == "ok"]
+    assert len(set(fitting)) >= 2
+    assert max(fitting) == bound // 2
+    assert hungry.plan["chosen"]["local_batch"] < bound
+    for candidate in hungry.plan["candidates"]:
+        assert candidate["feasible"] == (candidate["local_batch"] < bound) or not candidate["feasible"]

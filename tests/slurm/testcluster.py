@@ -1,0 +1,639 @@
+"""A real Slurm cluster on one Linux machine, for tests and measurements. Needs root and Debian's Slurm packages.
+
+    python tests/slurm/testcluster.py install | up [options] | status | down
+
+slurmctld, slurmdbd on MariaDB, munge, and one slurmd per node. Every node has its own network namespace, address and
+host name. Its link is shaped in both directions, so collectives take the time that they would take on a network of that
+rate. Its CPU is capped by a quota, so a node is equally fast whether one or all of them work (as long as nodes ×
+percentage fit the machine). A step over its memory limit is killed.
+
+Nothing of the machine's own is changed: configuration, munge key and database live in `STATE`, with sockets and ports of
+their own, and the nodes see a hosts file of their own. `down` removes all of it, also what a killed run left behind.
+Tools find the cluster through the variable SLURM_CONF, see `MiniCluster.environment`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from string import Template
+
+STATE = Path("/var/tmp/tula-testcluster")
+TEMPLATES = Path(__file__).resolve().parent / "conf"
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "slurmdbd",
+    "munged",
+    "mariadbd",
+    "mariadb-install-db",
+    "ip",
+    "tc",
+    "nsenter",
+    "unshare",
+)
+SUBNET = "10.92.0"
+HEAD = f"{SUBNET}.254"
+DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819  # as in conf/
+CGROUPS = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
+QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
+SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
+
+# Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
+# command. The mount namespaces give them a hosts file of their own.
+HEAD_ENTRY = """
+set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >/sys/fs/cgroup/cpu/ttc/head/cgroup.procs; shift 3
+exec unshare --uts --mount sh -c 'hostname ttc-head; mount --bind "$0/hosts" /etc/hosts; exec "$@"' "$state" "$@"
+"""
+# nsenter, not `ip netns exec`: the latter mounts a fresh /sys and hides the cgroups from slurmd. A node sees its own
+# branch of every cgroup hierarchy as the whole, so no process of a job can leave the branch with the node's CPU quota.
+NODE_ENTRY = """
+set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"
+for c in cpu cpuacct memory freezer; do echo $$ >/sys/fs/cgroup/$c/ttc/$place/cgroup.procs; done; shift 3
+exec nsenter --net=/run/netns/$place unshare --uts --mount --cgroup sh -c '
+  set -e; state=$0 place=$1; shift; hostname "$place"; mount --bind "$state/hosts" /etc/hosts
+  for c in cpu cpuacct memory freezer; do mount --bind /sys/fs/cgroup/$c/ttc/$place /sys/fs/cgroup/$c; done
+  exec "$@"' "$state" "$place" "$@"
+"""
+
+
+class ClusterError(RuntimeError):
+    """The test cluster cannot do what was asked; the message is one line, at times followed by a log's last lines."""
+
+
+@dataclass(frozen=True)
+class MiniCluster:
+    """A Slurm cluster on this machine; `with MiniCluster(grace_s=5) as cluster:` brings it up and takes it down.
+
+    There is at most one on a machine. The objects hold settings only: a second one, made in another process, reaches
+    the same running cluster.
+    """
+
+    nodes: int = 4
+    rate_mbit: int = 1000  # of every node's link, each way
+    cpu_percent: int = 50  # of one core, per node
+    node_memory_mb: int = 5000
+    accounting: bool = True  # slurmdbd; without it sacct fails
+    user_signal: bool = False  # preemption sends the signal that the job asked for with --signal, not TERM
+    max_array_size: int = 1001
+    grace_s: int = 10  # between a preempted job's TERM and its KILL
+    requeue: bool = True  # whether jobs may be requeued when they do not say
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
+        _check(self.rate_mbit >= 1, f"rate_mbit: expected at least 1, got {self.rate_mbit}")
+        _check(
+            1 <= self.cpu_percent <= 200, f"cpu_percent: expected 1 to 200 (a node has 2 CPUs), got {self.cpu_percent}"
+        )
+        _check(self.node_memory_mb >= 100, f"node_memory_mb: expected at least 100, got {self.node_memory_mb}")
+        _check(self.max_array_size >= 2, f"max_array_size: expected at least 2, got {self.max_array_size}")
+        _check(self.grace_s >= 0, f"grace_s: expected at least 0, got {self.grace_s}")
+
+    def __enter__(self) -> MiniCluster:
+        self.up(owner_pid=os.getpid())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment variables and those that Slurm's tools need to find the cluster."""
+        return {
+            **os.environ,
+            "SLURM_CONF": str(STATE / "etc/slurm.conf"),
+            "PATH": f"{os.environ.get('PATH', '')}:{SBIN}",
+        }
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes' host names, in order."""
+        return tuple(f"ttc-node{i}" for i in range(1, self.nodes + 1))
+
+    def up(self, owner_pid: int | None = None) -> None:
+        """Bring the cluster up and wait until all nodes are idle.
+
+        Args:
+            owner_pid: The process that will take it down; once that is gone, the cluster counts as stale and the next
+                `up` replaces it. None: it stays until someone calls `down`.
+
+        Raises:
+            ClusterError: The machine cannot carry it, another one is up, or it did not start (then with its last logs).
+        """
+        problem = missing_requirement()
+        _check(problem is None, str(problem))
+        with _lock():
+            _check(not _is_live(), f"a test cluster is already up ({STATE}); take it down first")
+            _remove_everything()
+            try:
+                self._write_state(owner_pid)
+                self._start()
+            except BaseException as error:
+                logs = self.logs()
+                _remove_everything()
+                if isinstance(error, ClusterError):
+                    raise ClusterError(f"the test cluster did not start: {error}\n{logs}".rstrip()) from None
+                raise
+
+    def down(self) -> None:
+        """Remove every trace of it: processes, jobs, namespaces, links, cgroups, files. Harmless when there is none."""
+        _require_root()
+        with _lock():
+            _remove_everything()
+
+    def is_up(self) -> bool:
+        """Whether the controller runs and all nodes answer to it."""
+        if self.pid("slurmctld") is None:
+            return False
+        try:
+            nodes = self.run("sinfo", "-h", "-r", "-p", "batch", "-o", "%D", timeout_s=10).split()
+        except ClusterError:
+            return False
+        return nodes == [str(self.nodes)]
+
+    def run(self, *command: str, timeout_s: float = 60) -> str:
+        """Run a command, usually one of Slurm's, outside the nodes and return what it printed.
+
+        Raises:
+            ClusterError: It exits non-zero or takes too long; the message holds its error output.
+        """
+        return _run(*command, environment=self.environment, timeout_s=timeout_s)
+
+    def wait_for(self, predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
+        """Wait until the predicate holds.
+
+        Raises:
+            ClusterError: It never did; the message says what was waited for.
+        """
+        wait_for(predicate, timeout_s, what)
+
+    def job_state(self, job_id: str | int) -> str:
+        """The job's state in Slurm's long form, such as RUNNING; from the controller, else from the accounting.
+
+        Raises:
+            ClusterError: Neither knows the job.
+        """
+        try:
+            words = self.run("scontrol", "show", "job", "--oneliner", str(job_id)).split()
+        except ClusterError:
+            words = [f"JobState={word}" for word in self.run("sacct", "-XnPo", "State", "-j", str(job_id)).split()[:1]]
+        states = [word.removeprefix("JobState=") for word in words if word.startswith("JobState=")]
+        _check(bool(states), f"no job {job_id}")
+        return states[0]
+
+    def preempt(self, job_id: str | int) -> str:
+        """Preempt a running job by a small one in the partition `urgent` on the same nodes.
+
+        Slurm sends TERM at once (with `user_signal`, the signal of --signal instead, where the job asked for one). It looks
+        every KillWait + MessageTimeout = 15 s whether the grace time is over, and then kills and requeues.
+
+        Returns:
+            The id of the new job.
+        """
+        nodes = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%D %N").split()
+        _check(bool(nodes), f"job {job_id} does not run")
+        place = ["--nodes", nodes[0], "--nodelist", nodes[1], "--exclusive"]
+        task = ["--job-name", "preemptor", "--chdir", "/", "--output", "/dev/null", "--wrap", "sleep 1"]
+        return self.run("sbatch", "--parsable", "--partition", "urgent", *place, *task).strip()
+
+    def signal(self, job_id: str | int, name: str) -> None:
+        """Send a signal, such as USR2, to the job's steps, as `sbatch --signal` does; not to the batch script."""
+        self.run("scancel", f"--signal={name}", str(job_id))
+
+    def pid(self, daemon: str) -> int | None:
+        """The pid of `munged`, `mariadbd`, `slurmdbd`, `slurmctld` or `slurmd-<host>`; None when it does not run."""
+        try:
+            pid = int((STATE / f"run/{daemon}.pid").read_text())
+        except (OSError, ValueError):
+            return None
+        return pid if pid in _cluster_pids() and _start_time(pid) else None
+
+    def kill_slurmd(self, host: str) -> None:
+        """SIGKILL a node's slurmd; its jobs live on for a while, and Slurm notices after SlurmdTimeout, 20 s."""
+        self._stop(f"slurmd-{host}", signal.SIGKILL)
+
+    def kill_node(self, host: str) -> None:
+        """SIGKILL every process on a node, as a power failure does."""
+        _check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
+        _kill_all(_cluster_pids(host))
+
+    def start_slurmd(self, host: str) -> None:
+        """Start a node's slurmd, at bring-up or after a kill."""
+        _check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
+        self._launch(f"slurmd-{host}", "slurmd", "-D", "-N", host, place=host)
+
+    @contextmanager
+    def changed(self, **settings: bool | int) -> Iterator[MiniCluster]:
+        """The running cluster with other settings of its controller, until the block ends; jobs and accounting survive.
+
+        Args:
+            settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue.
+        """
+        restart = {"accounting", "max_array_size"}
+        possible = {*restart, "user_signal", "grace_s", "requeue"}
+        _check(settings.keys() <= possible, f"only these can change while it is up: {', '.join(sorted(possible))}")
+        _check(self.accounting or not settings.get("accounting"), "the cluster was brought up without accounting")
+        other = replace(self, **settings)  # type: ignore[arg-type] # field types differ, the keys are checked above
+        refresh = self._restart_controller if settings.keys() & restart else self._reread_config
+        other._write_config()
+        refresh()
+        try:
+            yield other
+        finally:
+            self._write_config()
+            refresh()
+
+    def logs(self, lines: int = 5) -> str:
+        """The last lines of every daemon's log, for error messages."""
+        files = sorted((STATE / "log").glob("*.log")) if STATE.is_dir() else []
+        files += [path for path in sorted((STATE / "log").glob("*.out")) if path.with_suffix(".log") not in files]
+        return "\n".join(f"--- {path}\n{tail}" for path in files if (tail := _tail(path, lines)))
+
+    def _write_state(self, owner_pid: int | None) -> None:
+        STATE.mkdir(mode=0o755)
+        for folder in ("etc", "log", "run", "spool", "state"):
+            (STATE / folder).mkdir()
+        self._write_config()
+        _write(STATE / "munge.key", secrets.token_bytes(128), 0o600)
+        names = [f"{HEAD} ttc-head", *(f"{SUBNET}.{i} {host}" for i, host in enumerate(self.hosts, start=1))]
+        (STATE / "hosts").write_text("\n".join([Path("/etc/hosts").read_text().rstrip(), *names, ""]))
+        owner = None if owner_pid is None else [owner_pid, _start_time(owner_pid)]
+        (STATE / "cluster.json").write_text(json.dumps({"settings": asdict(self), "owner": owner}))
+
+    def _write_config(self) -> None:
+        optional = ["AccountingStorageType=accounting_storage/none"]
+        if self.accounting:
+            optional = ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={HEAD}"]
+            optional += [f"AccountingStoragePort={ACCOUNTING_PORT}"]
+            optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # for munge, the "password" is its socket
+        if self.user_signal:
+            optional += ["SlurmctldParameters=preempt_send_user_signal"]
+        values = {
+            **asdict(self),
+            "optional": "\n".join(optional),
+            "requeue": int(self.requeue),
+            "default_memory_mb": self.node_memory_mb
+            * 3
+            // 10,  # per CPU; a node has 2, and some is left for urgent jobs
+            "first_job_id": int(time.time()) // 10 % 60_000_000 + 1,
+        }
+        for name in ("slurm.conf", "cgroup.conf"):
+            _fill_in(name, values)
+
+    def _start(self) -> None:
+        _make_network(self.hosts, self.rate_mbit)
+        _make_cgroups(self.hosts, self.cpu_percent)
+        socket_file = STATE / "run/munge.socket"
+        files = {"socket": socket_file, "key-file": STATE / "munge.key", "pid-file": STATE / "run/munged.own.pid"}
+        files |= {"log-file": STATE / "log/munged.log", "seed-file": STATE / "munge.seed"}
+        options = [f"--{option}={path}" for option, path in files.items()]
+        # without an origin munge takes it from the machine's host name, and slurmctld asks DNS for what comes of that
+        self._launch("munged", "munged", "-F", f"--origin={HEAD}", *options)
+        wait_for(socket_file.exists, 10, "munged")
+        if self.accounting:
+            self._start_accounting()
+        self._launch("slurmctld", "slurmctld", "-D")
+        for host in self.hosts:
+            self.start_slurmd(host)
+        wait_for(self._all_idle, 30, f"{self.nodes} idle nodes")
+
+    def _start_accounting(self) -> None:
+        data, password = STATE / "database", secrets.token_hex(16)
+        own = ["--no-defaults", "--user=root", f"--datadir={data}"]
+        _run("mariadb-install-db", *own, "--skip-test-db", environment=self.environment)
+        grant = f"grant all on slurm_acct_db.* to 'slurm'@'%' identified by '{password}';"
+        _write(STATE / "database.sql", f"create database slurm_acct_db;\n{grant}\n".encode(), 0o600)
+        _fill_in("slurmdbd.conf", {"password": password}, 0o600)
+        place = [f"--bind-address={HEAD}", f"--port={DATABASE_PORT}", f"--socket={STATE}/run/mariadbd.socket"]
+        # durability is not wanted: the data live as long as the daemon
+        speed = ["--skip-name-resolve", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
+        files = [f"--pid-file={STATE}/run/mariadbd.own.pid", f"--init-file={STATE}/database.sql"]
+        self._launch("mariadbd", "mariadbd", *own, *place, *speed, *files)
+        wait_for(lambda: _listens(DATABASE_PORT), 30, "mariadbd")
+        self._launch("slurmdbd", "slurmdbd", "-D")
+        wait_for(lambda: _listens(ACCOUNTING_PORT), 30, "slurmdbd")
+
+    def _launch(self, name: str, *command: str, place: str = "head") -> None:
+        entry = HEAD_ENTRY if place == "head" else NODE_ENTRY
+        # in a session of its own: Ctrl-C in a test run must not reach the daemons before `down` does
+        detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
+        with (STATE / f"log/{name}.out").open("ab") as out:
+            subprocess.run(detached, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment, check=True)
+
+    def _stop(self, daemon: str, number: signal.Signals) -> None:
+        pid = self.pid(daemon)
+        if pid is None:
+            raise ClusterError(f"{daemon} does not run")
+        os.kill(pid, number)
+        wait_for(lambda: self.pid(daemon) is None, 20, f"the end of {daemon}")
+
+    def _reread_config(self) -> None:
+        self.run("scontrol", "reconfigure")
+        wait_for(self.is_up, 30, "the controller with its new settings")
+
+    def _restart_controller(self) -> None:
+        self._stop("slurmctld", signal.SIGTERM)
+        self._launch("slurmctld", "slurmctld", "-D")
+        wait_for(self.is_up, 30, "the restarted controller")
+
+    def _all_idle(self) -> bool:
+        try:
+            return self.run("sinfo", "-h", "-t", "idle", "-p", "batch", "-o", "%D").split() == [str(self.nodes)]
+        except ClusterError:
+            return False
+
+
+def running_cluster() -> MiniCluster | None:
+    """The cluster that is up on this machine with the settings it was brought up with, or None."""
+    if not _is_live():
+        return None
+    return MiniCluster(**json.loads((STATE / "cluster.json").read_text())["settings"])
+
+
+def missing_requirement() -> str | None:
+    """Why no cluster can be brought up here, in one line, or None when it can."""
+    if os.geteuid() != 0:
+        return "the Slurm test cluster needs root"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}") is None]
+    if missing:
+        return f"the Slurm test cluster needs {', '.join(missing)}; install them with `make slurm`"
+    if not all((CGROUPS / controller / "cgroup.procs").exists() for controller in CONTROLLERS):
+        return "the Slurm test cluster needs cgroup v1 (with systemd: boot with systemd.unified_cgroup_hierarchy=0)"
+    return None
+
+
+def install() -> None:
+    """Install Slurm, MariaDB and munge from Debian's packages; does nothing when they are there.
+
+    Raises:
+        ClusterError: Not root, no apt-get, or apt-get failed.
+    """
+    if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
+        raise ClusterError("install needs Debian or one of its kin (apt-get)")
+    missing = [name for name in PACKAGES if not _is_installed(name)]
+    if not missing:
+        _say("Slurm, MariaDB and munge are installed")
+        return
+    _require_root()
+    _say(f"installing {' '.join(missing)} from the distribution's packages (about a minute)")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    wait = ["-o", "DPkg::Lock::Timeout=120"]
+    _run("apt-get", *wait, "-qq", "update", environment=quiet, timeout_s=600)
+    _run("apt-get", *wait, "-qq", "--no-install-recommends", "install", *missing, environment=quiet, timeout_s=1800)
+
+
+def wait_for(predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
+    """Wait until the predicate holds; see `MiniCluster.wait_for`."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        _check(time.monotonic() < deadline, f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.1)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ClusterError(message)
+
+
+def _require_root() -> None:
+    _check(os.geteuid() == 0, "the Slurm test cluster needs root")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"`{' '.join(command)}` took more than {timeout_s:g} s") from None
+    why = done.stderr.strip() or done.stdout.strip()[-500:]
+    _check(done.returncode == 0, f"`{' '.join(command)}` exited with {done.returncode}: {why}")
+    return done.stdout
+
+
+def _is_installed(package: str) -> bool:
+    query = ["dpkg-query", "-W", "-f", "${db:Status-Status}", package]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout == "installed"
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    """One bring-up or clean-up at a time. An abstract socket: it needs no file, and the kernel frees it when we die."""
+    with socket.socket(socket.AF_UNIX) as holder:
+        try:
+            holder.bind("\0tula-testcluster")
+        except OSError:
+            raise ClusterError("another process is bringing a test cluster up or down at this moment") from None
+        yield
+
+
+def _is_live() -> bool:
+    """Whether a controller runs and, where the cluster has an owner, that process is still there."""
+    if MiniCluster().pid("slurmctld") is None:
+        return False
+    try:
+        owner = json.loads((STATE / "cluster.json").read_text())["owner"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return owner is None or _start_time(owner[0]) == owner[1]
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in kernel ticks: with the pid it names a process for good. None for dead ones and zombies."""
+    try:
+        fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields_after_name[0] in "ZX" else fields_after_name[19]
+
+
+def _cluster_pids(place: str = "") -> set[int]:
+    """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
+    pids: set[int] = set()
+    for controller in CONTROLLERS:
+        for members in (CGROUPS / controller / "ttc" / place).rglob("cgroup.procs"):
+            try:
+                pids.update(int(line) for line in members.read_text().split())
+            except OSError:
+                continue  # a step's cgroup went away meanwhile
+    return pids
+
+
+def _kill_all(pids: set[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
+    _ip("link add ttc0 type bridge")
+    _ip(f"addr add {HEAD}/24 dev ttc0")
+    _ip("link set ttc0 up")
+    for number, host in enumerate(hosts, start=1):
+        _ip(f"netns add {host}")
+        _ip(f"link add ttc{number} type veth peer name eth0 netns {host}")
+        _ip(f"link set ttc{number} master ttc0 up")
+        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 alone: no choice of address for collectives
+        _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
+        _ip(f"-n {host} link set eth0 up")
+        _ip(f"-n {host} link set lo up")
+        for end in (f"-n {host} qdisc add dev eth0", f"qdisc add dev ttc{number}"):
+            _run("tc", *end.split(), *_shaping(rate_mbit).split())
+
+
+def _shaping(rate_mbit: int) -> str:
+    """A token bucket of about 2 ms, which neither a burst nor the kernel's clock ticks distort."""
+    return f"root tbf rate {rate_mbit}mbit burst {max(64_000, rate_mbit * 250)} latency 100ms"
+
+
+def _ip(arguments: str) -> None:
+    _run("ip", *arguments.split())
+
+
+def _make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
+    (CGROUPS / "cpu/ttc/head").mkdir(parents=True)
+    for host in hosts:
+        for controller in CONTROLLERS:
+            (CGROUPS / controller / "ttc" / host).mkdir(parents=True)
+        quota = CGROUPS / "cpu/ttc" / host
+        (quota / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+        (quota / "cpu.cfs_quota_us").write_text(str(QUOTA_PERIOD_US * cpu_percent // 100))
+        # a machine with swap would else let a step exceed its limit instead of killing it
+        (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+
+
+def _remove_everything() -> None:
+    """Take down whatever there is, in whatever state; what is not there is not missed."""
+    for frozen in (CGROUPS / "freezer/ttc").rglob("freezer.state"):
+        frozen.write_text("THAWED")  # a suspended job's processes do not die before
+
+    def all_dead() -> bool:
+        _kill_all(_cluster_pids())  # again and again: a process can fork while it is being killed
+        return not _cluster_pids()
+
+    wait_for(all_dead, 20, "the end of the cluster's processes")
+    for controller in CONTROLLERS:
+        _remove_cgroup(CGROUPS / controller / "ttc")
+    for namespace in Path("/run/netns").glob("ttc-*"):
+        _ip(f"netns del {namespace.name}")
+    for link in [path.name for path in Path("/sys/class/net").glob("ttc[0-9]*")]:
+        # a namespace takes its link along when it goes, a moment later
+        subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
+    if STATE.is_dir():
+        shutil.rmtree(STATE)
+
+
+def _remove_cgroup(top: Path) -> None:
+    for folder, _, _ in os.walk(top, topdown=False):
+        wait_for(partial(_rmdir, folder), 10, f"{folder} to be empty")
+
+
+def _rmdir(folder: str) -> bool:
+    try:
+        Path(folder).rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # the kernel still counts a process that has just died
+    return True
+
+
+def _fill_in(name: str, values: Mapping[str, object], mode: int = 0o644) -> None:
+    text = Template((TEMPLATES / name).read_text()).substitute(values, state=STATE, head=HEAD, subnet=SUBNET)
+    _write(STATE / "etc" / name, text.encode(), mode)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    path.touch(mode=mode)
+    path.write_bytes(content)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection((HEAD, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _tail(path: Path, lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="A real Slurm cluster on this machine, for tests and measurements.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("install", help="install Slurm, MariaDB and munge from Debian's packages (root)")
+    up = commands.add_parser("up", help="bring the cluster up (root)")
+    for field in fields(MiniCluster):
+        option = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            up.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
+        else:
+            up.add_argument(option, type=int, default=field.default, metavar="N", help=f"default {field.default}")
+    commands.add_parser("status", help="say whether it is up; exit code 0 when it is, else 1")
+    commands.add_parser("down", help="take it down and remove every trace (root)")
+    return parser
+
+
+def _up(cluster: MiniCluster) -> None:
+    began_s = time.monotonic()
+    cluster.up()
+    _say(f"{cluster.nodes} nodes up in {time.monotonic() - began_s:.0f} s; logs in {STATE}/log. For Slurm's tools:")
+    _say(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}")
+    wanted, there = cluster.nodes * cluster.cpu_percent, 100 * (os.cpu_count() or 1)
+    if wanted > there:
+        _say(f"note: nodes may use {wanted} % CPU in sum, the machine has {there} %: busy ones slow each other down")
+
+
+def _status() -> int:
+    cluster = running_cluster()
+    if cluster is None:
+        _say("the test cluster is down")
+        return 1
+    _say(f"the test cluster is up: {cluster}\nexport SLURM_CONF={cluster.environment['SLURM_CONF']}")
+    _say(cluster.run("sinfo", "--long", "--Node"))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit code: 0 done, 1 not up or failed, 2 wrong arguments."""
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
+    try:
+        if command == "install":
+            install()
+        elif command == "up":
+            _up(MiniCluster(**options))
+        elif command == "down":
+            MiniCluster().down()
+        else:
+            return _status()
+    except ClusterError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""The house rules of CONTRIBUTING.md: a room imports only the rooms above it, and torch stays on the nodes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tula_hpc"
+
+# room: what it may import of tula_hpc. `analysis` and `optim` may also import within themselves.
+RULES: dict[str, set[str]] = {
+    "__init__": set(),
+    "errors": set(),
+    "catalog": set(),
+    "env": set(),
+    "config": {"errors", "catalog"},
+    "records": {"errors", "config"},
+    "analysis": {"errors", "config", "records", "analysis"},
+    "workloads": {"errors", "catalog", "config", "workloads"},
+    "optim": {"errors", "optim"},
+    "checkpoint": {"errors"},
+    "schedule": {"config"},
+    "timing": set(),
+    "resident": set(),
+    "memory_errors": {"errors"},
+    "slurm": {"errors"},
+    "stopping": {"timing"},
+    "worker": {"config", "env", "records", "optim", "workloads"},
+    "jobs": {"config", "records", "profiler", "trainer", "stopping"},
+    "profiler": {"config", "env", "errors", "jobs", "memory_errors", "records", "resident", "timing", "worker"},
+    "trainer": {
+        "checkpoint", "env", "errors", "jobs", "memory_errors", "optim", "profiler", "records", "schedule", "slurm",
+        "stopping", "worker", "workloads",
+    },
+    "launch": {"errors", "config", "records", "slurm"},
+    "progress": set(),
+    "stages": {"analysis", "config", "errors", "jobs", "launch", "progress", "records"},
+    "dry_run": {"analysis", "config", "launch", "records"},
+    "summary": {"analysis", "records"},
+    "sweep": {"config", "dry_run", "errors", "records", "stages", "summary"},
+}  # fmt: skip
+TORCH_ROOMS = {"workloads", "optim", "checkpoint", "memory_errors", "worker", "profiler", "trainer"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            if node.module == "tula_hpc":
+                names.update(f"tula_hpc.{alias.name}" for alias in node.names)
+            names.add(node.module)
+    return names
+
+
+SOURCES = sorted(
+    [*PACKAGE.glob("*.py"), *(p for room in PACKAGE.iterdir() if room.is_dir() for p in room.rglob("*.py"))]
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    room = room_of(path)
+    assert room in RULES, f"{path} is in no room: add it to RULES and to CONTRIBUTING.md"
+    rooms = {name.split(".")[1] for name in imported_modules(path) if name.startswith("tula_hpc.")}
+    assert rooms <= RULES[room], f"{path} imports {sorted(rooms - RULES[room])}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_rooms_of_the_nodes_import_torch(path: Path) -> None:
+    heavy = {name.split(".")[0] for name in imported_modules(path)} & {"torch", "torchvision"}
+    assert not heavy or room_of(path) in TORCH_ROOMS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_figures_import_matplotlib(path: Path) -> None:
+    heavy = {name.split(".")[0] for name in imported_modules(path)}
+    assert "matplotlib" not in heavy or (room_of(path) == "analysis" and path.name.startswith("figures"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_env_reads_the_schedulers_variables(path: Path) -> None:
+    if room_of(path) in ("env", "launch"):  # launch writes OMP_NUM_THREADS for the jobs, it reads none
+        return
+    text = path.read_text()
+    assert "os.environ" not in text or "XDG_CACHE_HOME" in text, f"{path} reads the environment"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import tula_hpc",
+        "import tula_hpc.sweep, tula_hpc.stages, tula_hpc.dry_run",
+        "import tula_hpc.analysis.plan, tula_hpc.analysis.report",
+        "import tula_hpc.jobs, tula_hpc.launch",
+    ],
+)
+def test_torch_is_not_imported_on_the_login_node(statement: str) -> None:
+    code = f"{statement}; import sys; print([m for m in ('torch', 'torchvision') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_analysis_is_refused_under_its_bare_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import analysis"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode != 0
+    assert "tula_hpc.analysis" in done.stderr
+
+
+def test_the_link_is_in_place() -> None:
+    assert (PACKAGE / "analysis").is_symlink()
+    assert (PACKAGE / "analysis").readlink() == Path("../analysis")

@@ -1,0 +1,122 @@
+"""Submission through submitit on this machine, and the scripts that Slurm would get."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.launch import Launcher
+from tula_hpc.records import RunDirectory
+
+
+def touch(path: Path, error: bool = False) -> Callable[[], None]:
+    """A job that leaves a file, or fails. An inner function, because those are pickled by value."""
+
+    def job() -> None:
+        if error:
+            raise KeyError("the bug in user code")
+        path.touch()
+
+    return job
+
+
+def sleeper() -> Callable[[], None]:
+    """A job that outlives the test unless it is ended."""
+
+    def job() -> None:
+        time.sleep(60)
+
+    return job
+
+
+def launcher(tmp_path: Path, **cluster: object) -> Launcher:
+    run = RunDirectory(tmp_path / "run").create()
+    return Launcher(ClusterSpec.model_validate(cluster), run, "tula-test")
+
+
+def test_a_local_job_runs_and_a_failing_one_is_a_bug_with_its_traceback(tmp_path: Path) -> None:
+    local = launcher(tmp_path)
+    jobs = local.submit(
+        [touch(tmp_path / "done"), touch(tmp_path / "never", error=True)], stage="profile", nodes=1, minutes=1
+    )
+    ended = local.wait(jobs)
+    assert (tmp_path / "done").exists()
+    assert not (tmp_path / "never").exists()
+    assert ended[1].failure is Failure.BUG
+    assert "the bug in user code" in ended[1].log_tail
+    assert ended[1].log_file is not None
+    assert [event.event for event in local.run.events()] == ["submitted", "submitted"]
+
+
+def test_job_folders_are_unique_to_the_submission(tmp_path: Path) -> None:
+    local = launcher(tmp_path)
+    folders = {local.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)[0].folder for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+
+
+def test_a_killed_job_ends_the_wait(tmp_path: Path) -> None:
+    local = launcher(tmp_path)
+    jobs = local.submit([sleeper()], stage="train", nodes=1, minutes=1)
+    assert local.active([jobs[0].job_id])
+    os.kill(int(jobs[0].job_id), signal.SIGKILL)
+    ended = local.wait(jobs)
+    assert ended[0].failure is Failure.BUG
+    for child in Path("/proc").glob("[0-9]*"):  # the task outlives its controller: end it too
+        try:
+            if str(jobs[0].folder).encode() in (child / "cmdline").read_bytes():
+                os.kill(int(child.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
+    slurm = launcher(
+        tmp_path,
+        name="v100",
+        executor="slurm",
+        device="cuda",
+        gres="gpu:1",
+        partition="gpu",
+        account="me",
+        memory_gb=64,
+        cpus_per_worker=8,
+        setup=["module load cuda"],
+        environment={"NCCL_ALGO": "ring", "WORDS": "a b'c"},
+        sbatch={"mail-type": "END"},
+    )
+    script = slurm.script(stage="profile", nodes=4, minutes=20, tasks=5)
+    lines = script.splitlines()
+    for line in (
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --array=0-4%1",
+        "#SBATCH --gres=gpu:1",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=me",
+        "#SBATCH --mem=64GB",
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@90",
+        "#SBATCH --mail-type=END",
+        "module load cuda",
+        "export NCCL_ALGO=ring",
+        "export OMP_NUM_THREADS=8",
+    ):
+        assert line in lines, line
+    assert any(line.startswith("srun") and " -K1 " in line for line in lines)
+    assert """export WORDS='a b'"'"'c'""" in lines
+
+
+def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    slurm = launcher(tmp_path, executor="slurm")
+    with pytest.raises(LaunchError, match="sbatch is not on PATH"):
+        slurm.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)

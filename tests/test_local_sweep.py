@@ -1,0 +1,158 @@
+"""The whole road on this machine: submitit's local executor, real DDP processes, real images."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.errors import Failure
+from tula_hpc.records import RunDirectory, TrainResult, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEP = """
+name = "small"
+[workload]
+model = "tula_hpc.workloads.compact:compact_cnn"
+dataset = "digits"
+samples = 512
+epochs = 2
+loader_workers = 0
+[search]
+cluster_sizes = [1, 2]
+min_batch = 32
+max_batch = 128
+mode = "full"
+min_steps = 5
+max_steps = 10
+[objective]
+kind = "time"
+[training]
+small_batch = 16
+log_interval_steps = 2
+"""
+
+
+def sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "small.toml"
+    path.write_text(SWEEP)
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--run-dir", str(folder / "run"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("local")
+    done = sweep(folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Chosen configuration" in done.stdout
+    return RunDirectory(folder / "run")
+
+
+def test_all_configurations_are_measured_and_said_to_be_emulated(finished: RunDirectory) -> None:
+    measured = finished.measurements().records
+    assert {(m.nodes, m.nodes * m.local_batch) for m in measured} == {(n, b) for n in (1, 2) for b in (32, 64, 128)}
+    assert all(m.status == "ok" for m in measured)
+    assert {m.nodes: m.emulated for m in measured} == {1: False, 2: True}
+    assert {m.nodes: m.backend for m in measured} == {1: "none", 2: "gloo"}
+    assert all(m.dataset_samples == 512 for m in measured)
+
+
+def test_configurations_of_one_size_share_a_job(finished: RunDirectory) -> None:
+    submitted = [event for event in finished.events() if event.event == "submitted" and event.stage == "profile"]
+    assert len(submitted) == 2
+
+
+def test_the_plan_names_a_candidate_and_training_ran_there(finished: RunDirectory) -> None:
+    plan = json.loads(finished.plan_file.read_text())
+    assert plan["schema"] == 1
+    assert plan["chosen"]["train_time_s"] == min(c["train_time_s"] for c in plan["candidates"] if c["feasible"])
+    result = TrainResult.model_validate_json(finished.train().result_file.read_text())
+    assert (result.nodes, result.local_batch) == (plan["chosen"]["nodes"], plan["chosen"]["local_batch"])
+    assert result.samples_seen == result.steps * result.global_batch
+    assert result.steps == 2 * (512 // result.global_batch)
+
+
+def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) -> None:
+    metrics = read_metrics(finished.train().metrics_file)
+    assert [epoch.epoch for epoch in metrics.epochs] == [1, 2]
+    assert all(0 < epoch.epoch_time_s for epoch in metrics.epochs)
+    assert metrics.steps[-1].sensitivity is not None
+    assert metrics.steps[-1].scale_max is not None
+    assert metrics.steps[-1].lr < metrics.steps[0].lr
+
+
+def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
+    before = finished.events_file.read_text()
+    again = sweep(finished.root.parent)
+    assert again.returncode == 0, again.stderr
+    assert finished.events_file.read_text() == before
+
+
+def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
+    """TERM to the running job: it saves at a step boundary, and the local executor starts it again."""
+    from tula_hpc.config import ClusterSpec, load_sweep
+    from tula_hpc.jobs import TrainJob
+    from tula_hpc.launch import Launcher
+
+    spec = load_sweep(finished.sweep_file, ["workload.epochs=6", "workload.samples=1024", "training.log_interval_steps=1"])
+    plan = finished.read_plan()
+    results = []
+    for name, stop_at in (("whole", None), ("cut", 40)):
+        run = RunDirectory(tmp_path / name).create()
+        run.train().root.mkdir()
+        configuration = plan.chosen.configuration._replace(nodes=2, local_batch=8)
+        launcher = Launcher(ClusterSpec(), run, "tula-stop")
+        job = TrainJob(spec, ClusterSpec(), configuration, run.root)
+        jobs = launcher.submit([job], stage="train", nodes=2, minutes=3)
+        if stop_at is not None:
+            stop_when(run, stop_at, int(jobs[0].job_id))
+        ended = launcher.wait(jobs)
+        assert run.train().result_file.exists(), ended[0].log_tail
+        results.append(TrainResult.model_validate_json(run.train().result_file.read_text()))
+    whole, cut = results
+    assert cut.restarts == 1
+    assert (cut.final_loss, cut.test_accuracy, cut.steps) == (whole.final_loss, whole.test_accuracy, whole.steps)
+    events = {event.event: event for event in RunDirectory(tmp_path / "cut").events()}
+    assert events["preempted"].data["step"] == events["resumed"].data["step"] >= 40
+
+
+def stop_when(run: RunDirectory, step: int, controller: int) -> None:
+    """Send TERM to the job's controller (a child of the shell that the job id names) once training is that far."""
+    import signal
+
+    deadline = time.monotonic() + 60
+    while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < step:
+        assert time.monotonic() < deadline, "training did not get that far"
+        time.sleep(0.02)
+    children = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
+    for child in children:
+        signal.pidfd_send_signal(pidfd := __import__("os").pidfd_open(int(child)), signal.SIGTERM)
+        __import__("os").close(pidfd)
+
+
+def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -> None:
+    """A real limit on this machine: the shell's ulimit makes torch's allocator fail."""
+    path = tmp_path / "hungry.toml"
+    path.write_text(
+        'name = "hungry"\n'
+        '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
+        "[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 1024\nmin_steps = 5\nmax_steps = 5\n"
+    )
+    cluster = tmp_path / "limited.toml"
+    cluster.write_text('name = "limited"\nsetup = ["ulimit -v 14000000"]\n')
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(cluster), "--until", "plan"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, check=False, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    records = RunDirectory(tmp_path / "run").measurements().records
+    failed = [m for m in records if m.status == "oom"]
+    assert failed
+    assert all(m.failure is Failure.HOST_OOM for m in failed)
+    plan = RunDirectory(tmp_path / "run").read_plan()
+    assert plan.chosen.local_batch < min(m.local_batch for m in failed)

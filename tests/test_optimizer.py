@@ -1,0 +1,259 @@
+"""Algorithm 1: the gate, the scaled step, and identity with the base optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tula_hpc.optim import TulaOptimizer, squared_norm
+
+SHAPES = ((3, 2), (4,), ())
+BASES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4),
+    "sgd foreach": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda p: Adam(p, lr=0.01),
+    "adamw amsgrad": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def random_gradients(steps: int, seed: int = 0) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(steps, generator=generator) + 0.5  # norms that make Δ fall on both sides of 0.5
+    return [[size * torch.randn(shape, generator=generator) for shape in SHAPES] for size in sizes]
+
+
+def take_steps(optimizer: Optimizer, params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor | None]]) -> None:
+    for step in gradients:
+        for parameter, gradient in zip(params, step, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone().to(parameter.dtype)
+        optimizer.step()
+
+
+def wrap(params: Sequence[nn.Parameter], **options: Any) -> TulaOptimizer:
+    options = {"small_batch": 16, "large_batch": 256, **options}
+    return TulaOptimizer(SGD(params, lr=1.0), **options)
+
+
+def scaled_flags(optimizer: TulaOptimizer, norms: Sequence[float]) -> list[float]:
+    """Take one step per norm with a gradient of that norm and say which steps were scaled."""
+    flags = []
+    for norm in norms:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, norm)
+        optimizer.step()
+        flags.append(optimizer.statistics().scaled)
+    return flags
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delta": 0.5},  # no update yet
+        {"static_scale": 1.0, "delta": math.inf},
+        {"s_min": 1.0, "s_max": 1.0, "delta": math.inf},  # updated below: all factors are 1
+        {"s_min": 1.0, "s_max": 1.0, "granularity": "tensor"},
+    ],
+)
+def test_scale_one_equals_the_base_bit_for_bit(name: str, options: dict[str, Any]) -> None:
+    gradients = random_gradients(12)
+    plain, wrapped = parameters(), parameters()
+    optimizer = TulaOptimizer(BASES[name](wrapped), small_batch=16, large_batch=256, **options)
+    if "s_min" in options:
+        optimizer.update_gradscale(*random_gradients(2, seed=9))
+    take_steps(BASES[name](plain), plain, gradients)
+    take_steps(optimizer, wrapped, gradients)
+    assert optimizer.statistics().scaled_steps > 0, "the gate never opened: the test says nothing"
+    for mine, theirs in zip(wrapped, plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@given(seed=st.integers(0, 2**16), delta=st.sampled_from([0.1, 0.5, 2.0, math.inf]))
+@settings(max_examples=15, deadline=None)
+def test_follows_algorithm_1_step_by_step(granularity: str, seed: int, delta: float) -> None:
+    """Against a plain float64 transcription of the algorithm with SGD."""
+    params = parameters(torch.float64)
+    expected = [p.detach().clone() for p in params]
+    optimizer = wrap(params, delta=delta, granularity=granularity, s_min=0.05)
+    gradients = [[g.double() for g in step] for step in random_gradients(8, seed)]
+    small, large = ([g.double() for g in step] for step in random_gradients(2, seed + 1))
+    optimizer.update_gradscale(small, large)
+    previous = None
+    for step in gradients:
+        take_steps(optimizer, params, [step])
+        squared = sum(float((g * g).sum()) for g in step)
+        quiet = previous is not None and abs((squared - previous) / previous) < delta
+        previous = squared
+        for weight, gradient, g_small, g_large in zip(expected, step, small, large, strict=True):
+            if granularity == "element":
+                scale = (g_small / (g_large + 1e-8)).abs()
+            else:
+                scale = g_small.norm() / (g_large.norm() + 1e-8)
+            weight.sub_((scale.clamp(0.05, 4.0) if quiet else 1.0) * gradient)
+    for mine, theirs in zip(params, expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_static_scaling_multiplies_quiet_steps_only() -> None:
+    (parameter,) = params = [nn.Parameter(torch.zeros(4))]
+    optimizer = wrap(params, static_scale=8.0)
+    steps = [torch.full((4,), value) for value in (1.0, 1.1, 2.0, 2.1)]  # Δ: none, 0.21, 2.3, 0.1
+    seen = []
+    for gradient in steps:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        seen.append(torch.equal(parameter.grad, 8.0 * gradient))
+    assert seen == [False, True, False, True]
+
+
+def test_the_norm_is_global_and_of_the_unscaled_gradient() -> None:
+    params = parameters()
+    optimizer = wrap(params, static_scale=3.0, delta=math.inf)
+    gradients = random_gradients(3)
+    take_steps(optimizer, params, gradients)
+    expected = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients[-1]))
+    assert optimizer.statistics().gradient_norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_threshold_is_strict() -> None:
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizer = wrap(params, delta=0.5)
+    one, zero = torch.ones(1), torch.zeros(1)
+    take_steps(optimizer, params, [[one, one, zero], [one, one, one]])  # ‖G‖² is 2, then 3: Δ is 0.5 exactly
+    statistics = optimizer.statistics()
+    assert (statistics.sensitivity, statistics.scaled) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ((1.0,), [0]),  # no predecessor
+        ((1.0, 1.0), [0, 1]),
+        ((0.0, 1.0, 1.0), [0, 0, 1]),  # from 0: Δ is inf
+        ((0.0, 0.0), [0, 1]),  # no change
+        ((1.0, math.inf, 1.0), [0, 0, 1]),  # the infinite norm is not remembered
+        ((1.0, math.nan, math.nan, 1.1), [0, 0, 0, 1]),
+        ((math.nan, 1.0, 1.0), [0, 0, 1]),  # the first finite norm has no predecessor either
+        ((math.inf, math.inf), [0, 0]),
+    ],
+)
+def test_edges_of_the_gate(norms: Sequence[float], expected: list[int]) -> None:
+    assert scaled_flags(wrap([nn.Parameter(torch.zeros(2))]), norms) == expected
+
+
+def test_gate_off_still_leaves_non_finite_gradients_unscaled() -> None:
+    (parameter,) = params = [nn.Parameter(torch.zeros(2))]
+    optimizer = wrap(params, static_scale=2.0, delta=math.inf)
+    take_steps(optimizer, params, [[torch.ones(2)], [torch.tensor([math.inf, 1.0])]])
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [math.inf, 1.0]
+
+
+def test_half_precision_norms_do_not_overflow() -> None:
+    huge = torch.full((1000,), 60000.0, dtype=torch.float16)
+    assert squared_norm([huge]).item() == pytest.approx(1000 * 60000.0**2, rel=1e-6)
+    assert squared_norm([huge, torch.ones(2)]).isfinite()
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20), cut=st.integers(0, 20))
+@settings(max_examples=40, deadline=None)
+def test_norm_does_not_depend_on_how_parameters_are_cut(values: list[float], cut: int) -> None:
+    whole = torch.tensor(values)
+    torch.testing.assert_close(squared_norm([whole[:cut], whole[cut:]]), squared_norm([whole]), rtol=1e-5, atol=1e-30)
+
+
+def test_parameters_without_gradient_are_skipped() -> None:
+    params = parameters()
+    params[1].requires_grad_(False)
+    optimizer = wrap(params, delta=math.inf)
+    before = params[1].detach().clone()
+    take_steps(optimizer, params, [[first, None, None] for first, *_ in random_gradients(3)])
+    assert torch.equal(params[1], before)
+    assert optimizer.statistics().scaled_steps == 2
+
+
+def test_a_step_without_any_gradient_leaves_the_gate_alone() -> None:
+    params = parameters()
+    optimizer = wrap(params)
+    gradients = random_gradients(1)
+    take_steps(optimizer, params, [*gradients, [None] * 3, *gradients])
+    statistics = optimizer.statistics()
+    assert (statistics.sensitivity, statistics.scaled_steps, statistics.steps) == (0.0, 1, 3)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_sparse_and_complex_gradients_are_refused_before_anything_changes(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.complex64 if kind == "complex" else torch.float32))
+    other = nn.Parameter(torch.ones(3))
+    optimizer = wrap([other, parameter], static_scale=2.0, delta=math.inf)
+    other.grad = torch.ones(3)
+    parameter.grad = torch.ones_like(parameter) if kind == "complex" else torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=f"dense real gradients.*{kind}"):
+        optimizer.step()
+    assert torch.equal(other, torch.ones(3))
+    assert optimizer.steps == 0
+
+
+class _RefuseHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships no types for it
+    """Fails on every operator that hands a tensor's value to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"static_scale": 2.0}])
+def test_a_step_never_waits_for_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters()
+    optimizer = wrap(params, **options)
+    if "static_scale" not in options:
+        optimizer.update_gradscale(*random_gradients(2))
+    gradients = random_gradients(4)
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: [value.item() for value in tensor])  # on CPU no operator
+    refuse: Any = _RefuseHostSync
+    with refuse():
+        take_steps(optimizer, params, gradients)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), refuse():  # the detector works
+        optimizer.statistics()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_cuda_never_waits_for_the_device() -> None:
+    params = [nn.Parameter(p.detach().cuda()) for p in parameters()]
+    optimizer = wrap(params)
+    gradients = [[g.cuda() for g in step] for step in random_gradients(4)]
+    optimizer.update_gradscale(gradients[0], gradients[1])
+    take_steps(optimizer, params, gradients)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        take_steps(optimizer, params, gradients)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_on_two_devices_share_one_gate() -> None:
+    params = parameters()
+    mixed = [params[0], nn.Parameter(params[1].detach().cuda()), params[2]]
+    optimizers = [wrap(params, static_scale=2.0), wrap(mixed, static_scale=2.0)]
+    for gradients in random_gradients(6):
+        take_steps(optimizers[0], params, [gradients])
+        take_steps(optimizers[1], mixed, [[g.to(p.device) for g, p in zip(gradients, mixed, strict=True)]])
+    assert optimizers[0].statistics() == pytest.approx(optimizers[1].statistics(), rel=1e-5)
+    for one, two in zip(params, mixed, strict=True):
+        torch.testing.assert_close(one, two.cpu())

@@ -1,0 +1,221 @@
+"""UpdateGradScale: the factors, their bounds, when they are due, and what the log says of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tula_hpc.optim import TulaOptimizer, element_ratio, gradscale, tensor_ratio
+
+anything = st.floats(width=32, allow_nan=True, allow_infinity=True)
+pairs = st.lists(st.tuples(anything, anything), min_size=1, max_size=8)
+
+
+def build(*sizes: int, **options: Any) -> TulaOptimizer:
+    options = {"small_batch": 32, "large_batch": 512, **options}
+    return TulaOptimizer(SGD([nn.Parameter(torch.zeros(size)) for size in sizes], lr=0.1), **options)
+
+
+def present(optimizer: TulaOptimizer) -> list[Tensor]:
+    factors = optimizer.gradscale
+    assert all(factor is not None for factor in factors)
+    return [factor for factor in factors if factor is not None]
+
+
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@given(values=pairs, s_min=st.floats(0, 1), s_max=st.floats(1, 100) | st.none())
+@settings(max_examples=60, deadline=None)
+def test_factors_lie_within_the_bounds_whatever_the_gradients(
+    granularity: str, values: list[tuple[float, float]], s_min: float, s_max: float | None
+) -> None:
+    optimizer = build(len(values), granularity=granularity, s_min=s_min, s_max=s_max)
+    small, large = torch.tensor(values).T
+    optimizer.update_gradscale([small], [large])
+    (factor,) = present(optimizer)
+    assert factor.isfinite().all()
+    assert (factor >= torch.tensor(s_min)).all()
+    assert (factor <= torch.tensor(optimizer.s_max)).all()
+
+
+def test_element_ratio_is_the_papers_formula() -> None:
+    small = torch.tensor([2.0, -2.0, 3.0, 0.0, 1.0, 0.0])
+    large = torch.tensor([1.0, 1.0, -1.5, 1.0, 0.0, 0.0])
+    expected = [2.0, 2.0, 2.0, 0.0, 1e8, 0.0]
+    torch.testing.assert_close(element_ratio(small, large), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_ratios_that_are_not_finite_count_as_one() -> None:
+    small = torch.tensor([1.0, math.inf, math.nan, 1.0, 3e38, 0.0])
+    large = torch.tensor([-1e-8, 1.0, 1.0, math.nan, 0.0, -1e-8])  # large + ε is 0 in the first and the last
+    assert element_ratio(small, large).tolist() == [1.0] * 6
+    assert tensor_ratio(small, large).item() == 1.0
+    optimizer = build(6, s_min=2.0)
+    optimizer.update_gradscale([small], [large])
+    assert present(optimizer)[0].tolist() == [2.0] * 6, "the bounds hold for the replaced value too"
+
+
+@given(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8), st.floats(0.01, 100))
+@settings(max_examples=40, deadline=None)
+def test_tensor_ratio_of_proportional_gradients_is_their_factor(values: list[float], factor: float) -> None:
+    large = torch.tensor(values, dtype=torch.float64)
+    if large.norm() > 1e-3:  # so that ε does not matter
+        assert tensor_ratio(-factor * large, large).item() == pytest.approx(factor, rel=1e-4)
+
+
+def test_half_precision_gradients_are_divided_in_float32() -> None:
+    optimizer = build(1)
+    gradient = torch.tensor([1e-7], dtype=torch.float16)  # ε = 1e-8 is 0 in float16
+    optimizer.update_gradscale([gradient], [torch.zeros_like(gradient)])
+    (factor,) = present(optimizer)
+    assert factor.dtype == torch.float32
+    assert factor.item() == pytest.approx(optimizer.s_max)
+
+
+def test_default_s_max_is_the_square_root_rule_and_follows_the_batch() -> None:
+    optimizer = build(1, small_batch=32, large_batch=512)
+    assert optimizer.s_max == 4.0
+    optimizer.update_gradscale([torch.ones(1) * 100], [torch.ones(1)])
+    before = optimizer.gradscale
+    optimizer.set_batch(128)
+    assert (optimizer.s_max, present(optimizer)[0].item()) == (2.0, 2.0)
+    assert before[0] is not None
+    assert before[0].item() == 4.0, "factors handed out before keep their values"
+    optimizer.set_batch(128, small_batch=8)
+    assert optimizer.s_max == 4.0
+
+
+def test_set_batch_keeps_an_explicit_s_max() -> None:
+    optimizer = build(1, s_max=7.0)
+    optimizer.set_batch(64)
+    assert optimizer.s_max == 7.0
+
+
+def test_a_refused_set_batch_changes_nothing() -> None:
+    optimizer = build(1, s_min=3.0)
+    for large in (16, 64):  # below small_batch; s_max = √2 below s_min
+        with pytest.raises(ValueError, match=r"small_batch|s_min"):
+            optimizer.set_batch(large)
+    assert (optimizer.large_batch, optimizer.s_max) == (512, 4.0)
+
+
+def test_none_keeps_the_old_factor() -> None:
+    optimizer = build(1, 1)
+    one, two = torch.ones(1), 2 * torch.ones(1)
+    optimizer.update_gradscale([two, None], [one, one])
+    assert [f if f is None else round(f.item(), 5) for f in optimizer.gradscale] == [2.0, None]
+    optimizer.update_gradscale([one, two], [None, one])
+    assert [f if f is None else round(f.item(), 5) for f in optimizer.gradscale] == [2.0, 2.0]
+
+
+def test_update_reads_its_gradients_only() -> None:
+    optimizer = build(3)
+    small, large = torch.randn(3), torch.randn(3)
+    copies = small.clone(), large.clone()
+    optimizer.update_gradscale([small], [large])
+    assert torch.equal(small, copies[0])
+    assert torch.equal(large, copies[1])
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "message"),
+    [
+        ([torch.ones(2)], [torch.ones(2), torch.ones(3)], "small_grads: expected one entry for each of 2"),
+        ([torch.ones(2), torch.ones(3)], [], "large_grads: expected one entry for each of 2"),
+        ([torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(3)], "shapes"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(small: list[Tensor], large: list[Tensor], message: str) -> None:
+    optimizer = build(2, 3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.update_gradscale(small, large)
+    assert optimizer.gradscale == [None, None]
+
+
+def test_static_scaling_has_nothing_to_update() -> None:
+    optimizer = build(1, static_scale=2.0)
+    with pytest.raises(ValueError, match="static_scale"):
+        optimizer.update_gradscale([torch.ones(1)], [torch.ones(1)])
+
+
+def test_update_is_due_every_so_many_steps() -> None:
+    optimizer = build(1, update_interval=3)
+    due = []
+    for _ in range(7):
+        due.append(optimizer.update_due)
+        if optimizer.update_due:
+            optimizer.update_gradscale([torch.ones(1)], [torch.ones(1)])
+        optimizer.step()
+    assert due == [False, False, False, True, False, False, True]
+    never = build(1)
+    for _ in range(5):
+        never.step()
+    assert not never.update_due
+
+
+def test_statistics_weigh_factors_by_elements_and_count_absent_ones_as_one() -> None:
+    optimizer = build(3, 1, 2, granularity="tensor")
+    assert optimizer.statistics()[3:6] == (1.0, 1.0, 1.0)
+    ones = [torch.ones(3), torch.ones(1), torch.ones(2)]
+    optimizer.update_gradscale([ones[0] * 2, ones[1] * 0.5, None], ones)
+    statistics = optimizer.statistics()
+    assert statistics.scale_mean == pytest.approx((3 * 2 + 0.5 + 2 * 1) / 6, rel=1e-5)
+    assert statistics[4:6] == pytest.approx((0.5, 2.0))
+
+
+def test_statistics_count_since_they_were_last_asked() -> None:
+    optimizer = build(1, static_scale=5.0)
+    parameter = optimizer.param_groups[0]["params"][0]
+    before = optimizer.statistics()
+    assert math.isnan(before.sensitivity)
+    assert math.isnan(before.gradient_norm)
+    for value in (1.0, 1.0, 3.0, 3.0):
+        parameter.grad = torch.full((1,), value)
+        optimizer.step()
+    statistics = optimizer.statistics()
+    assert statistics == (0.0, 3.0, 1.0, 5.0, 5.0, 5.0, 2, 4)
+    assert optimizer.statistics()[6:] == (0, 0)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 1000])
+def test_scaling_piece_by_piece_gives_the_same(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradscale, "PIECE_ELEMENTS", limit)
+    sizes, types = (3, 5, 1, 4, 2), (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float32)
+    gradients = [torch.rand(size).to(dtype) for size, dtype in zip(sizes, types, strict=True)]
+    factors = [torch.rand(3), torch.rand(5, dtype=torch.float64), torch.rand(()), None, torch.rand(2)]
+    expected = [g.clone() if f is None else g.clone().mul_(f) for g, f in zip(gradients, factors, strict=True)]
+    gradscale.multiply_where(torch.tensor(False), gradients, factors)
+    gradscale.multiply_where(torch.tensor(True), gradients, factors)
+    assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delta": 0.0}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"granularity": "layer"}, "granularity: expected one of element, tensor"),
+        ({"small_batch": 0}, "small_batch"),
+        ({"small_batch": 1024}, "small_batch"),
+        ({"s_min": 5.0}, "s_min"),
+        ({"s_min": -1.0}, "s_min"),
+        ({"s_max": 0.0}, "s_min"),
+        ({"static_scale": 0.0}, "static_scale"),
+        ({"static_scale": math.inf}, "static_scale"),
+        ({"update_interval": 0}, "update_interval"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(1, **options)
+
+
+def test_only_an_optimizer_can_be_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"base: expected a torch\.optim.Optimizer, got list"):
+        TulaOptimizer([], small_batch=1, large_batch=2)  # type: ignore[arg-type]  # the mistake is the test

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.records import (
+    Configuration,
+    EpochMetrics,
+    Measurement,
+    RunDirectory,
+    StepMetrics,
+    append_record,
+    read_metrics,
+    read_records,
+    write_atomically,
+)
+
+
+def oom(local_batch: int) -> Measurement:
+    return Measurement(status="oom", nodes=1, workers_per_node=1, local_batch=local_batch)
+
+
+def test_global_batch_counts_every_worker() -> None:
+    assert Configuration(nodes=4, workers_per_node=2, local_batch=32).global_batch == 256
+
+
+def test_a_torn_last_line_is_skipped_counted_and_spoils_no_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append_record(path, oom(8))
+    with path.open("a") as file:
+        file.write('{"status": "ok", "nodes": 1, "wor')  # the writer was killed here
+    append_record(path, oom(16))
+    records, skipped = read_records(Measurement, [path])
+    assert [record.local_batch for record in records] == [8, 16]
+    assert skipped == 1
+
+
+@given(st.lists(st.binary(max_size=60), max_size=8))
+def test_garbage_is_never_an_error(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("garbage") / "m.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert read_records(Measurement, [path]).records == []
+
+
+def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    def write() -> None:
+        for _ in range(20):
+            append_record(path, oom(8))
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(read_records(Measurement, [path]).records), read_records(Measurement, [path]).skipped) == (80, 0)
+
+
+def test_a_failed_atomic_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")  # cannot be encoded: fails in the middle
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_run_directory_is_private(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    assert run.root.stat().st_mode & 0o777 == 0o700
+    assert run.slurm.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    RunDirectory(root).create()
+    root.chmod(0o777)
+    with pytest.raises(RunDirectoryError, match="others may write"):
+        RunDirectory(root).create()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    os.chown(root, 12345, 12345)
+    with pytest.raises(RunDirectoryError, match="belongs to user id 12345"):
+        RunDirectory(root).create()
+
+
+def test_metrics_after_a_rollback_supersede_those_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for loss in (3.0, 2.0):  # the second run repeats the step that the first one did after its last checkpoint
+        append_record(path, StepMetrics(step=10, samples_seen=640, epoch=0.5, loss=loss, lr=0.1, step_time_s=0.1))
+    fields = {"train_loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.5, "test_top5_accuracy": 0.9, "epoch_time_s": 1.0}
+    append_record(path, EpochMetrics(epoch=1, step=20, samples_seen=1280, global_batch=64, steps=20, **fields))
+    metrics = read_metrics(path)
+    assert [step.loss for step in metrics.steps] == [2.0]
+    assert [epoch.epoch for epoch in metrics.epochs] == [1]
+
+
+def test_a_missing_plan_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no plan yet"):
+        RunDirectory(tmp_path).read_plan()

@@ -1,0 +1,99 @@
+"""The command line: what a user types, and what a mistake looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.sweep import main
+
+SWEEP = """
+name = "small"
+[workload]
+dataset = "digits"
+[search]
+cluster_sizes = [1, 2]
+min_batch = 32
+max_batch = 64
+"""
+
+
+@pytest.fixture
+def sweep_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.toml"
+    path.write_text(SWEEP)
+    return path
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, tula_hpc.sweep\n"
+        "try: tula_hpc.sweep.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'submitit', 'scipy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "search.min_batch=128"], "search.min_batch: 128 is above max_batch = 64"),
+        (["--set", "search.cluster_sizes=[0]"], "search.cluster_sizes.0"),
+        (["--set", "workload.model=resnet19"], "did you mean 'resnet18'"),
+        (["--set", "workload.dataset=imagenet"], "workload.data_dir"),
+        (["--set", "workload.epoch=3"], "did you mean 'epochs'"),
+        (["--set", "nonsense"], "expected section.key=value"),
+        (["--set", "cluster.partition=x"], "needs --cluster"),
+        (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
+        (["--set", "workload.precision=fp16"], "workload.precision"),
+        (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main([str(sweep_file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+    assert [path.name for path in sweep_file.parent.iterdir()] == ["small.toml"]
+
+
+def test_other_inputs_are_refused_with_the_difference(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.sweep import _load, _open_run, _parser
+
+    root = sweep_file.parent / "run"
+    _open_run(*_load(_parser().parse_args([str(sweep_file)])), root)
+    assert main([str(sweep_file), "--run-dir", str(root), "--set", "workload.epochs=99"]) == 2
+    error = capsys.readouterr().err
+    assert "made from other inputs" in error
+    assert "-epochs = 10" in error
+    assert "+epochs = 99" in error
+
+
+def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep_file.parent / "thesis"
+    folder.mkdir()
+    (folder / "chapter1.tex").touch()
+    assert main([str(sweep_file), "--run-dir", str(folder)]) == 2
+    assert "not empty and not a run directory" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
+
+
+def test_dry_run_prints_arrays_hours_and_scripts_and_creates_nothing(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = sweep_file.parent / "c.toml"
+    cluster.write_text('name = "c"\nexecutor = "slurm"\nprofile_minutes = 30\n')
+    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "N=2: local batches 16, 32" in out
+    assert "at most 3.00 node-hours" in out  # (1 + 2 nodes) x 2 batches x 0.5 h
+    assert out.count("#!/bin/bash") == 3  # two arrays and the training
+    assert {path.name for path in sweep_file.parent.iterdir()} == {"small.toml", "c.toml"}

@@ -1,0 +1,412 @@
+"""Typed, validated inputs: one sweep file and one cluster file, both TOML.
+
+Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, what is wrong and what is
+expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
+from tula_hpc.errors import InputError
+
+MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
+GIB = 1024**3
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+SlurmWord = Annotated[
+    str, Field(pattern=r"^[\w.,:/@+=%*&|()\[\]-]{1,200}$")
+]  # no blanks or newlines: goes into #SBATCH lines
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0a-\x1f\x7f]{0,1000}$")]
+EntryPoint = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
+
+class Spec(BaseModel):
+    """Base of all input tables: immutable, no unknown keys, no silent conversions of strings to numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class WorkloadSpec(Spec):
+    """`[workload]`: what is trained, on what, and how."""
+
+    model: str = "resnet18"
+    dataset: str = "digits"
+    data_dir: Path | None = None
+    image_size: int | None = Field(default=None, ge=8, le=1024)
+    samples: int | None = Field(
+        default=None, ge=1
+    )  # train on the first so many samples of a fixed random order; None = all
+    epochs: int = Field(default=10, ge=1, le=100_000)
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    channels_last: bool = False
+    augment: bool = True
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = Field(default=0.05, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=5e-4, ge=0)
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    milestones: tuple[int, ...] = ()
+    gamma: float = Field(default=0.1, gt=0, le=1)
+    warmup_epochs: float = Field(default=0.0, ge=0)
+    loader_workers: int = Field(default=2, ge=0, le=256)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+    @field_validator("model")
+    @classmethod
+    def _model_exists(cls, value: str, info: ValidationInfo) -> str:
+        return _known_or_entry_point(
+            value, TORCHVISION_MODELS, "a torchvision classification model", _checks_paths(info)
+        )
+
+    @field_validator("dataset")
+    @classmethod
+    def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
+        return _known_or_entry_point(value, DATASETS, "a data set", _checks_paths(info))
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()  # jobs and reports run from other folders
+
+    @model_validator(mode="after")
+    def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
+        if self.schedule == "step" and not self.milestones:
+            raise ValueError('milestones: schedule = "step" needs milestones, for example milestones = [50, 75]')
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("milestones: expected increasing epochs, each once")
+        facts = DATASETS.get(self.dataset)
+        if facts is not None and facts.on_disk and _checks_paths(info):
+            _check_data_dir(self.dataset, self.data_dir)
+        return self
+
+
+class SearchSpec(Spec):
+    """`[search]`: which configurations are candidates, which are profiled, and how long each is measured."""
+
+    cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
+    min_batch: int = Field(default=32, ge=1)  # global batch
+    max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
+    mode: Literal["full", "partial"] = "partial"
+    pack: Literal["auto", "always", "never"] = (
+        "auto"  # configurations of one N in one job; auto: only on the local executor
+    )
+    warmup_steps: int = Field(default=5, ge=1, le=10_000)
+    min_steps: int = Field(default=15, ge=5, le=100_000)
+    max_steps: int = Field(default=100, ge=5, le=100_000)
+    max_seconds: float = Field(default=60.0, gt=0)  # per configuration and timed quantity
+    ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the median's 95 % interval is narrower, relative
+
+    @field_validator("cluster_sizes")
+    @classmethod
+    def _sorted_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("expected each cluster size once")
+        return tuple(sorted(value))
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SearchSpec:
+        if self.min_batch > self.max_batch:
+            raise ValueError(f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}")
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}")
+        return self
+
+
+class ObjectiveSpec(Spec):
+    """`[objective]`: what the chosen configuration minimizes."""
+
+    kind: Literal["knee", "time", "cost"] = "knee"
+
+
+class TrainingSpec(Spec):
+    """`[training]`: gradient scaling, checkpoints and restarts."""
+
+    method: Literal["ags", "static", "lbt"] = "ags"
+    small_batch: int = Field(default=32, ge=1)  # reference batch b_small, global
+    delta: float = Field(default=0.5, gt=0)
+    granularity: Literal["element", "tensor"] = "element"
+    s_max: float | None = Field(default=None, gt=0)  # None: sqrt(global batch / small_batch)
+    s_min: float = Field(default=0.0, ge=0)
+    static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
+    update_interval_epochs: float = Field(default=1.0, gt=0)
+    log_interval_steps: int = Field(default=10, ge=1)
+    checkpoint_minutes: float = Field(default=5.0, gt=0)
+    max_requeues: int = Field(default=20, ge=0)
+    max_fallbacks: int = Field(default=3, ge=0)  # after OOM, relaunch smaller at most so often
+
+    @model_validator(mode="after")
+    def _bounds(self) -> TrainingSpec:
+        if self.s_max is not None and self.s_min > self.s_max:
+            raise ValueError(f"s_min: {self.s_min} is above s_max = {self.s_max}")
+        return self
+
+
+class SweepSpec(Spec):
+    """A whole sweep file."""
+
+    name: Name
+    workload: WorkloadSpec = WorkloadSpec()
+    search: SearchSpec = SearchSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    training: TrainingSpec = TrainingSpec()
+
+
+class PricingSpec(Spec):
+    """`[pricing]`: what a node or its memory costs per hour."""
+
+    basis: Literal["node-hour", "memory"] = "node-hour"
+    usd_per_node_hour: float = Field(default=1.0, ge=0)
+    usd_per_gib_hour: float = Field(default=0.15, ge=0)
+
+
+class ClusterSpec(Spec):
+    """A whole cluster file: where and how jobs run."""
+
+    name: Name = "local"
+    executor: Literal["local", "slurm"] = "local"
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_nodes: int = Field(default=64, ge=1, le=65_536)
+    workers_per_node: int = Field(default=1, ge=1, le=64)
+    cpus_per_worker: int = Field(default=1, ge=1, le=1024)
+    memory_gb: float | None = Field(default=None, gt=0)  # host memory per node; Slurm enforces it
+    device_memory_gb: float | None = Field(default=None, gt=0)  # per GPU
+    memory_margin: float = Field(default=0.1, ge=0, lt=1)  # share of the limit that plans leave free
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    gres: SlurmWord | None = None
+    constraint: SlurmWord | None = None
+    exclusive: bool = True
+    profile_minutes: int = Field(default=20, ge=1)
+    train_minutes: int = Field(default=24 * 60, ge=1)
+    array_parallelism: int = Field(default=1, ge=1, le=10_000)
+    signal_delay_s: int = Field(default=90, ge=1)  # USR2 this long before the time limit
+    srun_args: tuple[Line, ...] = ("-K1",)
+    setup: tuple[Line, ...] = ()
+    sbatch: dict[SlurmWord, SlurmWord | int | bool] = {}  # further sbatch options, by long name
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line] = {}
+    pricing: PricingSpec = PricingSpec()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterSpec:
+        if (
+            self.device == "cuda"
+            and self.executor == "slurm"
+            and self.gres is None
+            and "gpus-per-node" not in self.sbatch
+        ):
+            raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
+        return self
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """What one worker may use, bytes: the GPU's memory, or its share of the node's; None where unknown."""
+        if self.device == "cuda":
+            return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
+        return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
+    """Read and check a sweep file; `overrides` are `section.key=value`, values in TOML or as bare words.
+
+    With `check_paths=False` the data folder and the modules of a user's own entry points need not exist here: for
+    planning and reporting over logs that were copied from another machine.
+
+    Raises:
+        InputError: One line per mistake: file, key, what was expected.
+    """
+    return _parse(SweepSpec, path, overrides, check_paths=check_paths)
+
+
+def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read and check a cluster file; see `load_sweep`."""
+    return _parse(ClusterSpec, path, overrides)
+
+
+def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str) -> None:
+    """Refuse a sweep that the cluster cannot run.
+
+    Raises:
+        InputError: Too many nodes, a precision that the device lacks, or no candidate between the batch bounds.
+    """
+    largest = max(sweep.search.cluster_sizes)
+    if largest > cluster.max_nodes:
+        message = f"{largest} nodes, but {cluster_file} has max_nodes = {cluster.max_nodes}"
+        raise InputError(message, source=sweep_file, key="search.cluster_sizes")
+    if sweep.workload.precision == "fp16" and cluster.device == "cpu":
+        message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
+        raise InputError(message, source=sweep_file, key="workload.precision")
+    for nodes in sweep.search.cluster_sizes:
+        if not local_batches(sweep.search, nodes, cluster.workers_per_node):
+            message = (
+                f"no batch between {sweep.search.min_batch} and {sweep.search.max_batch} gives each of "
+                f"{nodes * cluster.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
+            )
+            raise InputError(message, source=sweep_file, key="search.min_batch")
+
+
+def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list[int]:
+    """Local batches b = 2^k whose global batch N × workers × b lies within the bounds, ascending."""
+    world = nodes * workers_per_node
+    lowest = max(0, math.ceil(math.log2(search.min_batch / world)))
+    powers = (2**k for k in range(lowest, search.max_batch.bit_length()))
+    return [b for b in powers if search.min_batch <= world * b <= search.max_batch]
+
+
+def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: bool = True) -> S:
+    tables = _read_toml(path)
+    for text in overrides:
+        _override(tables, text)
+    try:
+        context = {"check_paths": check_paths}
+        return kind.model_validate_json(json.dumps(tables, default=str), strict=True, context=context)
+    except ValidationError as error:
+        problems = error.errors()
+        inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
+        own = [item for item in problems if item["loc"] not in inner]  # not what merely follows from a problem inside
+        raise InputError("\n".join(_explain(kind, path, item) for item in own)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path)
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("no such file", source=path) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", source=path) from None
+    except UnicodeDecodeError:
+        raise InputError("expected UTF-8 text", source=path) from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"is not valid TOML: {error}", source=path) from None
+
+
+def _override(tables: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last:
+        raise InputError(f"expected section.key=value, got {text!r}", source="--set")
+    for section in sections:
+        tables = tables.setdefault(section, {})
+        if not isinstance(tables, dict):
+            raise InputError(f"{section!r} is not a table", source="--set", key=key)
+    try:
+        tables[last] = tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        tables[last] = value.strip()  # a bare word
+
+
+def _explain(kind: type[Spec], path: Path, item: Mapping[str, Any]) -> str:
+    """One line for one pydantic error: file: key: what is wrong."""
+    location = [str(part) for part in item["loc"]]
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        valid = _fields_at(kind, location[:-1])
+        message = f"unknown key{_nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
+    elif item["type"] == "missing":
+        message = "is required"
+    elif item["type"] == "value_error" and ": " in message and message.split(":")[0].isidentifier():
+        field, message = message.split(": ", 1)  # a model validator names the key that is wrong
+        location.append(field)
+    elif "pattern" in item["type"]:
+        message = (
+            f"{str(item['input'])[:80]!r} holds characters that are not allowed here (pattern {item['ctx']['pattern']})"
+        )
+    elif item["type"] != "value_error":
+        message = f"{message}, got {str(item['input'])[:80]!r}"
+    return str(InputError(message, source=path, key=".".join(location)))
+
+
+def _fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
+    for part in location:
+        inner = kind.model_fields[part].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            kind = inner
+    return list(kind.model_fields)
+
+
+def _nearest(word: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, valid, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _checks_paths(info: ValidationInfo) -> bool:
+    return bool((info.context or {}).get("check_paths", True))
+
+
+def _known_or_entry_point(value: str, known: Iterable[str], what: str, check_exists: bool) -> str:
+    if ":" in value:
+        if check_exists:
+            _check_entry_point(value)
+        return value
+    if value not in known:
+        names = ", ".join(known)
+        raise ValueError(
+            f'{value!r} is not {what}{_nearest(value, known)}; expected "package.module:function" or one of: {names}'
+        )
+    return value
+
+
+class _Source(NamedTuple):
+    path: Path
+    names: set[str]
+
+
+def _check_entry_point(value: str) -> None:
+    """Make sure that module and function exist, from the source text: importing could pull in torch."""
+    module, _, function = value.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        raise ValueError(f'{value!r}: expected "package.module:function"')
+    source = _find_source(module)
+    if source is None:
+        raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
+    if function not in source.names and "*" not in source.names:
+        raise ValueError(f"{value!r}: {source.path} defines no {function!r}")
+
+
+def _find_source(module: str) -> _Source | None:
+    relative = Path(*module.split("."))
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for path in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
+            if path.is_file():
+                return _Source(path, _top_level_names(path))
+    return None
+
+
+def _top_level_names(path: Path) -> set[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not valid Python: {error}") from None
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
+    if data_dir is None:
+        raise ValueError(f"data_dir: dataset = {dataset!r} needs the folder that holds it")
+    if not data_dir.expanduser().is_dir():
+        raise ValueError(f"data_dir: no such folder: {data_dir}")

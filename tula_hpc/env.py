@@ -1,0 +1,52 @@
+"""The only reader of SLURM_*, SUBMITIT_*, RANK, WORLD_SIZE and MASTER_*: who this process is among its peers."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class WorkerEnvironment(NamedTuple):
+    """Place of this process in its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    job_id: str
+    restart_count: int  # how often Slurm requeued this job
+    hosts: tuple[str, ...]
+    on_slurm: bool
+
+
+def join_job() -> WorkerEnvironment:
+    """Export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE for torch.distributed and say who we are.
+
+    Call once per process, in a job that submitit started. CUDA_VISIBLE_DEVICES is left as the scheduler set it: the
+    local rank picks the device.
+    """
+    from submitit import JobEnvironment
+    from submitit.helpers import TorchDistributedEnvironment
+
+    job = JobEnvironment()
+    torch_env = TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+    return WorkerEnvironment(
+        rank=torch_env.rank,
+        world_size=torch_env.world_size,
+        local_rank=torch_env.local_rank,
+        node_rank=job.node,
+        job_id=str(job.job_id),
+        restart_count=restart_count(),
+        hosts=tuple(job.hostnames),
+        on_slurm="SLURM_JOB_ID" in os.environ,
+    )
+
+
+def restart_count() -> int:
+    """How often Slurm has requeued this job; 0 outside Slurm."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def slurm_job_id() -> str | None:
+    """The raw job id that scontrol takes (an array task has its own), or None outside Slurm."""
+    return os.environ.get("SLURM_JOB_ID")

@@ -1,0 +1,78 @@
+"""Everything that can go wrong, by name.
+
+    TulaError
+    ├── InputError              the user's input is wrong (exit code 2): says which file, which key, what was expected
+    │   └── RunDirectoryError   the run directory may not be used: other inputs, other owner, or in use
+    ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
+    │   ├── LaunchError         a job could not be submitted or watched
+    │   ├── NotEnoughDataError  too few measurements to fit a model
+    │   └── InfeasibleError     no candidate satisfies memory and the constraints
+    └── CheckpointError         a checkpoint is missing, damaged or not ours
+
+`Failure` names why a job ended without a result; nothing is ever just "failed".
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+
+class TulaError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class InputError(TulaError):
+    """The user's input is wrong; the message names file, key and what was expected.
+
+    Args:
+        message: What is wrong and what was expected, one line.
+        source: The file (or command-line option) that holds the input.
+        key: Dotted key inside the source, for example ``search.min_batch``.
+    """
+
+    def __init__(self, message: str, *, source: Path | str | None = None, key: str | None = None) -> None:
+        self.source, self.key = source, key
+        where = ": ".join(str(part) for part in (source, key) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class RunDirectoryError(InputError):
+    """The run directory may not be used: made from other inputs, owned by someone else, or in use."""
+
+
+class StageError(TulaError):
+    """A stage failed; the message says which, why, and where the log is."""
+
+
+class LaunchError(StageError):
+    """A job could not be submitted or watched."""
+
+
+class NotEnoughDataError(StageError):
+    """Too few usable measurements to fit a model; the message says what is missing and what to do."""
+
+
+class InfeasibleError(StageError):
+    """No candidate satisfies the memory limit and the constraints."""
+
+
+class CheckpointError(TulaError):
+    """A checkpoint is missing, damaged or not one of ours."""
+
+
+class Failure(StrEnum):
+    """Why a job ended without a result."""
+
+    DEVICE_OOM = "device_oom"  # the accelerator's memory ran out
+    HOST_OOM = "host_oom"  # the node's memory limit (cgroup) killed a process
+    PREEMPTED = "preempted"
+    TIMED_OUT = "timed_out"
+    NODE_FAILED = "node_failed"
+    CANCELLED = "cancelled"
+    BUG = "bug"  # an exception in user code or ours; the log's last lines say which
+
+    @property
+    def is_oom(self) -> bool:
+        """Whether memory ran out, on the device or on the host: a bound for the memory model."""
+        return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)

@@ -1,0 +1,108 @@
+"""The reference gradient: what a small batch says at the weights of the large one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def reference_gradient(
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    inputs: Any,
+    targets: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    loss_scale: float = 1.0,
+) -> list[Tensor | None]:
+    """Gradient of the mean loss on a (sub-)batch at the current weights, averaged over the workers.
+
+    Training goes on as if this call had not happened: `.grad`, all buffers (BatchNorm's running statistics) and the
+    random number generators of the CPU and of the parameters' devices are bit for bit as before. The model is used in
+    the mode (train or eval) that it is in.
+
+    Args:
+        model: The plain module (`ddp.module`, not the DistributedDataParallel around it), called as `model(inputs)`.
+        loss: Called as `loss(output, targets)`; a mean over the batch.
+        inputs: This worker's part of the batch. The parts of all workers have the same size, as in DDP: the average
+            over workers is then the gradient over all samples.
+        targets: This worker's targets.
+        parameters: Parameters in the optimizer's order.
+        group: Process group of the average; the default group if None. Without torch.distributed nothing is exchanged.
+        autocast: Context for forward pass and loss, for example `torch.autocast("cuda", torch.bfloat16)`.
+        loss_scale: The loss is multiplied and the gradient divided by it, so that small float16 gradients do not
+            vanish.
+
+    Returns:
+        A gradient of each parameter's shape and type, in order. None where the parameter is frozen, or where the loss
+        does not depend on it on any worker.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        return [None] * len(parameters)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.enable_grad(), _untouched_rng(parameters):
+        with autocast or nullcontext():
+            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards whatever happens
+            value = loss(functional_call(model, buffers, (inputs,)), targets)
+        gradients = torch.autograd.grad(value * loss_scale, trainable, allow_unused=True)
+    with torch.no_grad():
+        found = _average([None if g is None else g / loss_scale for g in gradients], trainable, group)
+    of = dict(zip(trainable, found, strict=True))
+    return [of.get(parameter) for parameter in parameters]
+
+
+@contextmanager
+def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the random number generators of the CPU and of the parameters' accelerators on the way out."""
+    accelerators = {p.device for p in parameters if p.device.type != "cpu"}
+    kind = next((device.type for device in accelerators), "cuda")  # without devices the kind has no effect
+    indices = sorted(device.index or 0 for device in accelerators)
+    with torch.random.fork_rng(indices, device_type=kind):
+        yield
+
+
+def _average(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> Sequence[Tensor | None]:
+    """Mean over the workers in one all-reduce.
+
+    A parameter that only some workers used counts as zero on the others. Behind the gradients travels one number for
+    each parameter, how many workers used it, so that all workers agree on which entries are None.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return gradients
+    workers = dist.get_world_size(group)
+    if workers == 1:
+        return gradients
+    flat = _flatten(gradients, parameters)
+    dist.all_reduce(flat, group=group)
+    used = flat[-len(parameters) :].tolist()
+    averages = _unflatten(flat[: -len(parameters)] / workers, parameters)
+    return [average if count else None for average, count in zip(averages, used, strict=True)]
+
+
+def _flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """One vector on the first parameter's device: all gradients, then a 1 or 0 for each: used or not."""
+    device, dtype = parameters[0].device, torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    parts = [
+        torch.zeros(p.numel(), device=device, dtype=dtype) if g is None else g.to(device, dtype).reshape(-1)
+        for g, p in zip(gradients, parameters, strict=True)
+    ]
+    used = torch.tensor([float(g is not None) for g in gradients], device=device, dtype=dtype)
+    return torch.cat([*parts, used])
+
+
+def _unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+    return [part.view(p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]

@@ -1,0 +1,287 @@
+"""What one profile task runs on its nodes: how a configuration is measured."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tula_hpc import resident
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment, join_job
+from tula_hpc.errors import Failure
+from tula_hpc.jobs import ProfileJob
+from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.records import (
+    Configuration,
+    Measurement,
+    MemoryUse,
+    StepTimes,
+    append_record,
+    read_records,
+)
+from tula_hpc.timing import StoppingRule, median_interval, time_steps
+from tula_hpc.worker import Worker, backend_of, describe_versions, process_group
+
+BUCKET_BYTES = 25 * 1024**2  # DDP's default bucket: the bare all-reduce sends what DDP sends
+
+
+def run_profile(job: ProfileJob) -> int:
+    """Measure a job's configurations; see `ProfileJob`."""
+    env = join_job()
+    done = {measurement.configuration for measurement in read_records(Measurement, [job.output]).records}
+    with process_group(job.cluster, env):
+        for configuration in job.configurations:
+            if configuration not in done:
+                _measure_and_record(job, configuration, env)
+    return len(job.configurations)
+
+
+def _measure_and_record(job: ProfileJob, configuration: Configuration, env: WorkerEnvironment) -> None:
+    failure = measurement = None
+    try:
+        measurement = measure(job.sweep, job.cluster, configuration, env)
+    except (RuntimeError, MemoryError) as error:
+        failure = out_of_memory(error)
+        if failure is None:
+            raise
+    # outside the except block: the traceback keeps the tensors of the failed step alive
+    if failure is not None:
+        append_record(job.output, oom_record(job.cluster, configuration, env, failure))
+        # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
+        raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+    if env.rank == 0 and measurement is not None:
+        append_record(job.output, measurement)
+
+
+def oom_record(
+    cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment, failure: Failure
+) -> Measurement:
+    """A measurement that says: this configuration does not fit."""
+    facts = describe(configuration, cluster, env)
+    return Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
+
+
+def measure(
+    sweep: SweepSpec, cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment
+) -> Measurement:
+    """Measure one configuration: times apart by part of a step, and memory.
+
+    Collective: every worker of the process group calls it; the result is whole on rank 0.
+    """
+    started = time.monotonic()
+    memory = MemoryMeter(cluster)
+    worker = Worker(_without_updates(sweep), cluster, configuration, env)
+    profile = StepProfile(worker, _stopping_rule(sweep))
+    profile.run(memory)
+    facts: dict[str, Any] = {
+        **describe(configuration, cluster, env),
+        "times": profile.times(),
+        "memory": _largest(worker, memory.use(worker, profile.batch_bytes)),
+        "steps": len(profile.samples["step"]),
+        "converged": profile.rule.converged(profile.samples["step"]),
+        "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
+        "dataset_samples": len(worker.workload.train),
+        "parameters": sum(p.numel() for p in worker.model.parameters()),
+    }
+    del worker, profile
+    gc.collect()
+    if cluster.device == "cuda":
+        torch.cuda.empty_cache()
+    return Measurement(status="ok", elapsed_s=time.monotonic() - started, finished_at=time.time(), **facts)
+
+
+def _without_updates(sweep: SweepSpec) -> SweepSpec:
+    """The sweep with AGS's scale updates too far apart to fall among the timed steps: they are timed apart."""
+    training = sweep.training.model_copy(update={"update_interval_epochs": 1e9})
+    return sweep.model_copy(update={"training": training})
+
+
+class StepProfile:
+    """Times a step and its parts. The learning rate is 0 throughout, so that no weight can diverge meanwhile."""
+
+    def __init__(self, worker: Worker, rule: StoppingRule) -> None:
+        self.worker, self.rule = worker, rule
+        self.samples: dict[str, list[float]] = {}
+        self.batch_bytes = 0
+        for group in worker.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.batches = worker.batches()
+
+    def run(self, memory: MemoryMeter) -> None:
+        """Warm up, then time whole steps (memory is metered here), and each part apart."""
+        for _ in range(self.worker.sweep.search.warmup_steps):
+            self.worker.train_step(*next(self.batches))
+        memory.start()
+        self._time_whole_steps()
+        memory.stop()
+        inputs, targets = next(self.batches)
+        self.batch_bytes = _bytes((inputs, targets))
+        self._time("compute", lambda: self._compute(inputs, targets))
+        self._time("optimizer", self._optimizer_step)
+        if self.worker.sweep.training.method == "ags":
+            self._time("update", lambda: self.worker.update_gradscale(inputs, targets))
+        if self.worker.env.world_size > 1:
+            self._time("allreduce", bare_all_reduce(self.worker))
+
+    def _time_whole_steps(self) -> None:
+        waits: list[float] = []
+
+        def step() -> None:
+            started = time.perf_counter()
+            inputs, targets = next(self.batches)
+            waits.append(time.perf_counter() - started)
+            self.worker.train_step(inputs, targets)
+
+        self._time("step", step)
+        self.samples["data"] = waits
+
+    def _time(self, name: str, step: Callable[[], None]) -> None:
+        self.samples[name] = time_steps(self.worker, self.rule, step)
+
+    def _compute(self, inputs: Tensor, targets: Tensor) -> None:
+        self.worker.optimizer.zero_grad(set_to_none=True)
+        self.worker.forward_backward(inputs, targets, synchronize=False)
+
+    def _optimizer_step(self) -> None:
+        self.worker.optimizer.step()
+
+    def times(self) -> StepTimes:
+        """Medians, the slowest worker's for the parts that workers do alone. Collective."""
+        whole = median_interval(self.samples["step"])
+        parts = ("data", "compute", "optimizer", "allreduce", "update")
+        medians = [median_interval(self.samples[part]).median_s if part in self.samples else 0.0 for part in parts]
+        data, compute, optimizer, allreduce, update = self.worker.agree(*medians)
+        return StepTimes(
+            step_time_s=whole.median_s,
+            step_time_low_s=whole.low_s,
+            step_time_high_s=whole.high_s,
+            data_time_s=data,
+            compute_time_s=compute,
+            optimizer_time_s=optimizer,
+            allreduce_time_s=allreduce,
+            update_time_s=update,
+        )
+
+
+def bare_all_reduce(worker: Worker) -> Callable[[], None]:
+    """A call that all-reduces as many bytes as the gradient has, in DDP's bucket size, and nothing else."""
+    count = sum(p.numel() for p in worker.parameters)
+    flat = torch.ones(count, dtype=worker.parameters[0].dtype, device=worker.device)
+    buckets = torch.split(flat, BUCKET_BYTES // flat.element_size())
+
+    def step() -> None:
+        handles = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        flat.fill_(1.0)  # or the sums overflow after some hundred steps
+
+    return step
+
+
+class MemoryMeter:
+    """Peak memory over the timed steps: CUDA's allocator, or the process's resident set over its baseline on CPU."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cuda = cluster.device == "cuda"
+        self.baseline_bytes = 0 if self.cuda else self._resident_baseline()
+        self.peak_bytes = self.reserved_bytes = 0
+
+    @staticmethod
+    def _resident_baseline() -> int:
+        gc.collect()
+        resident.release_freed()
+        return resident.resident_bytes()
+
+    def start(self) -> None:
+        """Forget peaks so far."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            resident.reset_peak()
+
+    def stop(self) -> None:
+        """Take the peaks since `start`."""
+        if self.cuda:
+            self.peak_bytes, self.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        else:
+            process = resident.peak_resident_bytes() + resident.children_private_bytes()
+            self.peak_bytes, self.reserved_bytes = max(0, process - self.baseline_bytes), process
+
+    def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
+        """All that is known of this worker's memory; `batch_bytes` is the size of one batch."""
+        return MemoryUse(
+            peak_bytes=self.peak_bytes,
+            reserved_bytes=self.reserved_bytes,
+            baseline_bytes=self.baseline_bytes,
+            parameter_bytes=_bytes(worker.model.parameters()),
+            gradient_bytes=_bytes(worker.parameters),
+            optimizer_bytes=_bytes(_optimizer_tensors(worker.optimizer)),
+            batch_bytes=batch_bytes * _batches_ready(worker),
+        )
+
+
+def _largest(worker: Worker, use: MemoryUse) -> MemoryUse:
+    names = list(MemoryUse.model_fields)
+    largest = worker.agree(*(float(getattr(use, name)) for name in names))
+    return MemoryUse(**{name: int(value) for name, value in zip(names, largest, strict=True)})
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    def walk(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for inner in value.values():
+                yield from walk(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                yield from walk(inner)
+
+    return walk(optimizer.state_dict())
+
+
+def _batches_ready(worker: Worker) -> int:
+    """Batches that the loader holds on the host: prefetch × loader workers, at least the one in use."""
+    return max(1, worker.loader.num_workers * (worker.loader.prefetch_factor or 0))
+
+
+def _stopping_rule(sweep: SweepSpec) -> StoppingRule:
+    search = sweep.search
+    return StoppingRule(search.min_steps, search.max_steps, search.max_seconds, search.ci_width)
+
+
+def describe(configuration: Configuration, cluster: ClusterSpec, env: WorkerEnvironment) -> dict[str, Any]:
+    """The part of a measurement that says where it was taken."""
+    return {
+        "nodes": configuration.nodes,
+        "workers_per_node": configuration.workers_per_node,
+        "local_batch": configuration.local_batch,
+        "exclusive": cluster.exclusive or cluster.executor == "local",
+        "emulated": cluster.executor == "local" and configuration.nodes > 1,
+        "device": _device_name(cluster),
+        "backend": backend_of(cluster) if env.world_size > 1 else "none",
+        "hosts": env.hosts,
+        "versions": describe_versions(),
+        "job_id": env.job_id,
+    }
+
+
+def _device_name(cluster: ClusterSpec) -> str:
+    if cluster.device == "cuda":
+        return torch.cuda.get_device_name()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {cluster.cpus_per_worker} thread(s)"
+    return "cpu"

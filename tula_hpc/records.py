@@ -1,0 +1,431 @@
+"""What is written down: measurements, events, plans; their files; and the run directory that holds them.
+
+JSON Lines files are append-only, one record a line. A torn last line (a writer was killed) is skipped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+
+from tula_hpc.errors import Failure, RunDirectoryError
+
+MAX_LINE_BYTES = 4_000_000
+
+
+class Record(BaseModel):
+    """Base of all records: immutable; unknown keys of newer versions are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Configuration(NamedTuple):
+    """Where one profile or training runs: N nodes, workers on each, local batch b. B = N × workers × b."""
+
+    nodes: int
+    workers_per_node: int
+    local_batch: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers (processes)."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step over all workers, B."""
+        return self.world_size * self.local_batch
+
+    def __str__(self) -> str:
+        return f"N={self.nodes} b={self.local_batch} (B={self.global_batch})"
+
+
+class StepTimes(Record):
+    """Medians over the timed steps, seconds; the slowest worker where workers differ."""
+
+    step_time_s: float  # a whole training step: data wait, forward, backward with all-reduce, optimizer
+    step_time_low_s: float  # 95 % interval of the median
+    step_time_high_s: float
+    data_time_s: float  # part of step_time_s: waiting for the loader
+    compute_time_s: float  # forward and backward without synchronization (no_sync), measured apart
+    optimizer_time_s: float  # the optimizer's step alone, measured apart
+    allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
+    update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
+
+
+class MemoryUse(Record):
+    """What one worker used, bytes; the largest over the workers."""
+
+    peak_bytes: int  # CUDA: peak allocated; CPU: peak resident set over the baseline
+    reserved_bytes: int  # CUDA: peak reserved by the allocator; CPU: peak resident set of the whole process
+    baseline_bytes: int  # CUDA: 0; CPU: resident set before the model was built (interpreter and libraries)
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int  # the loader's prefetched batches on the host
+
+
+class Measurement(Record):
+    """What one profile of a configuration saw; `status` says whether times and memory are there."""
+
+    schema_version: Literal[1] = 1
+    status: Literal["ok", "oom", "failed"]
+    nodes: int = Field(ge=1)
+    workers_per_node: int = Field(ge=1)
+    local_batch: int = Field(ge=1)
+    times: StepTimes | None = None
+    memory: MemoryUse | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    stage: Literal["profile", "train"] = "profile"  # train: an OOM of the final job, a bound all the same
+    steps: int = 0
+    converged: bool = False  # the median's 95 % interval became narrower than search.ci_width
+    exclusive: bool = True  # the nodes were the task's alone
+    emulated: bool = False  # several "nodes" shared one machine (local executor)
+    dataset_samples: int = 0  # training samples in an epoch, D
+    parameters: int = 0
+    device: str = ""
+    backend: str = ""
+    hosts: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+    samples: dict[str, list[float]] = {}  # per-step seconds: step, data, compute, optimizer, update, allreduce
+    job_id: str = ""
+    finished_at: float = 0.0  # Unix time
+    elapsed_s: float = 0.0  # of the whole profile of this configuration
+
+    @property
+    def configuration(self) -> Configuration:
+        """The configuration that was measured."""
+        return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+class Candidate(Record):
+    """One configuration with what the models say of it."""
+
+    nodes: int
+    workers_per_node: int = 1
+    local_batch: int
+    global_batch: int
+    step_time_s: float
+    epoch_time_s: float
+    train_time_s: float
+    cost: float
+    currency: str = "USD"
+    peak_memory_bytes: int
+    interval_90: dict[str, tuple[float, float]] = {}
+    feasible: bool = True
+    measured: bool = False
+    why: str = ""  # why it is not feasible
+
+    @property
+    def configuration(self) -> Configuration:
+        """The configuration alone."""
+        return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+class Plan(Record):
+    """plan.json: the chosen configuration, every candidate, and what to fall back to."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    objective: str
+    chosen: Candidate
+    reason: str  # one sentence: why this one
+    candidates: list[Candidate]
+    fallbacks: list[Candidate]  # ranked smaller batches for OOM, first to be tried first
+    models: dict[str, Any]
+    warnings: list[str] = []
+    dataset_samples: int
+    epochs: int
+    memory_limit_bytes: int | None = None
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+
+class Event(Record):
+    """One line of events.jsonl."""
+
+    time: float
+    event: Literal[
+        "submitted",
+        "started",
+        "oom",
+        "preempted",
+        "requeued",
+        "resumed",
+        "checkpoint",
+        "fell_back",
+        "finished",
+        "failed",
+    ]
+    stage: Literal["profile", "plan", "train", "report"]
+    detail: str = ""
+    failure: Failure | None = None
+    job_id: str = ""
+    data: dict[str, Any] = {}
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class ReadResult(NamedTuple, Generic[R]):
+    """Records that could be read, and how many lines could not."""
+
+    records: list[R]
+    skipped: int
+
+
+def append_record(path: Path, record: BaseModel | dict[str, Any]) -> None:
+    """Append one line with a single write and fsync, so that lines of several writers never mix."""
+    text = record.model_dump_json() if isinstance(record, BaseModel) else json.dumps(record, allow_nan=False)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, _newline_if_torn(path) + text.encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _newline_if_torn(path: Path) -> bytes:
+    """A line end, where a killed writer left a half line, so that it spoils only itself."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return b""
+        file.seek(-1, os.SEEK_END)
+        return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def read_records(kind: type[R], paths: Iterable[Path]) -> ReadResult[R]:
+    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted."""
+    records: list[R] = []
+    skipped = 0
+    for path in filter(Path.exists, paths):
+        with path.open("rb") as lines:
+            for line in lines:
+                if not line.strip():
+                    continue
+                try:
+                    if len(line) > MAX_LINE_BYTES:
+                        raise ValueError("line too long")
+                    records.append(kind.model_validate_json(line))
+                except (ValidationError, ValueError):
+                    skipped += 1
+    return ReadResult(records, skipped)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write, fsync, rename: a reader sees the old file or the new one, never half of one."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class RunDirectory:
+    """Paths inside one run directory; creating it sets mode 0700, because the folder holds pickles that are executed.
+
+    Raises:
+        RunDirectoryError: The directory belongs to someone else or others may write to it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def create(self) -> RunDirectory:
+        """Make the directory and its rooms; an existing one is checked for owner and mode."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.check_owner()
+        self.root.chmod(0o700)
+        for folder in (self.profile, self.slurm, self.root / "train"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return self
+
+    def check_owner(self) -> None:
+        """Refuse a directory that another user owns or may write to."""
+        status = self.root.stat()
+        if status.st_uid != os.geteuid():
+            raise RunDirectoryError(
+                f"belongs to user id {status.st_uid}, not to you; use another --run-dir", source=self.root
+            )
+        if any(self.root.iterdir()) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
+            raise RunDirectoryError(message, source=self.root)
+
+    @property
+    def profile(self) -> Path:
+        """Folder of measurements, one file per array task."""
+        return self.root / "profile"
+
+    @property
+    def slurm(self) -> Path:
+        """Submitit's folder: scripts, pickles, stdout, stderr."""
+        return self.root / "slurm"
+
+    @property
+    def report(self) -> Path:
+        """Folder of figures, tables and the report."""
+        return self.root / "report"
+
+    @property
+    def sweep_file(self) -> Path:
+        """The frozen sweep."""
+        return self.root / "sweep.toml"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The frozen cluster."""
+        return self.root / "cluster.toml"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan."""
+        return self.root / "plan.json"
+
+    @property
+    def events_file(self) -> Path:
+        """Events of all stages."""
+        return self.root / "events.jsonl"
+
+    def train(self, label: str = "main") -> TrainDirectory:
+        """Files of one training."""
+        return TrainDirectory(self.root / "train" / label)
+
+    def measurements(self) -> ReadResult[Measurement]:
+        """All measurements, in order of file name and line."""
+        return read_records(Measurement, sorted(self.profile.glob("*.jsonl")))
+
+    def events(self) -> list[Event]:
+        """All events, in the order they were written."""
+        return read_records(Event, [self.events_file]).records
+
+    def log_event(self, event: str, stage: str, **fields: Any) -> None:
+        """Append one event with the time of now."""
+        append_record(self.events_file, Event(time=time.time(), event=event, stage=stage, **fields))
+
+    def read_plan(self) -> Plan:
+        """Read plan.json.
+
+        Raises:
+            RunDirectoryError: There is none, or it is damaged.
+        """
+        try:
+            return Plan.model_validate_json(self.plan_file.read_bytes())
+        except FileNotFoundError:
+            raise RunDirectoryError("no plan yet; run the sweep with --until plan", source=self.plan_file) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RunDirectoryError(f"is damaged: {first['msg']}", source=self.plan_file) from None
+
+
+class TrainDirectory(NamedTuple):
+    """Files of one training."""
+
+    root: Path
+
+    @property
+    def metrics_file(self) -> Path:
+        """One line per logged step and per epoch."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def result_file(self) -> Path:
+        """Written once, at the end of training."""
+        return self.root / "result.json"
+
+
+class StepMetrics(Record):
+    """A line of metrics.jsonl for a logged step."""
+
+    kind: Literal["step"] = "step"
+    step: int  # optimizer steps taken since the start of training
+    samples_seen: int
+    epoch: float
+    loss: float
+    lr: float
+    step_time_s: float  # mean over the steps since the last logged one
+    sensitivity: float | None = None  # Δ(G)
+    gradient_norm: float | None = None
+    scaled: float | None = None  # share of the steps since the last line whose gradient was scaled
+    scale_mean: float | None = None
+    scale_min: float | None = None
+    scale_max: float | None = None
+
+
+class EpochMetrics(Record):
+    """A line of metrics.jsonl at the end of an epoch."""
+
+    kind: Literal["epoch"] = "epoch"
+    epoch: int  # epochs completed
+    step: int
+    samples_seen: int
+    global_batch: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float  # share of 1
+    test_top5_accuracy: float
+    epoch_time_s: float  # training steps only; without evaluation and checkpoints
+    steps: int  # steps in this epoch that epoch_time_s covers
+    complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
+
+
+class TrainResult(Record):
+    """result.json: how training ended."""
+
+    label: str
+    nodes: int
+    workers_per_node: int
+    local_batch: int
+    global_batch: int
+    method: str
+    epochs: int
+    steps: int
+    samples_seen: int
+    final_loss: float
+    test_accuracy: float
+    test_top5_accuracy: float
+    train_time_s: float  # sum of epoch_time_s
+    wall_time_s: float  # from the first start to the end, with queueing between restarts
+    restarts: int
+
+
+class _AnyMetrics(RootModel[StepMetrics | EpochMetrics]):
+    root: StepMetrics | EpochMetrics = Field(discriminator="kind")
+
+
+class Metrics(NamedTuple):
+    """metrics.jsonl, split by kind."""
+
+    steps: list[StepMetrics]
+    epochs: list[EpochMetrics]
+    skipped: int
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones."""
+    rows, skipped = read_records(_AnyMetrics, [path])
+    steps: dict[int, StepMetrics] = {}
+    epochs: dict[int, EpochMetrics] = {}
+    for row in rows:
+        if isinstance(row.root, StepMetrics):
+            steps[row.root.samples_seen] = row.root
+        else:
+            epochs[row.root.epoch] = row.root
+    return Metrics([steps[key] for key in sorted(steps)], [epochs[key] for key in sorted(epochs)], skipped)

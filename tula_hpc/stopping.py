@@ -1,0 +1,73 @@
+"""Stop requests (signals) and the workers' agreement on what to do at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import NamedTuple
+
+from tula_hpc.timing import Agreement
+
+CHECK_EVERY_S = 1.0  # a preempted job has at least some seconds of grace; one small collective a second costs nothing
+FIRST_CHECKS = 10  # look at every step until the step time is known
+
+
+class StopRequest:
+    """Remembers USR2 (time limit, preemption with the user signal) and TERM (preemption without it).
+
+    Submitit's own handler would pickle and requeue between two arbitrary bytecodes; this one only sets a flag, and the
+    training loop saves at the next step boundary. Install it in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def install(self) -> StopRequest:
+        """Take over USR2 and TERM from submitit."""
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._remember)
+        return self
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+class Decision(NamedTuple):
+    """What all workers do after this step."""
+
+    stop: bool
+    save: bool
+
+
+class Agreed:
+    """Asks, about once a second and at the same step on every worker, whether anyone must stop or save.
+
+    Args:
+        worker: For the collective.
+        stop: This worker's stop request.
+        checkpoint_s: Seconds between checkpoints.
+    """
+
+    def __init__(self, worker: Agreement, stop: StopRequest, checkpoint_s: float) -> None:
+        self.worker, self.stop, self.checkpoint_s = worker, stop, checkpoint_s
+        self.interval_steps = 1
+        self.steps = 0
+        self.started = self.saved = time.monotonic()
+
+    def decide(self) -> Decision:
+        """Call after every step, on every worker."""
+        self.steps += 1
+        if self.steps % self.interval_steps:
+            return Decision(stop=False, save=False)
+        now = time.monotonic()
+        step_s = (now - self.started) / self.steps
+        due = now - self.saved >= self.checkpoint_s
+        stop, save, slowest_s = self.worker.agree(float(self.stop.received is not None), float(due), step_s)
+        if self.steps >= FIRST_CHECKS:
+            self.interval_steps = max(1, int(CHECK_EVERY_S / max(slowest_s, 1e-6)))
+        return Decision(stop=bool(stop), save=bool(stop or save))
+
+    def mark_saved(self) -> None:
+        """A checkpoint was written just now."""
+        self.saved = time.monotonic()

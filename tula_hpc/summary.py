@@ -1,0 +1,30 @@
+"""The table at the end of a sweep: the chosen configuration and its neighbours, predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tula_hpc.records import Measurement, Plan, TrainResult
+
+LOG_WIDTH = 140  # columns where the output is no terminal
+
+
+def print_summary(plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None) -> None:
+    """Print the table with rich."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from tula_hpc.analysis.report_tables import summary_rows, summary_table
+
+    content = summary_table(summary_rows(plan, measurements, result))
+    table = Table(title="Chosen configuration and its neighbours", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in content.columns:
+        table.add_column(escape(column))
+    for row in content.rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    console.print(table)

@@ -1,0 +1,382 @@
+"""What the final job runs: trains, evaluates, checkpoints, stops and resumes at a step boundary."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tula_hpc import slurm
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.profiler import oom_record
+from tula_hpc.records import (
+    EpochMetrics,
+    RunDirectory,
+    StepMetrics,
+    TrainResult,
+    append_record,
+    write_atomically,
+)
+from tula_hpc.schedule import learning_rate
+from tula_hpc.stopping import Agreed, StopRequest
+from tula_hpc.worker import Worker, process_group
+from tula_hpc.workloads import make_test_loader
+
+REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
+
+
+def run_training(job: TrainJob, stop: StopRequest) -> str:
+    """Train a job's configuration; see `TrainJob`."""
+    env = join_job()
+    failure: Failure | None = None
+    outcome = ""
+    try:
+        with process_group(job.cluster, env):
+            outcome = Trainer(job, env, stop).run()
+    except (RuntimeError, MemoryError) as error:
+        failure = out_of_memory(error)
+        if failure is None:
+            raise
+    # outside the except block: the traceback keeps the tensors of the failed step alive
+    if failure is not None:
+        _record_oom(job, env, failure)
+        raise SystemExit(f"out of memory ({failure}) at {job.configuration}: recorded")
+    return outcome
+
+
+def _record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
+    run = RunDirectory(job.root)
+    record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update={"stage": "train"})
+    append_record(run.profile / f"train-{job.label}.jsonl", record)
+    run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
+
+
+@dataclass
+class Progress:
+    """How far training has come; saved with every checkpoint. Samples, not steps: the batch may change on the way."""
+
+    epoch: int = 0  # epochs completed
+    offset: int = 0  # samples seen of the current epoch, over all workers
+    samples_seen: int = 0
+    step: int = 0
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
+    epoch_loss: float = 0.0  # sum of the steps' losses on rank 0 in this epoch
+    train_time_s: float = 0.0
+    started_at: float = 0.0  # Unix time of the first start
+    restarts: int = 0
+    last_loss: float = 0.0  # mean over the last whole epoch
+
+
+class Evaluation(NamedTuple):
+    """Of the test set."""
+
+    loss: float
+    accuracy: float
+    top5_accuracy: float
+
+
+class Trainer:
+    """One worker's training loop."""
+
+    def __init__(self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest) -> None:
+        self.job, self.env, self.stop = job, env, stop
+        self.run_directory = RunDirectory(job.root)
+        self.files = self.run_directory.train(job.label)
+        self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
+        self.samples_per_epoch = self._samples_per_epoch()
+        self.store = CheckpointStore(self.files.checkpoints)
+        self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_minutes * 60)
+        self.window = StepWindow()
+        self.progress = self._restore()
+        self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
+        self.test_loader = make_test_loader(
+            self.worker.workload.test,
+            batch=max(64, job.configuration.local_batch),
+            rank=env.rank,
+            world_size=env.world_size,
+            loader_workers=job.sweep.workload.loader_workers,
+            pin_memory=self.worker.device.type == "cuda",
+        )
+
+    def _samples_per_epoch(self) -> int:
+        samples = len(self.worker.workload.train)
+        batch = self.job.configuration.global_batch
+        if batch > samples:
+            raise StageError(f"global batch {batch} is larger than the training set of {samples} samples")
+        return samples
+
+    def run(self) -> str:
+        """Train all epochs, or until asked to stop."""
+        if self.progress.epoch >= self.job.sweep.workload.epochs:  # killed between the last checkpoint and the result
+            return self._finish(self._evaluate())
+        batches = self.worker.batches(self.progress.epoch, self.progress.offset)
+        while self.progress.epoch < self.job.sweep.workload.epochs:
+            if not self._train_epoch(batches):
+                return self._leave()
+            evaluation = self._evaluate()
+            self._end_epoch(evaluation)
+        return self._finish(evaluation)
+
+    def _train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
+        """The rest of the current epoch in whole batches; False if all workers agreed to stop in the middle."""
+        batch = self.job.configuration.global_batch
+        self.window = StepWindow()
+        while self.progress.offset + batch <= self.samples_per_epoch:
+            self._train_step(batches)
+            decision = self.agreed.decide()
+            if decision.save:
+                self._save()
+            if decision.stop:
+                return False
+        return True
+
+    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        started = time.perf_counter()
+        progress, batch = self.progress, self.job.configuration.global_batch
+        self._set_learning_rate()
+        inputs, targets = next(batches)
+        # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have drawn
+        torch.manual_seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
+        loss = self.worker.train_step(inputs, targets)
+        progress.offset += batch
+        progress.samples_seen += batch
+        progress.step += 1
+        progress.epoch_steps += 1
+        self.epoch_loss += loss
+        self.window.add(loss)
+        if progress.step % self.job.sweep.training.log_interval_steps == 0 or self._epoch_ends():
+            self._log_steps()
+        progress.epoch_time_s += time.perf_counter() - started
+
+    def _epoch_ends(self) -> bool:
+        return self.progress.offset + self.job.configuration.global_batch > self.samples_per_epoch
+
+    def _set_learning_rate(self) -> None:
+        rate = learning_rate(
+            self.job.sweep.workload, self.progress.epoch + self.progress.offset / self.samples_per_epoch
+        )
+        for group in self.worker.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _log_steps(self) -> None:
+        """One line for the steps since the last one. The device is waited for here, and only here."""
+        progress, optimizer = self.progress, self.worker.optimizer
+        mean_loss, steps, seconds = self.window.close()
+        if not math.isfinite(mean_loss):
+            raise StageError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
+        if self.env.rank != 0:
+            return
+        statistics = optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else None
+        append_record(
+            self.files.metrics_file,
+            StepMetrics(
+                step=progress.step,
+                samples_seen=progress.samples_seen,
+                epoch=progress.epoch + progress.offset / self.samples_per_epoch,
+                loss=mean_loss,
+                lr=optimizer.param_groups[0]["lr"],
+                step_time_s=seconds / steps,
+                sensitivity=_finite(statistics.sensitivity) if statistics else None,
+                gradient_norm=_finite(statistics.gradient_norm) if statistics else None,
+                scaled=statistics.scaled_steps / steps if statistics else None,
+                scale_mean=statistics.scale_mean if statistics else None,
+                scale_min=statistics.scale_min if statistics else None,
+                scale_max=statistics.scale_max if statistics else None,
+            ),
+        )
+
+    @torch.no_grad()
+    def _evaluate(self) -> Evaluation:
+        """Loss and accuracy over the whole test set, each worker on its share."""
+        self.worker.share_buffers()
+        model = self.worker.model
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)  # loss, top 1, top 5, count
+        for inputs, targets in self.test_loader:
+            sums += self._score(inputs, targets.to(self.worker.device))
+        model.train(was_training)
+        loss, top1, top5, count = self.worker.total(*sums.tolist())
+        return Evaluation(loss / count, top1 / count, top5 / count)
+
+    def _score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.worker.autocast():
+            outputs = self.worker.model(self.worker.to_device(inputs)).float()
+        loss = self.worker.workload.loss(outputs, targets) * len(targets)
+        best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]
+        return torch.stack(
+            [loss.double(), best[:, 0].sum().double(), best.sum().double(), loss.new_tensor(len(targets))]
+        )
+
+    def _end_epoch(self, evaluation: Evaluation) -> None:
+        progress = self.progress
+        progress.epoch += 1
+        progress.train_time_s += progress.epoch_time_s
+        progress.epoch_loss = float(self.epoch_loss)
+        progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
+        if self.env.rank == 0:
+            append_record(self.files.metrics_file, self._epoch_metrics(evaluation))
+        progress.offset = progress.epoch_steps = 0
+        progress.epoch_time_s = 0.0
+        self.epoch_loss.zero_()
+        self._save()
+
+    def _epoch_metrics(self, evaluation: Evaluation) -> EpochMetrics:
+        progress = self.progress
+        return EpochMetrics(
+            epoch=progress.epoch,
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            global_batch=self.job.configuration.global_batch,
+            train_loss=progress.last_loss,
+            test_loss=evaluation.loss,
+            test_accuracy=evaluation.accuracy,
+            test_top5_accuracy=evaluation.top5_accuracy,
+            epoch_time_s=progress.epoch_time_s,
+            steps=progress.epoch_steps,
+        )
+
+    def _save(self) -> None:
+        """A checkpoint by rank 0; the others go on once it is on disk."""
+        if self.window.steps:
+            self._log_steps()  # or the losses since the last line would be lost to a resumed run
+        self.progress.epoch_loss = float(self.epoch_loss)
+        if self.env.rank == 0:
+            state = {
+                "model": self.worker.model.state_dict(),
+                "optimizer": self.worker.optimizer.state_dict(),
+                "scaler": self.worker.scaler.state_dict(),
+                "progress": asdict(self.progress),
+                "global_batch": self.job.configuration.global_batch,
+            }
+            self.store.save(state, samples_seen=self.progress.samples_seen, restart_count=self.env.restart_count)
+        self.worker.agree(0.0)
+        self.agreed.mark_saved()
+        self.window = StepWindow()  # the time of saving is no step's time
+
+    def _restore(self) -> Progress:
+        """State of the newest good checkpoint, or the initial one.
+
+        DDP regroups its gradient buckets after the first backward pass, which changes the order of additions. One pass
+        is thrown away before any state is set, so that a resumed run adds in the same order as an uninterrupted one.
+        """
+        initial = {key: value.clone() for key, value in self.worker.model.state_dict().items()}
+        self._throw_away_one_pass()
+        loaded = self.store.load_latest(map_location=self.worker.device)
+        if loaded is None:
+            self.worker.model.load_state_dict(initial)
+            return Progress(started_at=time.time())
+        self.worker.model.load_state_dict(loaded.state["model"])
+        self.worker.optimizer.load_state_dict(loaded.state["optimizer"])
+        self.worker.scaler.load_state_dict(loaded.state["scaler"])
+        if isinstance(self.worker.optimizer, TulaOptimizer):
+            self.worker.optimizer.set_batch(self.job.configuration.global_batch)
+        progress = Progress(**loaded.state["progress"])
+        progress.restarts += 1
+        self._log_resume(progress, loaded.path, loaded.rejected)
+        return progress
+
+    def _throw_away_one_pass(self) -> None:
+        size = self.worker.workload.image_size
+        inputs = self.worker.to_device(torch.rand(self.job.configuration.local_batch, 3, size, size))
+        targets = torch.zeros(self.job.configuration.local_batch, dtype=torch.long, device=self.worker.device)
+        self.worker.forward_backward(inputs, targets)
+        self.worker.optimizer.zero_grad(set_to_none=True)
+
+    def _log_resume(self, progress: Progress, path: Path, rejected: list[tuple[Path, str]]) -> None:
+        if self.env.rank != 0:
+            return
+        refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in rejected)
+        detail = f"from {path.name} at step {progress.step}" + (f" ({refused})" if refused else "")
+        data = {"step": progress.step, "samples_seen": progress.samples_seen, "epoch": progress.epoch}
+        self._event("resumed", detail, data)
+
+    def _leave(self) -> str:
+        """Stopped with everything saved: ask for a requeue and end."""
+        name = "TERM" if self.stop.received is None else self.stop.received.name
+        data = {"step": self.progress.step, "samples_seen": self.progress.samples_seen}
+        if self.env.rank == 0:
+            self._event("preempted", f"stop requested ({name}); saved at step {self.progress.step}", data)
+        if self.progress.restarts >= self.job.sweep.training.max_requeues:
+            raise StageError(f"restarted {self.progress.restarts} times, as often as training.max_requeues allows")
+        return self._requeue()
+
+    def _requeue(self) -> str:
+        if not self.env.on_slurm:
+            from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+            sys.exit(LOCAL_REQUEUE_RETURN_CODE)
+        refused = slurm.requeue(slurm_job_id() or "") if self.env.rank == 0 else None
+        (is_refused,) = self.worker.agree(float(refused is not None))
+        if self.env.rank == 0:
+            detail = f"requeue refused: {refused}" if refused else "requeued by the job itself"
+            self._event("failed" if refused else "requeued", detail, {})
+        if is_refused:
+            return "stopped"
+        sys.exit(REQUEUED_EXIT_CODE)
+
+    def _event(self, event: str, detail: str, data: dict[str, Any]) -> None:
+        self.run_directory.log_event(event, "train", detail=detail, job_id=self.env.job_id, data=data)
+
+    def _finish(self, evaluation: Evaluation) -> str:
+        progress, configuration = self.progress, self.job.configuration
+        result = TrainResult(
+            label=self.job.label,
+            nodes=configuration.nodes,
+            workers_per_node=configuration.workers_per_node,
+            local_batch=configuration.local_batch,
+            global_batch=configuration.global_batch,
+            method=self.job.sweep.training.method,
+            epochs=progress.epoch,
+            steps=progress.step,
+            samples_seen=progress.samples_seen,
+            final_loss=progress.last_loss,
+            test_accuracy=evaluation.accuracy,
+            test_top5_accuracy=evaluation.top5_accuracy,
+            train_time_s=progress.train_time_s,
+            wall_time_s=time.time() - progress.started_at,
+            restarts=progress.restarts,
+        )
+        if self.env.rank == 0:
+            write_atomically(self.files.result_file, result.model_dump_json(indent=1))
+            self._event("finished", f"test accuracy {evaluation.accuracy:.4f}", {})
+        return "finished"
+
+
+class StepWindow:
+    """Losses and time since the last logged line. Losses stay on the device until the line is written."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.total: Tensor | None = None
+        self.started = time.perf_counter()
+
+    def add(self, loss: Tensor) -> None:
+        """Count one step."""
+        self.total = loss.double() if self.total is None else self.total + loss
+        self.steps += 1
+
+    def close(self) -> tuple[float, int, float]:
+        """Mean loss, steps and seconds; and start anew."""
+        mean = float(self.total) / self.steps if self.total is not None else math.nan
+        result = (mean, self.steps, time.perf_counter() - self.started)
+        self.steps, self.total, self.started = 0, None, time.perf_counter()
+        return result
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: the first step's Δ(G) is none."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,205 @@
+"""Loaders: which samples make up a batch, in which order, by which process.
+
+The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an augmentation from
+(seed, epoch, index). None of them depends on the number of workers or of loader processes, or on where a training was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tula_hpc.errors import InputError
+from tula_hpc.workloads.hashing import Keys, mix
+from tula_hpc.workloads.pixels import Indices
+
+_PREFETCH = 2  # batches that each loader process works ahead
+Key = tuple[int, int]  # (epoch, index)
+
+
+@runtime_checkable
+class KeyedItems(Protocol):
+    """A data set that augments a whole batch from given random bits."""
+
+    def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
+        """Items at these indices, augmented by these keys."""
+
+
+class EpochDataset(Dataset[Any]):
+    """A data set whose items are asked for by (epoch, index), and then are always the same.
+
+    Args:
+        dataset: Items by index.
+        seed: Of the augmentation.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """Items of a batch."""
+        epochs, indices = np.array(keys, np.int64).reshape(-1, 2).T
+        bits = mix(self.seed, epochs, indices)
+        if isinstance(self.dataset, KeyedItems):
+            return self.dataset.keyed_items(indices, bits)
+        return [self._seeded_item(index, seed) for index, seed in zip(indices.tolist(), bits.tolist(), strict=True)]
+
+    def _seeded_item(self, index: int, seed: int) -> Any:
+        with _seeded(seed):
+            return self.dataset[index]
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU random numbers, and put them back: dropout in this process draws from them too."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)  # not torch.manual_seed: that would reseed the GPU as well
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+class ResumableSampler(DistributedSampler[Key]):
+    """This worker's part of every full global batch, in an order that follows from (seed, epoch) alone.
+
+    Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B = local_batch × world_size``;
+    rank r has its r-th slice of `local_batch`. A rest smaller than B is left out.
+
+    Args:
+        dataset: Anything with a length.
+        local_batch: Samples a step and worker.
+        rank: Which worker this is.
+        world_size: How many there are.
+        seed: Of the order.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, local_batch: int, rank: int, world_size: int, seed: int) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True)
+        self.local_batch, self.offset = local_batch, 0
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step over all workers, B."""
+        return self.local_batch * self.num_replicas
+
+    def set_offset(self, samples: int) -> None:
+        """Skip so many global samples of the epoch's order, those that were seen before an interruption.
+
+        The batch may have been another one then: any number up to the length of the data set will do.
+        """
+        if not 0 <= samples <= self._size():
+            raise ValueError(f"offset {samples} is not within an epoch of {self._size()} samples")
+        self.offset = samples
+
+    def __len__(self) -> int:
+        return self._batches() * self.local_batch
+
+    def __iter__(self) -> Iterator[Key]:
+        own = self.order()[self.offset :][: self._batches() * self.global_batch]
+        own = own.reshape(-1, self.num_replicas, self.local_batch)[:, self.rank]
+        return ((self.epoch, index) for index in own.reshape(-1).tolist())
+
+    def order(self) -> Tensor:
+        """The epoch's permutation of all samples, (D,)."""
+        generator = torch.Generator().manual_seed(int(mix(self.seed, self.epoch)[0]))
+        return torch.randperm(self._size(), generator=generator)
+
+    def _batches(self) -> int:
+        return (self._size() - self.offset) // self.global_batch
+
+    def _size(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+
+
+class TrainLoader(DataLoader[Any]):
+    """A loader over a `ResumableSampler`, which it keeps as `order`."""
+
+    def __init__(self, dataset: EpochDataset, order: ResumableSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_size=order.local_batch, sampler=order, drop_last=True, **options)
+        self.order = order
+
+    def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches for ever: the rest of `epoch` after `offset` global samples, then the epochs that follow.
+
+        Only one stream of a loader may be in use: the sampler and the loader processes are shared.
+
+        Yields:
+            Images (local_batch, 3, edge, edge) and labels (local_batch,).
+        """
+        while True:
+            self.order.set_epoch(epoch)
+            self.order.set_offset(offset)
+            yield from self
+            epoch, offset = epoch + 1, 0
+
+
+def make_train_loader(
+    dataset: Dataset[Any],
+    *,
+    local_batch: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    loader_workers: int,
+    pin_memory: bool,
+) -> TrainLoader:
+    """The loader of one worker of a data-parallel training; see `ResumableSampler` for what it yields.
+
+    Args:
+        dataset: Items (image, label) by index.
+        local_batch: Samples a step and worker.
+        rank: Which worker this is.
+        world_size: How many there are.
+        seed: Of order and augmentation.
+        loader_workers: Processes that load; 0 loads in this process.
+        pin_memory: Whether batches are put where a GPU can fetch them by itself.
+
+    Raises:
+        InputError: The data set is smaller than one global batch.
+    """
+    order = ResumableSampler(dataset, local_batch=local_batch, rank=rank, world_size=world_size, seed=seed)
+    samples = len(dataset)  # type: ignore[arg-type] # checked when the data was built
+    if samples < order.global_batch:
+        message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
+        raise InputError(message, key="search.max_batch")
+    return TrainLoader(EpochDataset(dataset, seed), order, **_options(loader_workers, pin_memory))
+
+
+def make_test_loader(
+    dataset: Dataset[Any], *, batch: int, rank: int, world_size: int, loader_workers: int, pin_memory: bool
+) -> DataLoader[Any]:
+    """One worker's share of the test set: every `world_size`-th sample, none twice; shares may differ by one sample."""
+    samples = range(rank, len(dataset), world_size)  # type: ignore[arg-type] # checked when the data was built
+    return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(loader_workers, pin_memory))
+
+
+def _options(loader_workers: int, pin_memory: bool) -> dict[str, Any]:
+    # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers that dropout uses.
+    options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
+    if loader_workers == 0:
+        return options
+    # Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: processes come from a server that was
+    # started clean and that imports torch once for all of them.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return options | {
+        "num_workers": loader_workers,
+        "persistent_workers": True,
+        "prefetch_factor": _PREFETCH,
+        "multiprocessing_context": context,
+    }
