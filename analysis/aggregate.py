@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -35,8 +36,11 @@ class Summary(NamedTuple):
 
 
 def is_usable(measurement: Measurement) -> bool:
-    """Whether times and memory are there."""
-    return measurement.status == "ok" and measurement.times is not None and measurement.memory is not None
+    """Whether times and memory are there and can be true."""
+    times, memory = measurement.times, measurement.memory
+    if measurement.status != "ok" or times is None or memory is None:
+        return False
+    return 0.0 < times.step_time_s < math.inf and memory.reserved_bytes > 0
 
 
 def is_out_of_memory(measurement: Measurement) -> bool:
@@ -95,7 +99,7 @@ def _medians(rows: Sequence[Fields], kind: type[Fields], convert: Callable[[floa
 
 def _last_reason(rows: Sequence[Measurement]) -> str:
     last = max(rows, key=lambda row: (row.finished_at, row.detail))
-    return ": ".join(part for part in (last.failure or "", last.detail) if part) or "no times were recorded"
+    return ": ".join(part for part in (last.failure or "", last.detail) if part) or "no time or memory was recorded"
 
 
 def _most_common(counts: Counter[int]) -> int:

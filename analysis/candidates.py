@@ -22,12 +22,24 @@ MIN_LOCAL_BATCHES = 2  # one cannot tell fixed costs from costs per sample
 REMEDY = "run the sweep again to profile what is missing"
 
 
+class UpdateTime(NamedTuple):
+    """Seconds of an update of AGS's gradient scale over the number of workers; its reference batch does not vary."""
+
+    workers: Array  # ascending; empty where no update was measured
+    seconds: Array
+
+    def predict(self, workers: Array) -> Array:
+        """Interpolated between the measured numbers of workers, constant beyond them; 0 where none was measured."""
+        return np.interp(workers, self.workers, self.seconds) if len(self.workers) else np.zeros_like(workers)
+
+
 class Models(NamedTuple):
     """Everything that was fitted to the measurements."""
 
     step_time: StepTimeModel
     memory: MemoryModel  # what the limit counts, per worker
     batch_memory: MemoryModel | None  # the loader's batches on the host; None where it holds none
+    update_time_s: UpdateTime  # of AGS's gradient scale
 
     def train_time_s(self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
         """Seconds to see so many samples, `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula"); not in whole steps."""
@@ -87,7 +99,18 @@ def fit_models(summary: Summary) -> Models:
     memory = MemoryModel().fit(configurations[:, 2], reserved, oom_local_batch=summary.oom_local_batch)
     loads = batches > 0
     batch_memory = MemoryModel().fit(configurations[loads, 2], batches[loads]) if loads.any() else None
-    return Models(step_time, memory, batch_memory)
+    return Models(step_time, memory, batch_memory, _update_time(summary))
+
+
+def _update_time(summary: Summary) -> UpdateTime:
+    """Medians over the local batches: they do not matter, the reference batch is a part of each."""
+    by_workers: dict[int, list[float]] = {}
+    for row in summary.profiles:
+        if row.times.update_time_s > 0:
+            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
+    workers = sorted(by_workers)
+    medians = [float(np.median(by_workers[count])) for count in workers]
+    return UpdateTime(np.array(workers, dtype=np.float64), np.array(medians))
 
 
 def _check_enough(summary: Summary) -> None:
@@ -105,12 +128,18 @@ def _check_enough(summary: Summary) -> None:
 
 
 def build_candidates(
-    configurations: Sequence[Configuration], models: Models, cluster: ClusterSpec, summary: Summary, epochs: int
+    configurations: Sequence[Configuration],
+    models: Models,
+    cluster: ClusterSpec,
+    summary: Summary,
+    *,
+    epochs: int,
+    updates_per_epoch: float = 0.0,
 ) -> list[Candidate]:
     """Predict every configuration and say which are feasible.
 
-    `epoch_time_s` is t_step × (D // B), full batches only, and `train_time_s` epochs times that. All intervals are that
-    of the step time, scaled.
+    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale, and `train_time_s`
+    epochs times that. All intervals are that of the step time, scaled.
 
     Args:
         configurations: At least one.
@@ -118,12 +147,14 @@ def build_candidates(
         cluster: Memory limit and prices.
         summary: Data set size, out-of-memory bound, and what was measured.
         epochs: E.
+        updates_per_epoch: Of AGS's gradient scale, on average.
     """
     nodes, per_node, local_batch = np.array(configurations, dtype=np.float64).T
     step = models.step_time.predict(nodes, local_batch, per_node)
     low, high = models.step_time.interval(nodes, local_batch, per_node, level=0.9)
     peak = np.ceil(models.memory.predict(local_batch))
     epoch = step * (summary.dataset_samples // (nodes * per_node * local_batch))
+    epoch += updates_per_epoch * models.update_time_s.predict(nodes * per_node)
     train = epochs * epoch
     cost = train_cost_usd(cluster.pricing, nodes, train, per_node, peak)
     columns = np.stack([step, epoch, train, cost, low / step, high / step], axis=1)
@@ -164,10 +195,11 @@ def _why_not(configuration: Configuration, peak_bytes: int, cluster: ClusterSpec
     """Why a configuration is not feasible; empty if it is."""
     bound, limit = summary.oom_local_batch, cluster.memory_limit_bytes
     if configuration.global_batch > summary.dataset_samples:
-        return f"its global batch exceeds the {summary.dataset_samples:,} training samples"
+        return f"global batch exceeds the {summary.dataset_samples:,} training samples"
     if bound is not None and configuration.local_batch >= bound:
         return f"local batch {bound} ran out of memory"
     if limit is not None and peak_bytes > limit * (1.0 - cluster.memory_margin):
-        allowed = f"{limit / GIB:.2f} GiB less a margin of {cluster.memory_margin:.0%}"
-        return f"it needs {peak_bytes / GIB:.2f} GiB per worker, and the limit is {allowed}"
+        allowed = limit * (1.0 - cluster.memory_margin) / GIB
+        margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * cluster.memory_margin:.3g} %"
+        return f"needs {peak_bytes / GIB:.3g} GiB per worker, more than {allowed:.3g} GiB ({margin})"
     return ""

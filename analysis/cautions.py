@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tula_hpc.analysis.aggregate import Profile, Summary
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.search import propose
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Candidate, Configuration, Measurement
@@ -35,7 +36,7 @@ def about_missing(
     if pending:
         found.append(f"not yet profiled: {_names(pending)}; run the sweep again")
     if skipped:
-        found.append(f"{skipped} damaged line{'s' if skipped > 1 else ''} of the measurements were skipped")
+        found.append(f"{plural(skipped, 'damaged line')} of the measurements skipped")
     return found
 
 
@@ -56,7 +57,7 @@ def _names(configurations: Iterable[Configuration], shown: int = 6) -> str:
 
 def _other_workers(profiles: Sequence[Profile], workers_per_node: int) -> list[str]:
     other = [p for p in profiles if p.configuration.workers_per_node != workers_per_node]
-    return _listed(other, f"ran with other than {workers_per_node} workers per node")
+    return _listed(other, f"were not run with {plural(workers_per_node, 'worker')} per node")
 
 
 def _slow_loader(profiles: Sequence[Profile], loader_workers: int) -> list[str]:

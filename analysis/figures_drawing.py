@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from matplotlib.figure import Figure
@@ -63,9 +63,9 @@ class Drawing(NamedTuple):
         """The figure alone, 150 dots per inch."""
         return self._render("png", dpi=PNG_DPI, metadata={"Software": None})
 
-    def inline_svg(self) -> str:
-        """For a page: without the title, in the page's colours, with ids that no other figure uses."""
-        root = ElementTree.fromstring(self.svg())  # noqa: S314 - see above
+    def inline_svg(self, svg: str) -> str:
+        """What `svg` returned, for a page: without the title, in its colours, with ids that no other figure uses."""
+        root = ElementTree.fromstring(svg)  # noqa: S314 - see above
         _crop_title(root, title_band_in(self.title) * POINTS_PER_INCH)
         for element in root.iter():
             _adapt(element, f"{self.name}-")
@@ -73,10 +73,11 @@ class Drawing(NamedTuple):
         root.set("aria-label", self.title)
         return "".join(_serialize(root))
 
-    def _render(self, kind: str, **options: object) -> bytes:
+    def _render(self, kind: str, **options: Any) -> bytes:
         buffer = io.BytesIO()
         with styled():
             self.figure.savefig(buffer, format=kind, **options)
+            self.figure.set_layout_engine("none")  # laid out now; the next file keeps it, which is faster
         return buffer.getvalue()
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis import figures_style as style
-from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_bytes, plural
 from tula_hpc.analysis.report_data import Interval, RunContents, memory_kind, predicted, used_bytes
 from tula_hpc.config import GIB
-from tula_hpc.records import Configuration, Plan
+from tula_hpc.records import Configuration
 
 FAR_ABOVE = 2.5  # a limit this many times above all else is named, not drawn to scale
 
@@ -24,8 +24,8 @@ class Usage(NamedTuple):
     measured: list[tuple[Configuration, int]]
     predicted: dict[int, Interval]  # by local batch
     limit: int | None
-    largest: int | None  # largest local batch among the candidates that fits
-    chosen: int | None
+    allowed: int | None  # what plans use of it: the limit less the margin
+    largest: int | None  # largest local batch among the candidates that fits, where one does not
     out_of_memory: list[Configuration]
 
     @property
@@ -49,32 +49,34 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         unit, unit_bytes = ("GiB", GIB) if usage.top >= GIB else ("MiB", GIB // 1024)
-        style.batch_axis(axes, usage.batches, "local batch b (samples per step and worker)", room=1.5)
+        style.batch_axis(axes, usage.batches, "local batch b (samples per step and worker)")
         _memory_axis(axes, usage, unit, unit_bytes)
         _draw_prediction(axes, usage, unit_bytes)
         _draw_measured(axes, usage, unit_bytes, run.cluster_sizes)
         _draw_bounds(axes, usage, unit_bytes)
         _draw_out_of_memory(axes, usage, unit_bytes, run.cluster_sizes)
-        style.legend(axes, list(_keys(usage, run.cluster_sizes)), columns=6)
+        style.legend(axes, list(_keys(usage, run.cluster_sizes)), columns=7)
     return Drawing("memory", title, _caption(usage, run.device), figure, _table(usage))
 
 
 def _usage(run: RunContents) -> Usage:
     measured = [(item.configuration, used) for item in run.ok if (used := used_bytes(item)) is not None]
-    if run.plan is None:
-        limit = run.cluster.memory_limit_bytes if run.cluster else None
-        return Usage(measured, {}, limit, None, None, run.out_of_memory)
-    line = {item.local_batch: predicted(item, "peak_memory_bytes") for item in run.plan.candidates}
-    chosen = run.plan.chosen.local_batch
-    limit = run.plan.memory_limit_bytes
-    return Usage(measured, dict(sorted(line.items())), limit, _largest(run.plan), chosen, run.out_of_memory)
-
-
-def _largest(plan: Plan) -> int | None:
-    """The bound, where it excludes a candidate: the largest local batch that is feasible on some N."""
-    feasible = [item.local_batch for item in plan.candidates if item.feasible]
-    excluded = [item.local_batch for item in plan.candidates if not item.feasible]
-    return max(feasible) if feasible and excluded and max(excluded) > max(feasible) else None
+    limit = run.plan.memory_limit_bytes if run.plan else run.cluster.memory_limit_bytes if run.cluster else None
+    margin = run.cluster.memory_margin if run.cluster else 0.0
+    allowed = None if limit is None else int(limit * (1 - margin))
+    candidates = sorted(run.plan.candidates if run.plan else (), key=lambda item: item.local_batch)
+    line = {item.local_batch: predicted(item, "peak_memory_bytes") for item in candidates}
+    bound = min((item.local_batch for item in run.out_of_memory), default=None)
+    too_large = [
+        batch
+        for batch, peak in line.items()
+        if (bound is not None and batch >= bound) or (allowed is not None and peak.value > allowed)
+    ]
+    fitting = [batch for batch in line if batch not in too_large]
+    largest = max(fitting) if fitting and too_large else None
+    if too_large:  # far beyond the bound there is nothing to see
+        line = {batch: peak for batch, peak in line.items() if batch <= 2 * too_large[0]}
+    return Usage(measured, line, limit, allowed, largest, run.out_of_memory)
 
 
 def _memory_axis(axes: Axes, usage: Usage, unit: str, unit_bytes: int) -> None:
@@ -122,6 +124,8 @@ def _draw_bounds(axes: Axes, usage: Usage, unit_bytes: int) -> None:
             axes.axhline(y, color=style.ALERT.light, linewidth=1.2, linestyle=(0, (5, 3)))
         else:
             text, y = f"{text} (far above this axis)", top * 0.94
+        if usage.allowed is not None and usage.allowed < usage.limit < top * unit_bytes:
+            axes.axhline(usage.allowed / unit_bytes, color=style.ALERT.light, linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(
             text, (left, y), xytext=(0, 3), textcoords="offset points", color=style.ALERT.light, size=8.5, weight="bold"
         )
@@ -208,9 +212,9 @@ def _caption(usage: Usage, device: str) -> str:
     if usage.predicted:
         parts.append("The line is the model's prediction, a straight line in b that this axis bends.")
     if usage.limit is not None:
-        parts.append(
-            f"The dashed line is the limit of {format_bytes(usage.limit)} per worker; plans leave a margin below it."
-        )
+        parts.append(f"The limit is {format_bytes(usage.limit)} per worker.")
+    if usage.limit is not None and usage.allowed is not None and usage.allowed < usage.limit:
+        parts.append(f"Plans use no more than {format_bytes(usage.allowed)} of it (dotted), to leave a margin.")
     if usage.largest is not None:
         parts.append("Batches in the grey region do not fit.")
     if usage.out_of_memory:
@@ -229,7 +233,7 @@ def _table(usage: Usage) -> Table:
         "low_peak_memory_bytes",
         "high_peak_memory_bytes",
     )
-    rows: list[tuple[str | int | float | bool | None, ...]] = [
+    rows: list[tuple[Cell, ...]] = [
         ("measured", configuration.nodes, configuration.local_batch, used, None, None)
         for configuration, used in usage.measured
     ]

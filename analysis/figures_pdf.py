@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from tula_hpc.analysis.figures_drawing import Drawing
 from tula_hpc.analysis.figures_style import INK, MUTED, PAPER, styled, title_band_in
@@ -55,21 +55,20 @@ def _figure_page(drawing: Drawing, footer: str) -> Figure:
     body = max(figure.get_figheight() - band, PAGE_HEIGHT_IN - MARGIN_IN - band - below)
     width, height = PAGE_WIDTH_IN, MARGIN_IN + band + body + below
     figure.set_size_inches(width, height)
-    engine = figure.get_layout_engine()
-    assert isinstance(engine, ConstrainedLayoutEngine), "new_figure sets it"  # noqa: S101 - an invariant
-    engine.set(rect=(MARGIN_IN / width, below / height, 1 - 2 * MARGIN_IN / width, body / height))
+    rect = (MARGIN_IN / width, below / height, 1 - 2 * MARGIN_IN / width, body / height)
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, h_pad=0.06))
     next(text for text in figure.texts if text.get_gid() == "title").set_transform(_from_top(figure, 0))
     _write(figure, "\n".join(caption), height - below + LINE_IN, size=8.5, linespacing=1.35)
     _write(figure, footer, height - 0.3, size=7.5, color=MUTED.light)
     return figure
 
 
-def _from_top(figure: Figure, down_in: float) -> ScaledTranslation:
+def _from_top(figure: Figure, down_in: float) -> Transform:
     """Coordinates whose (0, 1) lies on the left margin, `down_in` inches below the upper margin, at any page height."""
     return figure.transFigure + ScaledTranslation(MARGIN_IN, -MARGIN_IN - down_in, figure.dpi_scale_trans)
 
 
-def _write(figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN, **look: object) -> None:
+def _write(figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN, **look: Any) -> None:
     """Text whose top is `down_in` inches below the page's upper edge."""
     width, height = figure.get_size_inches()
     figure.text(x_in / width, 1 - down_in / height, text, va="top", **look).set_in_layout(False)
@@ -117,7 +116,7 @@ def _write_cell(figure: Figure, cell: str, down_in: float, x_in: float, *, bold:
 def _column_starts(first: TitlePage) -> Iterable[float]:
     """Columns share the width by their longest cell."""
     columns = zip(first.columns, *first.rows, strict=True)
-    longest = [max(len(line) for cell in cells for line in cell.split("\n")) + 2 for cells in columns]
+    longest = [max(len(line) for cell in cells for line in cell.split("\n")) + 3 for cells in columns]
     for before in range(len(longest)):
         yield MARGIN_IN + (PAGE_WIDTH_IN - 2 * MARGIN_IN) * sum(longest[:before]) / sum(longest)
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis import figures_style as style
-from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_percent
 from tula_hpc.analysis.report_data import RunContents, find_candidate, trained_configuration
 from tula_hpc.records import Configuration, StepTimes
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     exposed_sync_s: float
 
 
-PART_NAMES = ("data wait", "forward + backward", "optimizer", "exposed synchronization")
+PART_NAMES = ("data wait", "forward + backward", "optimizer", "rest (N > 1: synchronization)")
 PART_COLOURS = (style.DATA, style.COMPUTE, style.OPTIMIZER, style.SYNC)
 
 
@@ -74,10 +74,10 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
         style.legend(axes, keys, columns=3, left=-0.22)
     caption = (
         "One bar per profiled configuration, as shares of its step; the step's time stands at the right. Forward and "
-        "backward, optimizer and the bare all-reduce of the gradients are measured apart; exposed synchronization is what "
-        "remains of the whole step. The diamond stands where the step would end if none of the all-reduce were hidden "
-        "behind the backward pass: the farther to the right of its bar, the more is hidden. Bars may end beyond 100 %, as "
-        "their parts are measured apart."
+        "backward, optimizer and the bare all-reduce of the gradients are measured apart; the rest is what remains "
+        "of the whole step, with several workers mostly synchronization that is not hidden. The diamond stands where the step would end if none of the all-reduce were "
+        "hidden behind the backward pass: the farther to the right of its bar, the more is hidden. Bars may end beyond "
+        "100 %, as their parts are measured apart."
     )
     return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 
@@ -124,13 +124,15 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
         axes.barh(y, seconds / bar.step_s, left=left, height=0.74, color=colour.light, linewidth=0)
         left += seconds / bar.step_s
     if bar.allreduce_s > 0:
-        look = {
-            "color": style.INK.light,
-            "markersize": 4.2,
-            "markeredgecolor": style.PAPER.light,
-            "markeredgewidth": 0.7,
-        }
-        axes.plot([bar.unhidden_s / bar.step_s], [y], "D", **look)
+        axes.plot(
+            [bar.unhidden_s / bar.step_s],
+            [y],
+            "D",
+            color=style.INK.light,
+            markersize=4.2,
+            markeredgecolor=style.PAPER.light,
+            markeredgewidth=0.7,
+        )
     axes.annotate(
         format_duration(bar.step_s), (1, y), xycoords=("axes fraction", "data"), ha="right", va="center", size=8
     )
@@ -148,7 +150,8 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     least = min(shared, key=lambda bar: bar.share(part))
     if least.share(part) > 0.8 * worst.share(part):
         return title
-    return f"{title}, but {format_percent(least.share(part))} at {_short(least.configuration)}"
+    share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
+    return f"{title}, but {share} at {_short(least.configuration)}"
 
 
 def _short(configuration: Configuration) -> str:
@@ -167,11 +170,25 @@ def _breakdown_table(bars: Sequence[Bar]) -> Table:
         "optimizer_s",
         "exposed_synchronization_s",
         "bare_allreduce_s",
+        "data_wait_percent",
+        "forward_backward_percent",
+        "optimizer_percent",
+        "exposed_synchronization_percent",
+        "step_without_overlap_percent",
     )
-    rows = [
-        (*bar.configuration, bar.configuration.global_batch, bar.step_s, *bar.parts, bar.allreduce_s) for bar in bars
+    rows: list[tuple[Cell, ...]] = [
+        (
+            *bar.configuration,
+            bar.configuration.global_batch,
+            bar.step_s,
+            *bar.parts,
+            bar.allreduce_s,
+            *(100 * bar.share(part) for part in range(len(PART_NAMES))),
+            100 * bar.unhidden_s / bar.step_s,
+        )
+        for bar in bars
     ]
-    return Table(columns, list(rows))
+    return Table(columns, rows)
 
 
 class Error(NamedTuple):
@@ -201,9 +218,9 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         figure, (axes,) = style.new_figure(title, 3.4)
         _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
-        "Predicted over measured time of a step, minus one: above zero the model is too slow, below too fast. One marker "
-        "per profiled configuration, from the smallest batch (left) to the largest within each number of nodes; the bar is "
-        "the median, the box holds the middle half. The model was fitted to these very measurements. "
+        "Predicted over measured time of a step, minus one: above zero the model is too slow, below too fast. One "
+        "marker per profiled configuration, from the smallest batch (left) to the largest within each number of nodes; "
+        "the bar is the median, the box holds the middle half. The model was fitted to these very measurements. "
     )
     if trainings:
         caption += "The star compares an epoch of the real training, which the model has not seen, with its prediction."
@@ -234,7 +251,7 @@ def _draw_errors(axes: Axes, steps: Sequence[Error], trainings: Sequence[Error],
     for x, error in enumerate(trainings, start=len(groups)):
         _draw_training(axes, x, error, style.size_style(sizes, error.configuration.nodes))
     names = [f"N = {group[0].configuration.nodes}" for group in groups]
-    names += [f"training\n{_short(error.configuration)}" for error in trainings]
+    names += [_training_name(error, named=len(trainings) > 1) for error in trainings]
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.5, len(names) - 0.5)
     widest = 100 * max(abs(error.relative) for error in (*steps, *trainings))
@@ -244,6 +261,11 @@ def _draw_errors(axes: Axes, steps: Sequence[Error], trainings: Sequence[Error],
         FuncFormatter(lambda value, _: format_percent(value / 100, signed=True).replace(".0", ""))
     )
     axes.set_ylabel("error of the predicted time")
+
+
+def _training_name(error: Error, *, named: bool) -> str:
+    name = f"training {error.training}" if named else "training"
+    return "\n".join([name, *_short(error.configuration).split(", ")])
 
 
 def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyle) -> None:
@@ -279,10 +301,10 @@ def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> N
 
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
-    training = ""
-    if trainings:
-        sizes = " and ".join(format_percent(abs(error.relative)) for error in trainings)
-        training = f"the training's epochs are {sizes} off their prediction"
+    sizes = (
+        f"{format_percent(abs(item.relative))} too {'long' if item.relative >= 0 else 'short'}" for item in trainings
+    )
+    training = f"the training's epochs were predicted {' and '.join(sizes)}" if trainings else ""
     if not steps:
         return training[:1].upper() + training[1:]
     worst = max(steps, key=lambda error: abs(error.relative))
@@ -306,7 +328,7 @@ def _error_table(steps: Sequence[Error], trainings: Sequence[Error]) -> Table:
         "measured_s",
         "relative_error_percent",
     )
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
             f"training_epoch {error.training}" if error.training else "profiled_step",
             *error.configuration,
@@ -317,4 +339,4 @@ def _error_table(steps: Sequence[Error], trainings: Sequence[Error]) -> Table:
         )
         for error in (*steps, *trainings)
     ]
-    return Table(columns, list(rows))
+    return Table(columns, rows)

@@ -1,16 +1,15 @@
-"""How every figure looks: colours, axes, titles. Only matplotlib's object-oriented API; its settings stay as they were."""
+"""How every figure looks: colours, axes, titles. matplotlib's object-oriented API; its settings are untouched."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
-import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,8 +20,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.analysis.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
-
-Points = npt.NDArray[np.float64]  # (points, 2)
 
 WIDTH_IN = 6.4
 TITLE_CHARACTERS = 64  # a bold title line of this length is as wide as the figure
@@ -67,7 +64,7 @@ SYNC = Colour("sync", "#882255", "#d2689f")
 
 COLOURS = (INK, MUTED, GRID, SHADE, PAPER, ALERT, *SIZES, DATA, COMPUTE, OPTIMIZER, SYNC)
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same letters everywhere
     "font.size": 9,
     "text.parse_math": False,  # names from files may hold a dollar sign
@@ -98,14 +95,14 @@ _SETTINGS = {
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
     "svg.hashsalt": "tula_hpc",  # the same numbers give the same file
-    "pdf.fonttype": 42,
 }
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save inside this: matplotlib's defaults and ours, whatever the user's matplotlibrc says; restored after."""
-    with mpl.rc_context():
+    """Draw and save inside this: matplotlib's defaults and ours instead of the user's matplotlibrc, for a while."""
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")  # a name in a script that the font lacks shows as boxes
         mpl.rcdefaults()
         mpl.rcParams.update(_SETTINGS)
         yield
@@ -138,7 +135,7 @@ def _title_lines(title: str) -> list[str]:
 
 
 def new_figure(title: str, body_in: float, ratios: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and panels one below the other that share the x axis, `body_in` inches high without the title."""
+    """A figure with a title and, `body_in` inches high, panels one below the other that share the x axis."""
     band = title_band_in(title)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / (body_in + band)), h_pad=0.06, w_pad=EDGE_IN)
     figure = Figure(figsize=(WIDTH_IN, body_in + band), layout=layout, facecolor=PAPER.light)
@@ -158,12 +155,13 @@ def _bare(axes: Axes) -> Axes:
     return axes
 
 
-def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, room: float = 1.6) -> None:
-    """A log2 axis with plain batch numbers; `room` is the factor left free on the right, for labels at ends of lines."""
+def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
+    """A log2 axis with plain batch numbers; `right` is the share of it left free on the right, for labels of lines."""
     ticks = sorted(set(batches))
-    low, high = ticks[0] / 2**0.4, ticks[-1] * room
+    left, octaves = 0.05, math.log2(ticks[-1] / ticks[0]) + 0.5  # half an octave more: one batch alone has a width too
+    width = octaves / (1 - left - right)
     axes.set_xscale("log", base=2)
-    axes.set_xlim(low, high)
+    axes.set_xlim(ticks[0] / 2 ** (left * width), ticks[-1] * 2 ** (right * width))
     every = math.ceil(len(ticks) / 10)
     axes.xaxis.set_major_locator(FixedLocator(ticks[::-1][::every]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -218,40 +216,12 @@ def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float]
     axis.set_minor_locator(NullLocator())
 
 
-class EndLabel(NamedTuple):
-    """A name that stands beside the end of a line instead of in a legend."""
-
-    x: float
-    y: float
-    text: str
-    colour: str
-
-
-def label_ends(axes: Axes, labels: Iterable[EndLabel]) -> None:
-    """Write names at the ends of lines, moved apart where they would overlap. Call when the axis limits are set."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    floor = -1.0
-    for label in sorted(labels, key=lambda item: item.y):
-        floor = max(float(to_axes.transform((label.x, label.y))[1]), floor + 0.062)
-        axes.annotate(
-            label.text,
-            (label.x, floor),
-            xycoords=("data", "axes fraction"),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            color=label.colour,
-            weight="bold",
-            size=8.5,
-        ).set_in_layout(False)
-
-
 class Key(NamedTuple):
     """One entry of the legend: what a mark means, whatever its colour."""
 
     text: str
     marker: str = ""
-    line: str = ""
+    line: Literal["", "-", "--", ":"] = ""
     band: bool = False
     hollow: bool = False
     colour: str = MUTED.light
@@ -284,43 +254,3 @@ def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -
         borderpad=0.2,
         handletextpad=0.5,
     )
-
-
-def mark_chosen(axes: Axes, x: float, y: float, text: str, lines: Iterable[Sequence[tuple[float, float]]]) -> None:
-    """Ring a point and label it where the lines (in data units) leave most room. Call when the axis limits are set."""
-    axes.plot([x], [y], "o", fillstyle="none", markersize=13, markeredgewidth=1.6, color=INK.light, zorder=6)
-    to_axes = axes.transData + axes.transAxes.inverted()
-    here = to_axes.transform((x, y))
-    obstacles = np.concatenate([here[None], *(_along(to_axes.transform(list(line))) for line in lines if line)])
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=_freest_spot(here, obstacles, text),
-        textcoords="axes fraction",
-        ha="center",
-        va="center",
-        size=8.5,
-        weight="bold",
-        linespacing=1.3,
-        arrowprops={"arrowstyle": "-", "color": INK.light, "linewidth": 0.9, "shrinkB": 8, "shrinkA": 1},
-        zorder=7,
-    ).set_in_layout(False)
-
-
-def _along(corners: Points) -> Points:
-    """Points on a polyline, dense enough that no label slips between them."""
-    position = np.arange(len(corners))
-    dense = np.linspace(0, len(corners) - 1, 8 * len(corners))
-    return np.column_stack([np.interp(dense, position, corners[:, axis]) for axis in (0, 1)])
-
-
-def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, float]:
-    """Centre of a label, in axes fractions, whose box keeps clear of all obstacles, as near to `here` as may be."""
-    rows = text.split("\n")
-    half = np.array([0.0068 * max(map(len, rows)) + 0.01, 0.033 * len(rows) + 0.01])
-    offsets = [(dx, dy) for dx in np.linspace(-0.4, 0.4, 17) for dy in np.linspace(-0.5, 0.5, 21)]
-    spots = np.clip(here + np.array(offsets), half, 1 - half)
-    gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)
-    clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), 0.05)
-    best = spots[np.argmax(clearance - 0.02 * np.hypot(*(spots - here).T))]
-    return float(best[0]), float(best[1])

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
+from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
-from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_money, format_number, plural
 from tula_hpc.analysis.report_data import Interval, RunContents, find_candidate, measured_epoch, predicted
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan
@@ -99,9 +100,9 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
         durations=False,
     )
     caption = (
-        f"What the whole training of {plural(run.plan.epochs, 'epoch')} costs. Lower is better. More nodes finish sooner, "
-        "but pay for the time in which they wait for one another. Measured points are measured step times at the plan's "
-        "price. "
+        f"What the whole training of {plural(run.plan.epochs, 'epoch')} costs. Lower is better. More nodes finish "
+        "sooner, but pay for the time in which they wait for one another. Measured points are measured step times at "
+        "the plan's price. "
     )
     return _draw(run, curves, quantity, _cost_title(run.plan), caption + _reading(curves))
 
@@ -109,6 +110,7 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
     candidates = run.plan.candidates if run.plan else []
     line = [Point(item.configuration, predicted(item, field), item.feasible) for item in candidates]
+    line = [point for point in line if point.interval.value > 0]  # an epoch of less than one full batch takes no time
     return Curves(measured, line, run.plan.chosen if run.plan else None, run.out_of_memory)
 
 
@@ -124,7 +126,7 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         points = [point.interval for point in (*curves.measured, *curves.predicted)]
-        style.batch_axis(axes, curves.batches, BATCH_LABEL, room=1.9)
+        style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13)
         style.value_axis(
             axes, [end for interval in points for end in interval], label=quantity.label, durations=quantity.durations
         )
@@ -132,8 +134,8 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
         for nodes in run.cluster_sizes:
             _draw_size(axes, curves, nodes, style.size_style(run.cluster_sizes, nodes))
         _draw_out_of_memory(axes, curves, run.cluster_sizes)
-        _mark_chosen(axes, curves, quantity)
-        style.label_ends(axes, _end_labels(curves, run.cluster_sizes))
+        taken = labels.label_ends(axes, _end_labels(curves, run.cluster_sizes))
+        _mark_chosen(axes, curves, quantity, taken)
         style.legend(axes, _keys(curves))
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
@@ -142,8 +144,8 @@ def _draw_size(axes: Axes, curves: Curves, nodes: int, look: style.SizeStyle) ->
     measured, line = curves.of(nodes)
     batches = [point.configuration.global_batch for point in line]
     if line:
-        band = [(point.interval.low, point.interval.high) for point in line]
-        axes.fill_between(batches, *zip(*band, strict=True), color=look.colour, alpha=0.16, linewidth=0)
+        low, high = [point.interval.low for point in line], [point.interval.high for point in line]
+        axes.fill_between(batches, low, high, color=look.colour, alpha=0.16, linewidth=0)
     values = [point.interval.value for point in line]
     axes.plot(batches, values, ":", color=look.colour, linewidth=1.1, zorder=2)  # shows through where it is infeasible
     feasible = [value if point.feasible else float("nan") for value, point in zip(values, line, strict=True)]
@@ -202,7 +204,7 @@ def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
         )
 
 
-def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity) -> None:
+def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.Points) -> None:
     if curves.chosen is None:
         return
     sizes = {point.configuration.nodes for point in curves.predicted}
@@ -211,16 +213,16 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity) -> None:
     ]
     value = float(getattr(curves.chosen, quantity.field))
     text = f"chosen: N = {curves.chosen.nodes}, B = {curves.chosen.global_batch:,}\n{quantity.write(value)}"
-    style.mark_chosen(axes, curves.chosen.global_batch, value, text, lines)
+    labels.mark_chosen(axes, (curves.chosen.global_batch, value), text, lines=lines, taken=taken)
 
 
-def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[style.EndLabel]:
+def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[labels.EndLabel]:
     for nodes in sizes:
         measured, line = curves.of(nodes)
         last = max((*line, *measured), key=lambda point: point.configuration.local_batch, default=None)
         if last is not None:
             colour = style.size_style(sizes, nodes).colour
-            yield style.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", colour)
+            yield labels.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", colour)
 
 
 def _keys(curves: Curves) -> list[style.Key]:
@@ -241,11 +243,11 @@ def _reading(curves: Curves) -> str:
     parts = []
     if curves.measured:
         parts.append(
-            "Markers are measured, their bars the 95 % interval of the measurement (often smaller than the marker)."
+            "Markers are measured, their bars the 95 % interval of the measurement (often hidden by the marker)."
         )
     if curves.predicted:
         parts.append(
-            "Lines are the model's predictions, the bands around them its 90 % intervals; the ring marks the chosen point."
+            "Lines are the model's predictions, the bands its 90 % intervals; the ring marks the chosen point."
         )
     if any(not point.feasible for point in curves.predicted):
         parts.append("Dotted parts do not fit in memory or are ruled out otherwise.")
@@ -310,7 +312,7 @@ def _table(curves: Curves, quantity: Quantity) -> Table:
     marks = [("measured_95", point) for point in curves.measured] + [
         ("predicted_90", point) for point in curves.predicted
     ]
-    rows: list[tuple[str | int | float | bool | None, ...]] = [
+    rows: list[tuple[Cell, ...]] = [
         (
             mark,
             *point.configuration,

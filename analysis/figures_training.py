@@ -6,12 +6,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_number, format_percent, plural
@@ -46,14 +47,16 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     marks = list(training_marks(trainings[0].metrics, run.events))
     with style.styled():
         figure, (accuracy, loss) = style.new_figure(title, 5.0, ratios=(1, 1))
+        ends = []
         for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
-            _draw_accuracy(accuracy, training, colour.light, named=len(trainings) > 1)
+            ends.append(_draw_accuracy(accuracy, training, colour.light, named=len(trainings) > 1))
             _draw_losses(loss, training, colour.light)
         _dress(accuracy, loss, marks)
+        labels.label_ends(accuracy, ends)
     caption = (
-        "Above: share of the test samples that the model gets right after each epoch (higher is better). Below: loss on "
-        "the test samples (solid) and on the training samples (dashed), lower is better; a growing gap between the two is "
-        "overfitting. "
+        "Above: share of the test samples that the model gets right after each epoch (higher is better). Below: loss "
+        "on the test samples (solid) and on the training samples (dashed), lower is better; a growing gap between the "
+        "two is overfitting. "
     )
     if marks:
         caption += "Vertical lines mark where training was interrupted, went on, or changed its batch."
@@ -74,28 +77,21 @@ def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
 def _epoch_of(metrics: Metrics, event: Event) -> float | None:
     """Epochs done at an event, from the samples seen till then."""
     seen = event.data.get("samples_seen")
-    known = sorted({(0, 0.0), *((row.samples_seen, float(row.epoch)) for row in (*metrics.steps, *metrics.epochs))})
+    steps = ((row.samples_seen, row.epoch) for row in metrics.steps)
+    known = sorted({(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)})
     if not isinstance(seen, int) or len(known) < 2:
         return None
     samples, epochs = zip(*known, strict=True)
     return float(np.interp(seen, samples, epochs))
 
 
-def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> None:
+def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> labels.EndLabel:
+    """Draw one curve; its label, with the last value, is placed when all are drawn."""
     epochs = [row.epoch for row in training.metrics.epochs]
     percent = [100 * row.test_accuracy for row in training.metrics.epochs]
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
-    text = f"{percent[-1]:.1f} %" + (f"\n{training.label}" if named else "")
-    axes.annotate(
-        text,
-        (epochs[-1], percent[-1]),
-        xytext=(7, 0),
-        textcoords="offset points",
-        va="center",
-        size=8.5,
-        weight="bold",
-        color=colour,
-    )
+    text = f"{percent[-1]:.1f} %" + (f" {training.label}" if named else "")
+    return labels.EndLabel(epochs[-1], percent[-1], text, colour)
 
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> None:
@@ -113,7 +109,7 @@ def _dress(accuracy: Axes, loss: Axes, marks: Sequence[Mark]) -> None:
     loss.set_xlabel("epochs of training")
     loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     loss.set_xlim(left=0)
-    loss.margins(x=0.08)
+    loss.margins(x=0.03)
     style.legend(loss, [style.Key("test", marker="o", line="-"), style.Key("training", line="--")], left=-0.01)
     draw_marks([accuracy, loss], marks)
 
@@ -125,20 +121,26 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
     for place, text in _merged(marks, (right - left) / 100):
         for axes in panels:
             axes.axvline(place, color=style.MUTED.light, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-        row = next((row for row, end in enumerate(row_ends) if end < place), len(row_ends))
+        width = (right - left) * (0.012 * len(text) + 0.02)
+        start = place - width if place > left + 0.75 * (right - left) else place
+        row = next((row for row, end in enumerate(row_ends) if end < start), len(row_ends))
         if row == MAX_NAME_ROWS:
             continue  # so many interruptions cannot all be named; their lines and the table show them
-        row_ends[row : row + 1] = [place + (right - left) * (0.014 * len(text) + 0.02)]
-        panels[0].annotate(
-            text,
-            (place, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3 + 10 * row),
-            textcoords="offset points",
-            ha="left",
-            size=7.5,
-            color=style.MUTED.light,
-        )
+        row_ends[row : row + 1] = [start + width]
+        _name_mark(panels[0], place, text, row, "left" if start == place else "right")
+
+
+def _name_mark(axes: Axes, place: float, text: str, row: int, side: Literal["left", "right"]) -> None:
+    axes.annotate(
+        text,
+        (place, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3 + 10 * row),
+        textcoords="offset points",
+        ha=side,
+        size=7.5,
+        color=style.MUTED.light,
+    )
 
 
 def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
@@ -203,8 +205,7 @@ def _column(steps: Sequence[StepMetrics], field: str) -> list[float]:
 def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
     values = _column(steps, "sensitivity")
     at = [row.step for row in steps]
-    dots = {"markersize": 3, "markeredgewidth": 0, "alpha": 0.7}
-    axes.plot(at, values, "o", color=style.SIZES[0].light, **dots)
+    axes.plot(at, values, "o", color=style.SIZES[0].light, markersize=3, markeredgewidth=0, alpha=0.7)
     known = [value for value in values if math.isfinite(value)]
     style.value_axis(axes, [*known, delta or 1.0], label="sensitivity Δ(G)")
     if delta is not None:
@@ -265,10 +266,11 @@ def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str
 def _sensitivity_caption(delta: float | None) -> str:
     threshold = "a threshold δ" if delta is None else f"the dashed threshold δ = {format_number(delta)}"
     return (
-        "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. Middle: the factor by "
-        "which gradients are multiplied (mean over all parameters, band from the smallest to the largest), which makes a "
-        f"large batch step like a small one. It is applied only while Δ(G) is below {threshold}; where gradients change "
-        "faster, training is in a sensitive phase and they are left alone. Below: the share of steps that were scaled."
+        "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. Middle: the factor "
+        "by which gradients are multiplied (mean over all parameters, band from the smallest to the largest), which "
+        f"makes a large batch step like a small one. It is applied only while Δ(G) is below {threshold}; where "
+        "gradients change faster, training is in a sensitive phase and they are left alone. Below: the share of steps "
+        "that were scaled."
     )
 
 

@@ -88,7 +88,7 @@ def format_number(value: float, digits: int = 4) -> str:
 
 def keep_units(text: str) -> str:
     """The text with no-break spaces between a number and what follows it, so that no line ends between them."""
-    return re.sub(r"(?<=\d) (?=\S)", "\u00a0", text)
+    return re.sub(r"(?<=\d) (?=[A-Za-z%])", "\u00a0", text)
 
 
 def plural(count: int, noun: str) -> str:

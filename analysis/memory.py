@@ -83,11 +83,13 @@ class MemoryModel:
     def max_batch(self, limit_bytes: float) -> int:
         """Largest local batch that fits into `limit_bytes` and lies below the out-of-memory bound; 0 if none does."""
         fixed, slope = self.parameters_["fixed_bytes"], self.parameters_["bytes_per_sample"]
-        if fixed + slope > limit_bytes:
-            return 0
-        largest = UNBOUNDED_BATCH if slope == 0.0 else min(UNBOUNDED_BATCH, math.floor((limit_bytes - fixed) / slope))
-        largest -= fixed + slope * largest > limit_bytes  # the division may round up
-        return largest if self.oom_local_batch_ is None else min(largest, self.oom_local_batch_ - 1)
+        bound = UNBOUNDED_BATCH if self.oom_local_batch_ is None else self.oom_local_batch_ - 1
+        if slope == 0.0:
+            return bound if fixed <= limit_bytes else 0
+        quotient = max(0.0, (limit_bytes - fixed) / slope)
+        near = math.floor(min(quotient, float(bound)))  # the division may round to either side
+        fitting = [batch for batch in (near - 1, near, near + 1) if fixed + slope * batch <= limit_bytes]
+        return max(0, min(bound, max(fitting, default=0)))
 
     def interval(self, local_batch: ArrayLike, level: float = 0.9) -> tuple[Array, Array]:
         """Lower and upper end, bytes, that hold a new measurement with probability `level`; see `regression`."""

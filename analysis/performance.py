@@ -55,8 +55,8 @@ FIXED, PER_SAMPLE, SYNC, LATENCY, OVERLAP = range(5)
 PRIORS = np.zeros(5)  # what an unidentified coefficient is pinned to
 UPPER = np.array([np.inf, np.inf, np.inf, np.inf, 1.0])
 STEP, COMPUTE, ALLREDUCE = range(3)  # kinds of rows
-# Weights of the rows: a whole step is what has to be predicted, what was measured apart guides it. The step's own all-reduce
-# differs from the bare one (it competes with the computation and comes in pieces), so that the bare one says less.
+# Weights of the rows: a whole step is what has to be predicted, what was measured apart guides it. The step's own
+# all-reduce differs from the bare one (it competes with the computation, in pieces), so that the bare one says less.
 WEIGHTS = np.array([1.0, 0.5, 0.1])
 BETTER_FROM = 0.9  # another form must bring the left-out error below this share of the ring's
 TINY_S = 1e-12  # a prediction of 0 has no relative error
@@ -79,7 +79,7 @@ class StepTimeModel:
 
     Args:
         form: The collective. "auto" takes the one with the least left-out error; the ring unless another is clearly
-            better, and where fewer than three numbers of workers were measured.
+            better, and with no more steps than coefficients.
 
     Attributes:
         parameters_: Coefficients by name: compute_fixed_s (s), compute_per_sample_s (s per sample), sync_s (s),
@@ -230,9 +230,8 @@ def _best_form(rows: _Rows, wanted: FormName) -> tuple[str, NDArray[np.bool_], F
 
 
 def _tells_forms_apart(rows: _Rows) -> bool:
-    """Through two numbers of workers every form passes; so it does where each row has a coefficient of its own."""
-    steps = rows.only(rows.kind == STEP)
-    return len(np.unique(steps.workers)) >= 3 and len(steps.workers) > len(NAMES)
+    """Where every row has a coefficient of its own, every form passes through them all."""
+    return int(np.sum(rows.kind == STEP)) > len(NAMES)
 
 
 def _left_out_error(fit: Fit, rows: _Rows) -> float:
@@ -260,10 +259,10 @@ def _tells_overlap(rows: _Rows) -> bool:
 
 
 def _starts(linear: Array, weights: Array, free: NDArray[np.bool_]) -> list[Array]:
-    """Non-negative least squares without overlap, and from there with some overlap: the maximum has several minima."""
+    """Non-negative least squares without overlap, and from there with some: the error has several minima over it."""
     columns = free & (np.arange(len(NAMES)) != OVERLAP)
     length = np.linalg.norm(linear[:, columns], axis=0)
     start = PRIORS.copy()
     start[columns] = nnls(linear[:, columns] / length, weights)[0] / length
-    shares = (0.0, 0.25, 0.5, 0.75, 1.0) if free[OVERLAP] else (0.0,)
+    shares = np.linspace(0.0, 1.0, 6) if free[OVERLAP] else [0.0]
     return [np.append(start[:OVERLAP], share) for share in shares]

@@ -40,7 +40,9 @@ def make_plan(
     models = fit_models(summary)
     planned, unplanned = _plannable(sweep, cluster, summary)
     epochs, samples = sweep.workload.epochs, summary.dataset_samples
-    built = build_candidates(planned, models, cluster, summary, epochs)
+    built = build_candidates(
+        planned, models, cluster, summary, epochs=epochs, updates_per_epoch=sweep.updates_per_epoch
+    )
     feasible = _feasible(built)
     choice = choose(sweep.objective.kind, feasible, partial(models.train_time_s, epochs * samples))
     chosen, workers = choice.ranking[0], cluster.workers_per_node

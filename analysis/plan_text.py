@@ -20,10 +20,18 @@ def describe_plan(plan: Plan) -> str:
     console.width = console.width if console.is_terminal else LOG_WIDTH
     with console.capture() as capture:
         console.print(_table(plan))
-    lines = [capture.get().rstrip("\n"), *_wrapped(f"Chosen by {plan.objective}: {plan.reason}.", console.width)]
-    for warning in plan.warnings:
-        lines += _wrapped(f"Warning: {warning}.", console.width)
-    return "\n".join(lines)
+    sentences = [_expectation(plan), f"Chosen by {plan.objective}: {plan.reason}."]
+    sentences += [f"Warning: {warning}." for warning in plan.warnings]
+    lines = [line for sentence in sentences for line in _wrapped(sentence, console.width)]
+    return "\n".join([capture.get().rstrip("\n"), *lines])
+
+
+def _expectation(plan: Plan) -> str:
+    chosen = plan.chosen
+    low, high = chosen.interval_90.get("train_time_s", (None, None))
+    between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
+    cost = format_money(chosen.cost, chosen.currency)
+    return f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}."
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -43,11 +51,10 @@ def _table(plan: Plan) -> Table:
         "step",
         "epoch",
         "training",
-        "90 % interval",
         "cost",
         "memory",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for candidate in shown:
         is_chosen = candidate == plan.chosen
@@ -65,7 +72,6 @@ def _order(candidate: Candidate) -> tuple[int, int]:
 
 
 def _cells(candidate: Candidate, is_chosen: bool) -> list[str]:
-    low, high = candidate.interval_90.get("train_time_s", (None, None))
     return [
         "→" if is_chosen else "",
         str(candidate.nodes),
@@ -74,7 +80,6 @@ def _cells(candidate: Candidate, is_chosen: bool) -> list[str]:
         format_duration(candidate.step_time_s),
         format_duration(candidate.epoch_time_s),
         format_duration(candidate.train_time_s),
-        f"{format_duration(low)} – {format_duration(high)}",
         format_money(candidate.cost, candidate.currency),
         format_bytes(candidate.peak_memory_bytes),
         candidate.why or ("measured" if candidate.measured else ""),

@@ -122,10 +122,10 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         bounds=(0.0, upper),
         loss="soft_l1",
         f_scale=ROBUST_FROM,
-        ftol=1e-12,
-        xtol=1e-12,
-        gtol=1e-12,
-        max_nfev=500,
+        ftol=1e-10,
+        xtol=1e-10,
+        gtol=1e-10,
+        max_nfev=200,
     )
     shares = np.where(end.x < 1e-9, 0.0, end.x)  # the method stops just inside the bounds
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)

@@ -57,10 +57,11 @@ def write_report(run: RunDirectory) -> list[Path]:
 
     contents = read_run(run)
     drawn = figures.draw_all(contents)
-    files: dict[str, bytes] = {"report.html": _render_html(contents, drawn).encode()}
-    for drawing in drawn.drawings:
-        texts = (drawing.svg().encode(), drawing.png(), drawing.table.to_csv().encode())
-        files |= {f"{drawing.name}.{suffix}": text for suffix, text in zip(SUFFIXES, texts, strict=True)}
+    svgs = [drawing.svg() for drawing in drawn.drawings]
+    files: dict[str, bytes] = {"report.html": _render_html(contents, drawn, svgs).encode()}
+    for drawing, svg in zip(drawn.drawings, svgs, strict=True):
+        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
+        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
     files["report.pdf"] = figures.render_pdf(
         _title_page(contents), drawn.drawings
     )  # last: it lays the figures out anew
@@ -89,7 +90,7 @@ def _replace(path: Path, content: bytes) -> Path:
     return path
 
 
-def _render_html(contents: RunContents, drawn: Figures) -> str:
+def _render_html(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -97,24 +98,24 @@ def _render_html(contents: RunContents, drawn: Figures) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["keep_units"] = keep_units
-    return environment.get_template(TEMPLATE).render(_page(contents, drawn))
+    return environment.get_template(TEMPLATE).render(_page(contents, drawn, svgs))
 
 
-def _page(contents: RunContents, drawn: Figures) -> dict[str, Any]:
+def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
     """What the template shows. Everything but the drawings' own SVG is escaped there."""
     from markupsafe import Markup
 
     from tula_hpc.analysis.figures import COLOURS
 
     plan = contents.plan
-    figures = [(drawing, Markup(drawing.inline_svg())) for drawing in drawn.drawings]  # noqa: S704 - made by matplotlib and serialized as XML
+    inline = [drawing.inline_svg(svg) for drawing, svg in zip(drawn.drawings, svgs, strict=True)]
     return {
         "title": contents.name,
         "subtitle": _subtitle(contents),
         "answer": answer(contents),
         "summary": summary_table(_summary(contents)),
         "warnings": warnings(contents),
-        "figures": figures,
+        "figures": [(drawing, Markup(svg)) for drawing, svg in zip(drawn.drawings, inline, strict=True)],  # noqa: S704 - our XML
         "missing": drawn.missing,
         "colours": COLOURS,
         "facts": how_measured(contents),

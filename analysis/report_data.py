@@ -6,6 +6,7 @@ over logs that were copied to another machine must work.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from tula_hpc.analysis.aggregate import is_out_of_memory
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.records import (
@@ -83,7 +85,8 @@ class RunContents(NamedTuple):
     @property
     def ok(self) -> list[Measurement]:
         """Measurements that have times, by N and local batch."""
-        good = (item for item in self.measurements if item.status == "ok" and item.times is not None)
+        timed = (item for item in self.measurements if item.status == "ok" and item.times is not None)
+        good = (item for item in timed if item.times and 0 < item.times.step_time_s < math.inf)
         return sorted(good, key=lambda item: item.configuration)
 
     @property
@@ -113,7 +116,7 @@ def read_run(run: RunDirectory) -> RunContents:
     notes: list[str] = []
     measurements = run.measurements()
     if measurements.skipped:
-        notes.append(f"{measurements.skipped} lines of profile/*.jsonl were torn or unknown and were skipped.")
+        notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}.")
     sweep = _read_sweep(run.sweep_file, notes)
     return RunContents(
         name=sweep.name if sweep else run.root.name,
@@ -185,7 +188,7 @@ def _read_trainings(run: RunDirectory, notes: list[str]) -> Iterable[Training]:
         files = TrainDirectory(folder)
         training = Training(folder.name, read_metrics(files.metrics_file), _read_result(files.result_file, notes))
         if training.metrics.skipped:
-            notes.append(f"{training.metrics.skipped} lines of train/{folder.name}/metrics.jsonl were skipped.")
+            notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}.")
         if training.metrics.steps or training.metrics.epochs or training.result:
             yield training
 
@@ -206,11 +209,16 @@ def step_interval(times: StepTimes) -> Interval:
 
 
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
-    """Epoch time that a profile amounts to: ⌊D/B⌋ full steps, seconds; None where not even one step fits."""
+    """Epoch time that a profile amounts to: ⌊D/B⌋ full steps and the updates of AGS's scale, seconds.
+
+    None where not even one step fits.
+    """
     steps = dataset_samples // measurement.configuration.global_batch
     if measurement.times is None or steps == 0:
         return None
-    return step_interval(measurement.times).times(steps)
+    epoch = step_interval(measurement.times).times(steps)
+    updates_s = measurement.updates_per_epoch * measurement.times.update_time_s
+    return Interval(*(seconds + updates_s for seconds in epoch))
 
 
 def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -> dict[Configuration, float]:
@@ -230,7 +238,7 @@ _SAME_SPREAD = {**dict.fromkeys(_TIMES, _TIMES), "cost": ("cost", *_TIMES)}
 def predicted(candidate: Candidate, quantity: str) -> Interval:
     """A predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
-    Step, epoch and training time and cost are multiples of one another, so the interval of one gives that of the others.
+    Step, epoch and training time and cost are multiples of one another: the interval of one gives those of the others.
     """
     value = float(getattr(candidate, quantity))
     for known in (quantity, *_SAME_SPREAD.get(quantity, ())):

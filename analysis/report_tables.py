@@ -22,7 +22,7 @@ from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan,
 class SummaryRow(NamedTuple):
     """The chosen configuration or one of its neighbours: prediction against measurement."""
 
-    role: str  # "chosen", "smaller batch", "larger batch", "same batch on 2 nodes"
+    role: str  # "chosen", "smaller batch", "larger batch", "same batch, 2 nodes"
     configuration: Configuration
     feasible: bool
     predicted_epoch_s: Interval  # with its 90 % interval, as far as the plan has one
@@ -36,8 +36,16 @@ class SummaryRow(NamedTuple):
     test_accuracy: float | None  # of that training
 
 
-SUMMARY_COLUMNS = ("configuration", "epoch, predicted (90 %)", "measured", "error", "training", "cost", "memory/worker")
-TRAINED_COLUMNS = ("epoch in training", "accuracy")
+SUMMARY_COLUMNS = (
+    "configuration",
+    "epoch predicted (90 %)",
+    "measured",
+    "error",
+    "training",
+    "cost",
+    "memory per worker",
+)
+TRAINED_COLUMNS = ("accuracy",)
 
 
 def summary_rows(plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None) -> list[SummaryRow]:
@@ -58,7 +66,7 @@ def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
         yield "larger batch", min(larger, key=lambda item: item.global_batch)
     for item in sorted(plan.candidates, key=lambda item: item.nodes):
         if item.global_batch == chosen.global_batch and item.nodes != chosen.nodes:
-            yield f"same batch on {plural(item.nodes, 'node')}", item
+            yield f"same batch, {plural(item.nodes, 'node')}", item
 
 
 def _summary_row(
@@ -88,20 +96,26 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
     return (
         f"{where}\n{row.role}{'' if row.feasible else ', not feasible'}",
         format_interval(row.predicted_epoch_s),
-        format_duration(row.measured_epoch_s),
+        _with_remark(format_duration(row.measured_epoch_s), row.trained_epoch_s, "in training"),
         format_percent(row.relative_error, signed=True),
         format_duration(row.train_time_s),
         format_money(row.cost, row.currency),
         format_bytes(row.peak_memory_bytes),
-        format_duration(row.trained_epoch_s),
         format_percent(row.test_accuracy),
     )
 
 
+def _with_remark(cell: str, seconds: float | None, what: str) -> str:
+    return cell if seconds is None else f"{cell}\n{format_duration(seconds)} {what}"
+
+
 def format_interval(seconds: Interval) -> str:
-    """A duration, and on a second line the ends of its interval, where it has one: "11.6 s – 13.3 s"."""
+    """A duration, and on a second line the ends of its interval, where it has one: "11.6 s – 13.3 s".
+
+    The dash stands for an epoch into which not even one full batch fits.
+    """
     if seconds.low == seconds.high:
-        return format_duration(seconds.value)
+        return format_duration(seconds.value or None)
     low, high = format_duration(seconds.low), format_duration(seconds.high)
     return f"{format_duration(seconds.value)}\n{low} – {high}"
 
@@ -125,14 +139,13 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
     measured = measured_epochs(measurements, plan.dataset_samples)
     columns = (
         "nodes",
-        "local batch",
-        "global batch",
+        "batch",
         "step",
-        "epoch (90 %)",
+        "epoch predicted (90 %)",
         "measured",
         "training",
         "cost",
-        "memory/worker",
+        "memory per worker",
         "note",
     )
     rows = [_candidate_cells(item, measured) for item in sorted(plan.candidates, key=lambda item: item.configuration)]
@@ -142,22 +155,21 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
         str(item.nodes),
-        f"{item.local_batch:,}",
-        f"{item.global_batch:,}",
+        f"{item.global_batch:,}\n{item.local_batch:,} per worker",
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),
         format_duration(item.train_time_s),
         format_money(item.cost, item.currency),
         format_bytes(item.peak_memory_bytes),
-        "" if item.feasible else item.why or "not feasible",
+        "" if item.feasible else f"not feasible\n{item.why}",
     )
 
 
 def fallback_table(plan: Plan) -> TextTable:
     """What training falls back to when memory runs out, first to be tried first."""
-    columns = ("global batch", "nodes", "training", "memory/worker")
-    rows = [
+    columns = ("global batch", "nodes", "training", "memory per worker")
+    rows: list[tuple[str, ...]] = [
         (
             f"{item.global_batch:,}",
             str(item.nodes),
@@ -171,7 +183,7 @@ def fallback_table(plan: Plan) -> TextTable:
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:
     """Profiles that ended without times."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (str(item.configuration), item.status, str(item.failure or UNKNOWN), item.detail, item.job_id)
         for item in measurements
         if item.status != "ok"
@@ -181,7 +193,7 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
 
 def event_table(events: Iterable[Event]) -> TextTable:
     """What happened, in order."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (format_time(event.time), event.stage, event.event, event.detail or str(event.failure or ""), event.job_id)
         for event in events
     ]
@@ -204,7 +216,7 @@ def model_tables(models: Mapping[str, Any]) -> list[tuple[str, TextTable]]:
 def _model_table(model: object) -> TextTable:
     pinned = model.get("pinned", []) if isinstance(model, dict) else []
     names = {str(name) for name in pinned} if isinstance(pinned, list) else set()
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (key, value, "pinned" if key.split(".")[-1] in names else "")
         for key, value in _flatten(model)
         if key != "pinned"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator
 
+from tula_hpc.analysis import cautions
+from tula_hpc.analysis.aggregate import summarize
 from tula_hpc.analysis.formatting import (
     format_bytes,
     format_duration,
@@ -65,12 +66,12 @@ def _advice(plan: Plan) -> Iterator[str]:
     limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
     yield (
         f"Train on {plural(chosen.nodes, 'node')} with global batch {chosen.global_batch:,} "
-        f"({plural(chosen.local_batch, 'sample')} per worker): predicted {format_duration(chosen.train_time_s)}{between} "
-        f"for {plural(plan.epochs, 'epoch')}, {format_money(chosen.cost, chosen.currency)}, "
+        f"({plural(chosen.local_batch, 'sample')} per worker): predicted {format_duration(chosen.train_time_s)}"
+        f"{between} for {plural(plan.epochs, 'epoch')}, {format_money(chosen.cost, chosen.currency)}, "
         f"{format_bytes(chosen.peak_memory_bytes)}{limit} of memory per worker."
     )
     if plan.reason:
-        yield plan.reason if plan.reason.endswith((".", "!", "?")) else f"{plan.reason}."
+        yield _sentence(plan.reason.removeprefix(f"{chosen.configuration}: "))
 
 
 def _outcome(run: RunContents, training: Training) -> Iterator[str]:
@@ -92,7 +93,8 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
         where = f"{plural(result.nodes, 'node')} with global batch {result.global_batch:,}"
         yield f"It ended on {where}, not at the chosen configuration."
     if result.restarts:
-        yield f"It was interrupted and resumed {plural(result.restarts, 'time')}."
+        often = "once" if result.restarts == 1 else f"{result.restarts} times"
+        yield f"It was interrupted and resumed {often}."
 
 
 def _against_prediction(run: RunContents, training: Training) -> str:
@@ -100,34 +102,38 @@ def _against_prediction(run: RunContents, training: Training) -> str:
     candidate = find_candidate(run.plan, configuration) if configuration else None
     if candidate is None or not training.epoch_time_s:
         return ""
-    change = training.epoch_time_s / candidate.epoch_time_s - 1
-    return f" (its epochs {format_percent(abs(change))} {'longer' if change >= 0 else 'shorter'} than predicted)"
+    return f" ({_in_words(candidate.epoch_time_s / training.epoch_time_s - 1)})"
+
+
+def _in_words(relative: float) -> str:
+    """A relative error, predicted / measured − 1, in words."""
+    return f"the prediction was {format_percent(abs(relative))} too {'long' if relative >= 0 else 'short'}"
 
 
 def warnings(run: RunContents) -> list[str]:
     """Everything that limits what the numbers are worth."""
-    return [*(run.plan.warnings if run.plan else ()), *_measurement_warnings(run), *run.notes]
+    doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
+    return [*map(_sentence, doubts), *_mixed_devices(run), *run.notes]
 
 
-def _measurement_warnings(run: RunContents) -> Iterator[str]:
-    shared = sum(not item.exclusive for item in run.ok)
-    if shared:
-        yield f"{plural(shared, 'measurement')} shared nodes with other jobs; their times may be too long."
-    if any(item.emulated for item in run.ok):
-        yield "The nodes were emulated: several shared one machine, so that times across nodes say nothing about a network."
-    loose = sum(not item.converged for item in run.ok)
-    if loose:
-        yield f"{plural(loose, 'measurement')} did not settle: the step time's 95 % interval stayed wider than asked for."
-    failed = sum(item.status == "failed" for item in run.measurements)
-    if failed:
-        yield f"{plural(failed, 'profile')} failed and could not be used; see the list of failures."
+def _doubts_before_plan(run: RunContents) -> list[str]:
+    """What the plan would warn of, had it been made."""
+    if run.sweep is None:
+        return []
+    summary, workers = summarize(run.measurements), run.cluster.workers_per_node if run.cluster else 1
+    doubts = cautions.about_measurements(summary, run.sweep, workers)
+    return doubts + cautions.about_missing(summary, run.sweep, workers, run.measurements, 0)
+
+
+def _mixed_devices(run: RunContents) -> Iterator[str]:
     devices = sorted({item.device for item in run.ok if item.device})
     if len(devices) > 1:
         yield f"The nodes differ: {', '.join(devices)}. One model for all of them is an average."
-    waiting = [item for item in run.ok if item.times and item.times.data_time_s > 0.2 * item.times.step_time_s]
-    if waiting:
-        count = plural(len(waiting), "configuration")
-        yield f"{count} spent over a fifth of a step waiting for data: more loader workers may help."
+
+
+def _sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def how_measured(run: RunContents) -> list[tuple[str, str]]:
@@ -187,6 +193,7 @@ def _listed(items: Iterable[str]) -> str:
 
 def _steps(run: RunContents) -> str:
     steps = [item.steps for item in run.ok if item.steps]
-    return (
-        f"{min(steps)} to {max(steps)} per configuration, {statistics.median(steps):g} in the median" if steps else ""
-    )
+    if not steps:
+        return ""
+    least, most = min(steps), max(steps)
+    return f"{least} per configuration" if least == most else f"{least} to {most} per configuration"

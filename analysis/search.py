@@ -40,15 +40,14 @@ def propose(search: SearchSpec, workers_per_node: int, measurements: Sequence[Me
     """
     fitting = _below_bound(candidates(search, workers_per_node), measurements)
     wanted = fitting if search.mode == "full" else _corners(fitting)
-    done = settled(measurements)
+    done = _settled(measurements)
     return [configuration for configuration in wanted if configuration not in done]
 
 
-def settled(measurements: Iterable[Measurement]) -> set[Configuration]:
-    """Configurations that need no further profile: measured, out of memory, or given up."""
-    rows = list(measurements)
-    known = {row.configuration for row in rows if is_usable(row) or is_out_of_memory(row)}
-    attempts = Counter(row.configuration for row in rows)
+def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
+    """Configurations below the out-of-memory bound that need no further profile: measured, or given up."""
+    known = {row.configuration for row in measurements if is_usable(row)}
+    attempts = Counter(row.configuration for row in measurements)
     return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
 
 

@@ -27,6 +27,7 @@ from tula_hpc.records import (
 MIB = 1024**2
 DATASET_SAMPLES = 50_000
 EPOCHS = 20
+BATCHES = tuple(2**power for power in range(5, 12))
 USD_PER_NODE_HOUR = 2.48
 MEMORY_LIMIT = 4 * 1024**3
 STARTED_AT = 1_750_000_000.0
@@ -83,9 +84,7 @@ def peak_bytes(local_batch: int) -> int:
     return int(520 * MIB + 5.4 * MIB * local_batch)
 
 
-def configurations(
-    cluster_sizes: Iterable[int] = (1, 2, 4), batches: Iterable[int] = tuple(2**k for k in range(5, 12))
-) -> list[Configuration]:
+def configurations(cluster_sizes: Iterable[int] = (1, 2, 4), batches: Iterable[int] = BATCHES) -> list[Configuration]:
     """All (N, b) whose global batch is one of `batches`."""
     return [Configuration(n, 1, batch // n) for n in cluster_sizes for batch in batches]
 
@@ -227,14 +226,14 @@ def write_plan(run: RunDirectory, made: Plan) -> None:
 
 
 def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str = "main") -> None:
-    """Metrics of a training of the plan's choice, preempted in its seventh epoch; a result where all epochs are done."""
+    """Metrics of a training of the plan's choice, preempted in its seventh epoch; a result if all are done."""
     made = run.read_plan()
     chosen = made.chosen
     files = run.train(label)
     files.root.mkdir(parents=True, exist_ok=True)
     per_epoch = made.dataset_samples // chosen.global_batch
     noise = random.Random(1)
-    lines = []
+    lines: list[StepMetrics | EpochMetrics] = []
     for epoch in range(1, epochs_done + 1):
         lines += [
             _step_line(chosen, (epoch - 1) * per_epoch + step, per_epoch, noise) for step in range(0, per_epoch, 10)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -80,7 +82,7 @@ def test_the_plan_names_a_candidate_and_training_ran_there(finished: RunDirector
 def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) -> None:
     metrics = read_metrics(finished.train().metrics_file)
     assert [epoch.epoch for epoch in metrics.epochs] == [1, 2]
-    assert all(0 < epoch.epoch_time_s for epoch in metrics.epochs)
+    assert all(epoch.epoch_time_s > 0 for epoch in metrics.epochs)
     assert metrics.steps[-1].sensitivity is not None
     assert metrics.steps[-1].scale_max is not None
     assert metrics.steps[-1].lr < metrics.steps[0].lr
@@ -99,7 +101,8 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
     from tula_hpc.jobs import TrainJob
     from tula_hpc.launch import Launcher
 
-    spec = load_sweep(finished.sweep_file, ["workload.epochs=6", "workload.samples=1024", "training.log_interval_steps=1"])
+    longer = ["workload.epochs=6", "workload.samples=1024", "training.log_interval_steps=1"]
+    spec = load_sweep(finished.sweep_file, longer)
     plan = finished.read_plan()
     results = []
     for name, stop_at in (("whole", None), ("cut", 40)):
@@ -123,16 +126,13 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
 
 def stop_when(run: RunDirectory, step: int, controller: int) -> None:
     """Send TERM to the job's controller (a child of the shell that the job id names) once training is that far."""
-    import signal
-
     deadline = time.monotonic() + 60
     while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < step:
         assert time.monotonic() < deadline, "training did not get that far"
         time.sleep(0.02)
     children = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
     for child in children:
-        signal.pidfd_send_signal(pidfd := __import__("os").pidfd_open(int(child)), signal.SIGTERM)
-        __import__("os").close(pidfd)
+        os.kill(int(child), signal.SIGTERM)
 
 
 def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -> None:
@@ -146,9 +146,8 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     cluster = tmp_path / "limited.toml"
     cluster.write_text('name = "limited"\nsetup = ["ulimit -v 14000000"]\n')
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(cluster), "--until", "plan"]
-    done = subprocess.run(
-        [*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, check=False, cwd=ROOT, timeout=300
-    )
+    command += ["--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     records = RunDirectory(tmp_path / "run").measurements().records
     failed = [m for m in records if m.status == "oom"]

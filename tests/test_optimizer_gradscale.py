@@ -88,7 +88,7 @@ def test_default_s_max_is_the_square_root_rule_and_follows_the_batch() -> None:
     assert before[0] is not None
     assert before[0].item() == 4.0, "factors handed out before keep their values"
     optimizer.set_batch(128, small_batch=8)
-    assert optimizer.s_max == 4.0
+    assert (optimizer.large_batch, optimizer.small_batch, optimizer.s_max) == (128, 8, 4.0)
 
 
 def test_set_batch_keeps_an_explicit_s_max() -> None:
@@ -167,6 +167,9 @@ def test_statistics_weigh_factors_by_elements_and_count_absent_ones_as_one() -> 
     statistics = optimizer.statistics()
     assert statistics.scale_mean == pytest.approx((3 * 2 + 0.5 + 2 * 1) / 6, rel=1e-5)
     assert statistics[4:6] == pytest.approx((0.5, 2.0))
+    optimizer = build(1, 1)
+    optimizer.update_gradscale([torch.ones(1) * 3, None], [torch.ones(1)] * 2)
+    assert optimizer.statistics()[4:6] == pytest.approx((1.0, 3.0))
 
 
 def test_statistics_count_since_they_were_last_asked() -> None:
@@ -188,7 +191,7 @@ def test_scaling_piece_by_piece_gives_the_same(limit: int, monkeypatch: pytest.M
     monkeypatch.setattr(gradscale, "PIECE_ELEMENTS", limit)
     sizes, types = (3, 5, 1, 4, 2), (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float32)
     gradients = [torch.rand(size).to(dtype) for size, dtype in zip(sizes, types, strict=True)]
-    factors = [torch.rand(3), torch.rand(5, dtype=torch.float64), torch.rand(()), None, torch.rand(2)]
+    factors = [torch.rand(3), torch.rand(5, dtype=torch.float64), torch.rand(1), None, torch.rand(())]
     expected = [g.clone() if f is None else g.clone().mul_(f) for g, f in zip(gradients, factors, strict=True)]
     gradscale.multiply_where(torch.tensor(False), gradients, factors)
     gradscale.multiply_where(torch.tensor(True), gradients, factors)

@@ -219,9 +219,11 @@ def test_state_dict_hooks_run() -> None:
 
 def test_added_groups_are_stepped_scaled_and_saved() -> None:
     model, extra = make_model(), nn.Parameter(torch.zeros(2))
-    optimizer = updated(wrap(sgd(model), static_scale=None, delta=math.inf))
+    optimizer = updated(wrap(sgd(model), delta=math.inf))
+    mean_before = optimizer.statistics().scale_mean
     optimizer.add_param_group({"params": [extra], "lr": 1.0})
     assert [factor is None for factor in optimizer.gradscale] == [False] * 4 + [True]
+    assert optimizer.statistics().scale_mean != mean_before, "two elements of scale 1 have come in"
     updated(optimizer)
     for _ in range(2):
         optimizer.zero_grad()
@@ -269,13 +271,17 @@ def test_state_saved_before_the_first_step_loads() -> None:
 
 
 def test_loaded_state_is_a_copy() -> None:
-    source = updated(wrap(sgd(make_model())))
+    model = make_model()
+    source = updated(wrap(sgd(model)))
+    train(model, source, range(1))
     state = source.state_dict()
     target = wrap(sgd(make_model()))
     target.load_state_dict(state)
-    state[STATE_KEY]["gradscale"][0].zero_()
+    for tensor in (state[STATE_KEY]["gradscale"][0], *state[STATE_KEY]["sensitivity"].values()):
+        tensor.zero_()
     assert target.gradscale[0] is not None
     assert target.gradscale[0].any()
+    assert target.statistics().gradient_norm > 0
 
 
 def test_loading_into_a_smaller_batch_clamps() -> None:

@@ -172,6 +172,13 @@ def test_loss_scale_saves_gradients_that_half_precision_would_lose() -> None:
     assert (kept != 0).sum() > (lost != 0).sum()
 
 
+def test_loss_scale_does_not_change_the_gradient() -> None:
+    model, (inputs, targets) = plain_model(), batch(4, dtype=torch.float64)
+    parameters = list(model.parameters())
+    plain = dense(reference_gradient(model, loss, inputs, targets, parameters))
+    assert torch.equal(dense(reference_gradient(model, loss, inputs, targets, parameters, loss_scale=2.0**10)), plain)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_random_numbers_are_untouched() -> None:
     model, (inputs, targets) = stateful_model().cuda(), batch(8)
@@ -180,8 +187,9 @@ def test_cuda_random_numbers_are_untouched() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-def test_ddp_does_not_notice(tmp_path: Path) -> None:
+def test_ddp_does_not_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP counts its gradient hooks and would complain of any that ran between its forward and backward pass."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     gradients = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
     try:

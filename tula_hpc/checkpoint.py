@@ -277,10 +277,8 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
 
 def _read_verified(path: Path) -> bytes:
     """The payload, if everything that stands before it is right."""
-    # O_NONBLOCK: opening a named pipe would wait for a writer
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
+    with open(path, "rb", opener=_open_carefully) as file:  # Path.open takes no opener
+        status = os.fstat(file.fileno())
         _check_ours(path, status)
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
@@ -295,6 +293,11 @@ def _read_verified(path: Path) -> bytes:
     if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
     return payload
+
+
+def _open_carefully(path: str, flags: int) -> int:
+    """Follow no link, and do not wait for a writer where the path is a named pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _check_ours(path: Path, status: os.stat_result) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.util
 import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -78,7 +79,12 @@ class WorkloadSpec(Spec):
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()  # jobs and reports run from other folders
+        if value is None:
+            return None
+        try:
+            return value.expanduser().absolute()  # jobs and reports run from other folders
+        except RuntimeError:
+            raise ValueError(f"no home folder for {value.parts[0]!r}") from None
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
@@ -161,6 +167,13 @@ class SweepSpec(Spec):
     search: SearchSpec = SearchSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
     training: TrainingSpec = TrainingSpec()
+
+    @property
+    def updates_per_epoch(self) -> float:
+        """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end."""
+        if self.training.method != "ags":
+            return 0.0
+        return max(0.0, 1.0 / self.training.update_interval_epochs - 1.0 / self.workload.epochs)
 
 
 class PricingSpec(Spec):
@@ -274,33 +287,44 @@ def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: 
         _override(tables, text)
     try:
         context = {"check_paths": check_paths}
-        return kind.model_validate_json(json.dumps(tables, default=str), strict=True, context=context)
+        return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
         problems = error.errors()
         inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
         own = [item for item in problems if item["loc"] not in inner]  # not what merely follows from a problem inside
-        raise InputError("\n".join(_explain(kind, path, item) for item in own)) from None
+        lines = (_explain(kind, path, item) for item in own)
+        raise InputError("\n".join(dict.fromkeys(lines))) from None  # a union complains once for each of its members
+
+
+def _as_json(path: Path, tables: dict[str, Any]) -> str:
+    """The tables as JSON, for which pydantic's strict mode knows lists from tuples and paths from text."""
+    try:
+        return json.dumps(tables, default=str)
+    except (RecursionError, ValueError) as error:  # tables in tables without end, numbers of 5000 digits
+        raise InputError(f"holds a value out of all bounds: {error}", source=path) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # a device or pipe has no size that could be asked for first
+        if len(content) > MAX_FILE_BYTES:
             raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path)
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except FileNotFoundError:
         raise InputError("no such file", source=path) from None
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", source=path) from None
     except UnicodeDecodeError:
         raise InputError("expected UTF-8 text", source=path) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5000 digits
         raise InputError(f"is not valid TOML: {error}", source=path) from None
 
 
 def _override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
-    if not equals or not last:
+    if not equals or not last or not text.isprintable():
         raise InputError(f"expected section.key=value, got {text!r}", source="--set")
     for section in sections:
         tables = tables.setdefault(section, {})
@@ -308,29 +332,71 @@ def _override(tables: dict[str, Any], text: str) -> None:
             raise InputError(f"{section!r} is not a table", source="--set", key=key)
     try:
         tables[last] = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         tables[last] = value.strip()  # a bare word
+
+
+# pydantic's error types in the words of a TOML file
+_EXPECTED = {
+    "model_type": "expected a table",
+    "dict_type": "expected a table",
+    "tuple_type": "expected a list in brackets",
+    "string_type": "expected text in quotes",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "literal_error": "expected {expected}",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge}",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le}",
+    "too_short": "expected at least {min_length} value",
+}
+_UNION_MEMBERS = ("constrained-str", "int", "bool")  # of `sbatch`: pydantic adds them to the location
 
 
 def _explain(kind: type[Spec], path: Path, item: Mapping[str, Any]) -> str:
     """One line for one pydantic error: file: key: what is wrong."""
     location = [str(part) for part in item["loc"]]
-    message = str(item["msg"]).removeprefix("Value error, ")
+    if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
+        return _line(
+            path, location[:-1], f"expected a word, a whole number, true or false, got {_shown(item['input'])}"
+        )
     if item["type"] == "extra_forbidden":
         valid = _fields_at(kind, location[:-1])
-        message = f"unknown key{_nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
-    elif item["type"] == "missing":
-        message = "is required"
-    elif item["type"] == "value_error" and ": " in message and message.split(":")[0].isidentifier():
-        field, message = message.split(": ", 1)  # a model validator names the key that is wrong
-        location.append(field)
-    elif "pattern" in item["type"]:
-        message = (
-            f"{str(item['input'])[:80]!r} holds characters that are not allowed here (pattern {item['ctx']['pattern']})"
-        )
-    elif item["type"] != "value_error":
-        message = f"{message}, got {str(item['input'])[:80]!r}"
-    return str(InputError(message, source=path, key=".".join(location)))
+        return _line(path, location, f"unknown key{_nearest(location[-1], valid)}; valid keys: {', '.join(valid)}")
+    if item["type"] == "missing":
+        return _line(path, location, "is required")
+    if item["type"] == "value_error":
+        return _line(path, *_own_words(location, str(item["msg"]).removeprefix("Value error, ")))
+    if "pattern" in item["type"]:
+        if location[-1] == "[key]":
+            location = location[:-2]  # what follows names the key
+        message = f"{_shown(item['input'])} holds characters that are not allowed here"
+        return _line(path, location, f"{message} (pattern {item['ctx']['pattern']})")
+    words = _EXPECTED.get(item["type"])
+    expected = item["msg"] if words is None else words.format(**item.get("ctx", {}))
+    return _line(path, location, f"{expected}, got {_shown(item['input'])}")
+
+
+def _line(path: Path, location: Sequence[str], message: str) -> str:
+    key = ".".join(part if part and part.isprintable() else ascii(part) for part in location)
+    return str(InputError(message, source=path, key=key))
+
+
+def _own_words(location: list[str], message: str) -> tuple[list[str], str]:
+    """A model validator names the key that is wrong in front of its message."""
+    field, colon, rest = message.partition(": ")
+    return ([*location, field], rest) if colon and field.isidentifier() else (location, message)
+
+
+def _shown(value: object) -> str:
+    """A value as it stands in TOML, or its beginning."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    text = text if text.isprintable() else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
@@ -382,31 +448,54 @@ def _check_entry_point(value: str) -> None:
 
 def _find_source(module: str) -> _Source | None:
     relative = Path(*module.split("."))
-    for folder in (Path.cwd(), *map(Path, sys.path)):
+    for folder in _module_folders(module.partition(".")[0]):
         for path in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
             if path.is_file():
                 return _Source(path, _top_level_names(path))
     return None
 
 
+def _module_folders(package: str) -> Iterator[Path]:
+    """Where modules are looked for, and where the finder of an editable install says that the package lies."""
+    yield from (Path.cwd(), *map(Path, sys.path))
+    try:
+        spec = importlib.util.find_spec(package)  # imports nothing, as the name has no dot
+    except ValueError:  # __main__
+        return
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield Path(location).parent
+
+
 def _top_level_names(path: Path) -> set[str]:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
+        return set(_names(ast.parse(path.read_text(encoding="utf-8")).body))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid Python: {error}") from None
-    names: set[str] = set()
-    for node in tree.body:
+
+
+def _names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module bind, those below `if` and `try` included."""
+    for node in statements:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
+            yield node.name
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return names
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _names([*node.body, *node.orelse])
+            yield from _names(inner for handler in getattr(node, "handlers", ()) for inner in handler.body)
 
 
 def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
     if data_dir is None:
         raise ValueError(f"data_dir: dataset = {dataset!r} needs the folder that holds it")
-    if not data_dir.expanduser().is_dir():
-        raise ValueError(f"data_dir: no such folder: {data_dir}")
+    try:
+        found = data_dir.is_dir()
+    except OSError as error:
+        raise ValueError(f"data_dir: {_shown(str(data_dir))} cannot be read: {error.strerror}") from None
+    if not found:
+        raise ValueError(f"data_dir: no such folder: {_shown(str(data_dir))}")

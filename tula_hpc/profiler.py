@@ -87,7 +87,8 @@ def measure(
         "steps": len(profile.samples["step"]),
         "converged": profile.rule.converged(profile.samples["step"]),
         "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
-        "dataset_samples": len(worker.workload.train),
+        "dataset_samples": worker.samples,
+        "updates_per_epoch": sweep.updates_per_epoch,
         "parameters": sum(p.numel() for p in worker.model.parameters()),
     }
     del worker, profile

@@ -91,6 +91,7 @@ class Measurement(Record):
     exclusive: bool = True  # the nodes were the task's alone
     emulated: bool = False  # several "nodes" shared one machine (local executor)
     dataset_samples: int = 0  # training samples in an epoch, D
+    updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
     parameters: int = 0
     device: str = ""
     backend: str = ""

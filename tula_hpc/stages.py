@@ -165,7 +165,8 @@ def plan_stage(sweep: Sweep) -> Plan:
     """Fit the models and choose; writes plan.json."""
     from tula_hpc.analysis.plan import make_plan
 
-    plan = make_plan(sweep.spec, sweep.cluster, sweep.run.measurements().records)
+    measured = sweep.run.measurements()
+    plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
 

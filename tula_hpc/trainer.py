@@ -96,7 +96,7 @@ class Trainer:
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
         self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
-        self.samples_per_epoch = self._samples_per_epoch()
+        self.samples_per_epoch = self.worker.samples
         self.store = CheckpointStore(self.files.checkpoints)
         self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_minutes * 60)
         self.window = StepWindow()
@@ -110,13 +110,6 @@ class Trainer:
             loader_workers=job.sweep.workload.loader_workers,
             pin_memory=self.worker.device.type == "cuda",
         )
-
-    def _samples_per_epoch(self) -> int:
-        samples = len(self.worker.workload.train)
-        batch = self.job.configuration.global_batch
-        if batch > samples:
-            raise StageError(f"global batch {batch} is larger than the training set of {samples} samples")
-        return samples
 
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""

@@ -45,8 +45,8 @@ class Worker:
         self.model = self._place(workload.model)
         self.parallel = self._wrap(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        samples = len(workload.train)
-        self.optimizer = build_optimizer(sweep, self.parameters, configuration, samples)
+        self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
+        self.optimizer = build_optimizer(sweep, self.parameters, configuration, self.samples)
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
             workload.train,
@@ -90,7 +90,7 @@ class Worker:
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
             with self.autocast():
                 loss = self.workload.loss(self.parallel(inputs), targets)
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def reference_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:

@@ -7,8 +7,8 @@ host name. Its link is shaped in both directions, so collectives take the time t
 rate. Its CPU is capped by a quota, so a node is equally fast whether one or all of them work (as long as nodes ×
 percentage fit the machine). A step over its memory limit is killed.
 
-Nothing of the machine's own is changed: configuration, munge key and database live in `STATE`, with sockets and ports of
-their own, and the nodes see a hosts file of their own. `down` removes all of it, also what a killed run left behind.
+Nothing of the machine's own is changed: configuration, munge key and database live in `STATE`, with sockets and ports
+of their own, and the nodes see a hosts file of their own. `down` removes all of it, also what a killed run left behind.
 Tools find the cluster through the variable SLURM_CONF, see `MiniCluster.environment`.
 """
 
@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGKILL, SIGTERM, Signals
 from string import Template
 
 STATE = Path("/var/tmp/tula-testcluster")
@@ -50,26 +50,32 @@ SUBNET = "10.92.0"
 HEAD = f"{SUBNET}.254"
 DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819  # as in conf/
 CGROUPS = Path("/sys/fs/cgroup")
-CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
+V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
+V2_CONTROLLERS = ("cpu", "cpuset", "memory")
 QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
 
 # Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
 # command. The mount namespaces give them a hosts file of their own.
 HEAD_ENTRY = """
-set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >/sys/fs/cgroup/cpu/ttc/head/cgroup.procs; shift 3
+set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >"${HIERARCHIES%% *}/ttc/head/cgroup.procs"; shift 3
 exec unshare --uts --mount sh -c 'hostname ttc-head; mount --bind "$0/hosts" /etc/hosts; exec "$@"' "$state" "$@"
 """
-# nsenter, not `ip netns exec`: the latter mounts a fresh /sys and hides the cgroups from slurmd. A node sees its own
+# nsenter, not `ip netns exec`: the latter mounts a fresh /sys and hides the cgroups from slurmd. A slurmd sees its own
 # branch of every cgroup hierarchy as the whole, so no process of a job can leave the branch with the node's CPU quota.
+# Every start makes a new branch: once Slurm has put jobs into one, cgroup v2 lets no process into its root.
 NODE_ENTRY = """
-set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"
-for c in cpu cpuacct memory freezer; do echo $$ >/sys/fs/cgroup/$c/ttc/$place/cgroup.procs; done; shift 3
-exec nsenter --net=/run/netns/$place unshare --uts --mount --cgroup sh -c '
+set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"; shift 3
+for h in $HIERARCHIES; do mkdir -p "$h/ttc/$place/$$/daemon" "$h/ttc/$place/$$/system.slice"; done
+for h in $HIERARCHIES; do echo $$ >"$h/ttc/$place/$$/cgroup.procs"; done
+exec nsenter --net="/run/netns/$place" unshare --uts --mount --cgroup sh -c '
   set -e; state=$0 place=$1; shift; hostname "$place"; mount --bind "$state/hosts" /etc/hosts
-  for c in cpu cpuacct memory freezer; do mount --bind /sys/fs/cgroup/$c/ttc/$place /sys/fs/cgroup/$c; done
+  for h in $HIERARCHIES; do mount --bind "$h/ttc/$place/$$" "$h"; echo $$ >"$h/daemon/cgroup.procs"; done
   exec "$@"' "$state" "$place" "$@"
 """
+CGROUP_V1 = "CgroupPlugin=cgroup/v1"
+# without systemd's help, Slurm must be told to enable the controllers itself; that is what "automount" does on v2
+CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\nCgroupAutomount=yes"
 
 
 class ClusterError(RuntimeError):
@@ -199,8 +205,8 @@ class MiniCluster:
     def preempt(self, job_id: str | int) -> str:
         """Preempt a running job by a small one in the partition `urgent` on the same nodes.
 
-        Slurm sends TERM at once (with `user_signal`, the signal of --signal instead, where the job asked for one). It looks
-        every KillWait + MessageTimeout = 15 s whether the grace time is over, and then kills and requeues.
+        Slurm sends TERM at once (with `user_signal`, the signal of --signal instead, where the job asked for one). It
+        looks every KillWait + MessageTimeout = 15 s whether the grace time is over, and then kills and requeues.
 
         Returns:
             The id of the new job.
@@ -225,7 +231,7 @@ class MiniCluster:
 
     def kill_slurmd(self, host: str) -> None:
         """SIGKILL a node's slurmd; its jobs live on for a while, and Slurm notices after SlurmdTimeout, 20 s."""
-        self._stop(f"slurmd-{host}", signal.SIGKILL)
+        self._stop(f"slurmd-{host}", SIGKILL)
 
     def kill_node(self, host: str) -> None:
         """SIGKILL every process on a node, as a power failure does."""
@@ -286,6 +292,7 @@ class MiniCluster:
         values = {
             **asdict(self),
             "optional": "\n".join(optional),
+            "cgroup_plugin": CGROUP_V2 if _has_cgroup_v2() else CGROUP_V1,
             "requeue": int(self.requeue),
             "default_memory_mb": self.node_memory_mb
             * 3
@@ -332,10 +339,12 @@ class MiniCluster:
         entry = HEAD_ENTRY if place == "head" else NODE_ENTRY
         # in a session of its own: Ctrl-C in a test run must not reach the daemons before `down` does
         detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
+        environment = {**self.environment, "HIERARCHIES": " ".join(map(str, _hierarchies()))}
+        environment.pop("INVOCATION_ID", None)  # slurmd would believe that systemd has started it and made its cgroup
         with (STATE / f"log/{name}.out").open("ab") as out:
-            subprocess.run(detached, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment, check=True)
+            subprocess.run(detached, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, check=True)
 
-    def _stop(self, daemon: str, number: signal.Signals) -> None:
+    def _stop(self, daemon: str, number: Signals) -> None:
         pid = self.pid(daemon)
         if pid is None:
             raise ClusterError(f"{daemon} does not run")
@@ -347,7 +356,7 @@ class MiniCluster:
         wait_for(self.is_up, 30, "the controller with its new settings")
 
     def _restart_controller(self) -> None:
-        self._stop("slurmctld", signal.SIGTERM)
+        self._stop("slurmctld", SIGTERM)
         self._launch("slurmctld", "slurmctld", "-D")
         wait_for(self.is_up, 30, "the restarted controller")
 
@@ -372,9 +381,12 @@ def missing_requirement() -> str | None:
     missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}") is None]
     if missing:
         return f"the Slurm test cluster needs {', '.join(missing)}; install them with `make slurm`"
-    if not all((CGROUPS / controller / "cgroup.procs").exists() for controller in CONTROLLERS):
-        return "the Slurm test cluster needs cgroup v1 (with systemd: boot with systemd.unified_cgroup_hierarchy=0)"
-    return None
+    if _has_cgroup_v2():
+        there = (CGROUPS / "cgroup.controllers").read_text().split()
+        lacking = [name for name in V2_CONTROLLERS if name not in there]
+    else:
+        lacking = [name for name in V1_CONTROLLERS if not (CGROUPS / name / "cgroup.procs").exists()]
+    return f"the Slurm test cluster needs the cgroup controllers {', '.join(lacking)}" if lacking else None
 
 
 def install() -> None:
@@ -457,7 +469,7 @@ def _is_live() -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in kernel ticks: with the pid it names a process for good. None for dead ones and zombies."""
+    """When a process began, in kernel ticks: with the pid it names a process for good. None for the dead and zombies."""
     try:
         fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -465,11 +477,20 @@ def _start_time(pid: int) -> str | None:
     return None if fields_after_name[0] in "ZX" else fields_after_name[19]
 
 
+def _has_cgroup_v2() -> bool:
+    return (CGROUPS / "cgroup.controllers").exists()
+
+
+def _hierarchies() -> tuple[Path, ...]:
+    """The one cgroup hierarchy of v2, or those of v1; the first is that with the CPU quota."""
+    return (CGROUPS,) if _has_cgroup_v2() else tuple(CGROUPS / name for name in V1_CONTROLLERS)
+
+
 def _cluster_pids(place: str = "") -> set[int]:
     """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
     pids: set[int] = set()
-    for controller in CONTROLLERS:
-        for members in (CGROUPS / controller / "ttc" / place).rglob("cgroup.procs"):
+    for hierarchy in _hierarchies():
+        for members in (hierarchy / "ttc" / place).rglob("cgroup.procs"):
             try:
                 pids.update(int(line) for line in members.read_text().split())
             except OSError:
@@ -480,7 +501,7 @@ def _cluster_pids(place: str = "") -> set[int]:
 def _kill_all(pids: set[int]) -> None:
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, SIGKILL)
         except ProcessLookupError:
             continue
 
@@ -511,29 +532,35 @@ def _ip(arguments: str) -> None:
 
 
 def _make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
-    (CGROUPS / "cpu/ttc/head").mkdir(parents=True)
+    quota_us = QUOTA_PERIOD_US * cpu_percent // 100
+    for hierarchy in _hierarchies():
+        for place in ("head", *hosts):
+            (hierarchy / "ttc" / place).mkdir(parents=True)
+    # a machine with swap would let a step exceed its limit instead of killing it, hence the last line of each
     for host in hosts:
-        for controller in CONTROLLERS:
-            (CGROUPS / controller / "ttc" / host).mkdir(parents=True)
-        quota = CGROUPS / "cpu/ttc" / host
-        (quota / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
-        (quota / "cpu.cfs_quota_us").write_text(str(QUOTA_PERIOD_US * cpu_percent // 100))
-        # a machine with swap would else let a step exceed its limit instead of killing it
-        (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+        if _has_cgroup_v2():
+            for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
+                (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in V2_CONTROLLERS))
+            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
+            (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
+        else:
+            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_quota_us").write_text(str(quota_us))
+            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
 
 
 def _remove_everything() -> None:
     """Take down whatever there is, in whatever state; what is not there is not missed."""
     for frozen in (CGROUPS / "freezer/ttc").rglob("freezer.state"):
-        frozen.write_text("THAWED")  # a suspended job's processes do not die before
+        frozen.write_text("THAWED")  # with cgroup v1 a suspended job's processes do not die before
 
     def all_dead() -> bool:
         _kill_all(_cluster_pids())  # again and again: a process can fork while it is being killed
         return not _cluster_pids()
 
     wait_for(all_dead, 20, "the end of the cluster's processes")
-    for controller in CONTROLLERS:
-        _remove_cgroup(CGROUPS / controller / "ttc")
+    for hierarchy in _hierarchies():
+        _remove_cgroup(hierarchy / "ttc")
     for namespace in Path("/run/netns").glob("ttc-*"):
         _ip(f"netns del {namespace.name}")
     for link in [path.name for path in Path("/sys/class/net").glob("ttc[0-9]*")]:

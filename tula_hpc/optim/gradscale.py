@@ -67,7 +67,7 @@ class GradScale:
         self.granularity = granularity
         self.s_min, self.s_max = s_min, s_max
         self._factors: dict[Tensor, Tensor] = {}
-        self._summary: ScaleSummary | None = None  # taken when asked for, until a factor changes
+        self._summaries: dict[int, ScaleSummary] = {}  # by number of parameters; kept until a factor changes
 
     def factor(self, parameter: Tensor) -> Tensor | None:
         """The parameter's factor, of its shape or 0-dim; None stands for 1."""
@@ -100,21 +100,21 @@ class GradScale:
 
     def load(self, parameters: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
         """Replace all factors by copies, clamped to the bounds: the batch may have changed since they were saved."""
-        self._factors, self._summary = {}, None
+        self._factors, self._summaries = {}, {}
         for parameter, factor in zip(parameters, factors, strict=True):
             if factor is not None:
                 self._set(parameter, factor.to(parameter.device))
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
         """Mean, minimum and maximum over all elements. Waits for the device when factors have changed."""
-        if self._summary is None:
-            self._summary = _summarize([(p.numel(), self.factor(p)) for p in parameters])
-        return self._summary
+        if len(parameters) not in self._summaries:
+            self._summaries[len(parameters)] = _summarize([(p.numel(), self.factor(p)) for p in parameters])
+        return self._summaries[len(parameters)]
 
     def _set(self, parameter: Tensor, factor: Tensor) -> None:
         # a new tensor each time, so that a state_dict taken before keeps its values
         self._factors[parameter] = factor.clamp(self.s_min, self.s_max)
-        self._summary = None
+        self._summaries = {}
 
 
 class StaticScale:

@@ -256,10 +256,8 @@ class TulaOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Like every torch optimizer, copies and pickles leave hooks and a scheduler's patch of `step` behind."""
-        left_behind = "_optimizer_"
-        return {
-            k: v for k, v in self.__dict__.items() if not k.startswith(left_behind) and k not in ("step", "_opt_called")
-        }
+        patches = ("step", "_opt_called")
+        return {k: v for k, v in self.__dict__.items() if k not in patches and not k.startswith("_optimizer_")}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

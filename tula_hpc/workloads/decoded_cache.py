@@ -110,7 +110,7 @@ def _write_array(file: BinaryIO, tree: ImageTree, edge: int) -> None:
 def _opened(path: Path, tree: ImageTree, edge: int) -> RecordFiles:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError:
+    except (ValueError, EOFError):
         raise OSError(0, f"{path.name} is damaged; delete it") from None
     if array.dtype != np.uint8 or array.shape != _shape(tree, edge):
         raise OSError(0, f"{path.name} is damaged; delete it")

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.errors import InputError
 from tula_hpc.workloads.hashing import Keys, mix
@@ -126,11 +126,24 @@ class ResumableSampler(DistributedSampler[Key]):
         return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
 
 
+class EndlessOrder(Sampler[Key]):
+    """A `ResumableSampler`'s epochs one after another, for ever: loader processes work ahead into the next epoch."""
+
+    def __init__(self, order: ResumableSampler) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[Key]:
+        while True:
+            yield from self.order
+            self.order.set_epoch(self.order.epoch + 1)
+            self.order.set_offset(0)
+
+
 class TrainLoader(DataLoader[Any]):
-    """A loader over a `ResumableSampler`, which it keeps as `order`."""
+    """A loader over the epochs of a `ResumableSampler`, which it keeps as `order`; it never ends."""
 
     def __init__(self, dataset: EpochDataset, order: ResumableSampler, **options: Any) -> None:
-        super().__init__(dataset, batch_size=order.local_batch, sampler=order, drop_last=True, **options)
+        super().__init__(dataset, batch_size=order.local_batch, sampler=EndlessOrder(order), drop_last=True, **options)
         self.order = order
 
     def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,11 +154,9 @@ class TrainLoader(DataLoader[Any]):
         Yields:
             Images (local_batch, 3, edge, edge) and labels (local_batch,).
         """
-        while True:
-            self.order.set_epoch(epoch)
-            self.order.set_offset(offset)
-            yield from self
-            epoch, offset = epoch + 1, 0
+        self.order.set_epoch(epoch)
+        self.order.set_offset(offset)
+        yield from self
 
 
 def make_train_loader(

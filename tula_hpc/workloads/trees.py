@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from tula_hpc.workloads.pixels import Indices
 DATA_DIR_KEY = "workload.data_dir"
 
 
-class ImageTree(NamedTuple):
+@dataclass(frozen=True)
+class ImageTree:
     """What a tree holds, in order of class and path.
 
     Attributes:
@@ -41,7 +42,7 @@ class ImageTree(NamedTuple):
 
     def take(self, indices: Indices) -> ImageTree:
         """These images only, of the same classes."""
-        return self._replace(names=self.names[indices], labels=self.labels[indices])
+        return replace(self, names=self.names[indices], labels=self.labels[indices])
 
 
 def data_error(folder: Path, message: str) -> InputError:

@@ -1,0 +1,358 @@
+"""Input files: every mistake is one line with file, key and what was expected, and nothing else ever comes out."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
+from tula_hpc.config import (
+    MAX_FILE_BYTES,
+    ClusterSpec,
+    SearchSpec,
+    SweepSpec,
+    check_together,
+    load_cluster,
+    load_sweep,
+    local_batches,
+)
+from tula_hpc.errors import InputError
+
+Load = Callable[..., BaseModel]
+NAME = 'name = "a"\n'
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -> str:
+    path = Path("in.toml")
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError) as raised:
+        load(path, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # unknown keys
+        ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\); valid keys: model"),
+        ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\); valid keys: name, workload, search, "),
+        ('"a\\nb" = 1', r"'a\\nb': unknown key; valid keys: name, workload"),
+        # wrong types
+        ("workload = 3", "workload: expected a table, got 3"),
+        ("[[workload]]\nepochs = 1", "workload: expected a table, got "),
+        ('[workload]\nepochs = "ten"', 'workload.epochs: expected a whole number, got "ten"'),
+        ("[workload]\nepochs = 1.5", "workload.epochs: expected a whole number, got 1.5"),
+        ("[workload]\nepochs = true", "workload.epochs: expected a whole number, got true"),
+        ("[workload]\nlr = 1979-05-27", 'workload.lr: expected a number, got "1979-05-27"'),
+        ("[workload]\nlr = nan", "workload.lr: expected a finite number, got NaN"),
+        ("[workload]\nlr = -inf", "workload.lr: expected a finite number, got -Infinity"),
+        ("[workload]\naugment = 1", "workload.augment: expected true or false, got 1"),
+        ("[workload]\nmodel = 3", "workload.model: expected text in quotes, got 3"),
+        ("[workload]\ndata_dir = 3", "workload.data_dir: expected text in quotes, got 3"),
+        ("[search]\ncluster_sizes = 2", r"search\.cluster_sizes: expected a list in brackets, got 2"),
+        # impossible values
+        ("[workload]\nepochs = 0", "workload.epochs: expected at least 1, got 0"),
+        ("[workload]\nepochs = 99999999999999999999", "workload.epochs: expected at most 100000, got 9"),
+        ("[workload]\nlr = 0", "workload.lr: expected more than 0, got 0"),
+        ("[workload]\nmomentum = 1.0", "workload.momentum: expected less than 1.0, got 1.0"),
+        ("[workload]\nimage_size = 7", "workload.image_size: expected at least 8, got 7"),
+        ('[workload]\noptimizer = "adam"', "workload.optimizer: expected 'sgd' or 'adamw', got \"adam\""),
+        ('[workload]\nschedule = "step"', 'workload.milestones: schedule = "step" needs milestones, for example'),
+        ("[workload]\nmilestones = [3, 2]", "workload.milestones: expected increasing epochs"),
+        ("[search]\ncluster_sizes = []", r"search\.cluster_sizes: expected at least 1 value, got \[\]"),
+        ("[search]\ncluster_sizes = [1, 0]", r"search\.cluster_sizes\.1: expected at least 1, got 0"),
+        ("[search]\ncluster_sizes = [2, 2]", "search.cluster_sizes: expected each cluster size once"),
+        ("[search]\nmin_batch = 64\nmax_batch = 32", "search.min_batch: 64 is above max_batch = 32"),
+        ("[search]\nmin_steps = 200", "search.min_steps: 200 is above max_steps = 100"),
+        ("[training]\ns_min = 2.0\ns_max = 1.0", "training.s_min: 2.0 is above s_max = 1.0"),
+        ('[objective]\nkind = "fast"', "objective.kind: expected 'knee', 'time' or 'cost'"),
+        # models and data sets
+        ('[workload]\nmodel = "resnet19"', r"workload\.model: 'resnet19' .*did you mean 'resnet18'.* one of: alexnet,"),
+        ('[workload]\ndataset = "cifar"', r"workload\.dataset: 'cifar' is not a data set.* one of: digits, synthetic"),
+        ('[workload]\nmodel = "a b:c"', "workload.model: 'a b:c': expected \"package.module:function\""),
+        ('[workload]\nmodel = ":"', "workload.model: ':': expected \"package.module:function\""),
+        ('[workload]\nmodel = "no.such:f"', r"workload\.model: 'no\.such:f': no module 'no\.such' in the working"),
+        ('[workload]\nmodel = "json:nothing"', r"workload\.model: .*json/__init__\.py defines no 'nothing'"),
+        ('[workload]\nmodel = "__main__:f"', "workload.model: '__main__:f': no module '__main__'"),
+        # data folders
+        ('[workload]\ndataset = "imagenet"', "workload.data_dir: dataset = 'imagenet' needs the folder that holds it"),
+        ('[workload]\ndataset = "cifar10"\ndata_dir = "gone"', r'workload\.data_dir: no such folder: ".*/gone"'),
+        ('[workload]\ndataset = "cifar10"\ndata_dir = "in.toml"', r'workload\.data_dir: no such folder: ".*/in\.toml"'),
+        ('[workload]\ndata_dir = "~no_such_user/x"', "workload.data_dir: no home folder for '~no_such_user'"),
+        ('[workload]\ndataset = "cifar10"\ndata_dir = "a\\u0000b"', "workload.data_dir: no such folder"),
+        (f'[workload]\ndataset = "cifar10"\ndata_dir = "{"x" * 5000}"', r"workload\.data_dir: .*File name too long"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> None:
+    line = complaint(load_sweep, NAME + text)
+    assert re.match(rf"in\.toml: {said}", line), line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_nodes = 0", "max_nodes: expected at least 1, got 0"),
+        ('device = "gpu"', "device: expected 'cpu' or 'cuda', got \"gpu\""),
+        ('device = "cuda"\nexecutor = "slurm"', 'gres: device = "cuda" on Slurm needs gres, for example'),
+        ("memory_gb = -1", "memory_gb: expected more than 0, got -1"),
+        ('[pricing]\nbasis = "hour"', "pricing.basis: expected 'node-hour' or 'memory'"),
+        ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
+        # values that end up in the job script: a newline would start a line of its own there
+        ('partition = "a\\n#SBATCH --uid=0"', r'partition: "a\\n#SBATCH --uid=0" holds characters'),
+        ('account = "a b"', 'account: "a b" holds characters that are not allowed'),
+        ('gres = ""', 'gres: "" holds characters'),
+        ('name = "a/b"', 'name: "a/b" holds characters'),
+        ('srun_args = ["-K1\\n"]', r'srun_args\.0: "-K1\\n" holds characters'),
+        ('setup = ["a\\u0000"]', r"setup\.0: .* holds characters"),
+        ('setup = "module load x"', "setup: expected a list in brackets"),
+        ('[sbatch]\nreservation = "a\\nb"', "sbatch.reservation: expected a word, a whole number, true or false"),
+        ("[sbatch]\nnice = 1.5", "sbatch.nice: expected a word, a whole number, true or false, got 1.5"),
+        ('[sbatch]\n"a\\nb" = 1', r'sbatch: "a\\nb" holds characters'),
+        ('[environment]\n"A B" = "1"', 'environment: "A B" holds characters'),
+        ('[environment]\nA = "1\\n2"', r'environment\.A: "1\\n2" holds characters'),
+        ("[environment]\nA = 1", "environment.A: expected text in quotes, got 1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) -> None:
+    name = "" if text.startswith("name") else NAME
+    line = complaint(load_cluster, name + text)
+    assert re.match(rf"in\.toml: {said}", line), line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "name: is required"),
+        (b'name = "x y"', 'name: "x y" holds characters that are not allowed'),
+        (b"\xff\xfe", "expected UTF-8 text"),
+        (b"name = ", r"is not valid TOML: Invalid value \(at "),
+        (b'name = "a"\nname = "b"', "is not valid TOML: Cannot overwrite a value"),
+        (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
+        (b"a = " + b"[" * 5000 + b"]" * 5000, "is not valid TOML: maximum recursion depth"),
+        (b".".join([b"a"] * 3000) + b" = 1", "holds a value out of all bounds"),
+        (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
+        (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value out of all bounds: Exceeds"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_file_that_is_no_sweep(here: Path, content: bytes, said: str) -> None:
+    line = complaint(load_sweep, content)
+    assert re.match(rf"in\.toml: {said}", line), line
+    assert line.isprintable()
+
+
+def test_several_mistakes_are_a_line_each(here: Path) -> None:
+    lines = complaint(load_sweep, '[workload]\nepochs = 0\nlr = "fast"\n[serach]\n').splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["name", "workload.epochs", "workload.lr", "serach"]
+
+
+@pytest.mark.parametrize(("path", "said"), [("gone.toml", "no such file"), (".", "cannot be read: Is a directory")])
+def test_a_file_that_cannot_be_read(here: Path, path: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_sweep(Path(path))
+
+
+def test_an_endless_file_is_not_read_to_its_end(here: Path) -> None:
+    os.mkfifo("endless")
+
+    def write() -> None:
+        with Path("endless").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"#" * 4096)
+            except BrokenPipeError:
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(InputError, match="under 1,000,000 bytes"):
+        load_sweep(Path("endless"))
+    writer.join(timeout=10)
+    assert not writer.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("workload.epochs", "--set: expected section.key=value, got 'workload.epochs'"),
+        ("=3", "--set: expected section.key=value, got '=3'"),
+        ("workload.=3", "--set: expected section.key=value, got 'workload.=3'"),
+        ("workload.lr=1\nx=2", "--set: expected section.key=value, got 'workload.lr=1\\nx=2'"),
+        ("workload.model=\udc80", "--set: expected section.key=value, got 'workload.model=\\udc80'"),
+        ("name.x=3", "--set: name.x: 'name' is not a table"),
+        (".a=3", "in.toml: '': unknown key"),
+        ("workload.epoch=3", "in.toml: workload.epoch: unknown key (did you mean 'epochs'?)"),
+        ("workload.epochs=many", 'in.toml: workload.epochs: expected a whole number, got "many"'),
+        ("workload.epochs=" + "9" * 5000, "in.toml: workload.epochs: expected a whole number, got"),
+        ("workload.epochs=" + "[" * 5000, "in.toml: workload.epochs: expected a whole number, got"),
+        ("a" + ".a" * 3000 + "=1", "in.toml: holds a value out of all bounds"),
+    ],
+    ids=range(12),
+)
+def test_a_mistake_on_the_command_line(here: Path, override: str, said: str) -> None:
+    line = complaint(load_sweep, NAME, [override])
+    assert line.startswith(said)
+    assert line.isprintable()
+
+
+def test_overrides_take_toml_and_bare_words(here: Path) -> None:
+    Path("in.toml").write_text(NAME)
+    sweep = load_sweep(
+        Path("in.toml"), ["workload.model=resnet34", "workload.lr=0.5", "search.cluster_sizes=[4, 1]", "name=b"]
+    )
+    assert (sweep.workload.model, sweep.workload.lr, sweep.name) == ("resnet34", 0.5, "b")
+    assert sweep.search.cluster_sizes == (1, 4)
+
+
+def test_windows_files_are_read(here: Path) -> None:
+    Path("in.toml").write_bytes(b'\xef\xbb\xbfname = "a"\r\n[workload]\r\nepochs = 3\r\n')
+    assert load_sweep(Path("in.toml")).workload.epochs == 3
+
+
+def test_a_data_folder_becomes_absolute(here: Path) -> None:
+    (here / "images").mkdir()
+    Path("in.toml").write_text(f'{NAME}[workload]\ndataset = "imagefolder"\ndata_dir = "images"')
+    assert load_sweep(Path("in.toml")).workload.data_dir == here / "images"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def net(): ...",
+        "from json import loads as net",
+        "import json as net",
+        "net = lambda classes, size: None",
+        "net: object = None",
+        "class net: ...",
+        "try:\n    from fast import net\nexcept ImportError:\n    from slow import net",
+        "if True:\n    def net(): ...",
+        "from other import *",
+    ],
+)
+def test_an_entry_point_is_found_without_being_imported(here: Path, source: str) -> None:
+    Path("mine.py").write_text(f"{source}\nraise SystemExit('imported')")
+    Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "mine:net"')
+    assert load_sweep(Path("in.toml")).workload.model == "mine:net"
+
+
+def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an install maps the package's name to a folder and adds no folder to the path."""
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.setattr("sys.path", [folder for folder in __import__("sys").path if folder not in ("", str(root))])
+    Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "tula_hpc.workloads.compact:compact_cnn"')
+    assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"), [("def other(): ...", "defines no 'net'"), ("def (", "is not valid Python"), ("\0", "Python")]
+)
+def test_an_entry_point_without_the_function(here: Path, source: str, said: str) -> None:
+    Path("mine.py").write_text(source)
+    assert said in complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
+
+
+@pytest.mark.parametrize(
+    ("sweep", "cluster", "said"),
+    [
+        ({"search": {"cluster_sizes": [2, 8]}}, {"max_nodes": 4}, "s: search.cluster_sizes: 8 nodes, but c has max"),
+        ({"workload": {"precision": "fp16"}}, {}, 's: workload.precision: fp16 needs device = "cuda"'),
+        (
+            {"search": {"cluster_sizes": [3], "min_batch": 32, "max_batch": 40}},
+            {},
+            "s: search.min_batch: no batch between 32 and 40 gives each of 3 workers a power of two",
+        ),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_the_cluster_cannot_run(sweep: dict[str, Any], cluster: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        check_together(
+            SweepSpec.model_validate({"name": "a"} | sweep), ClusterSpec.model_validate(cluster), Path("s"), Path("c")
+        )
+    assert str(raised.value).startswith(said)
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000), st.integers(0, 5000))
+@settings(max_examples=100, deadline=None)
+def test_local_batches_are_all_powers_of_two_within_the_bounds(
+    nodes: int, workers: int, lowest: int, width: int
+) -> None:
+    search = SearchSpec(min_batch=lowest, max_batch=lowest + width)
+    expected = [b for b in (2**k for k in range(15)) if lowest <= nodes * workers * b <= lowest + width]
+    assert local_batches(search, nodes, workers) == expected
+
+
+# Whatever is in a file: a specification or an InputError.
+
+keys = st.sampled_from(
+    [*SweepSpec.model_fields, *SearchSpec.model_fields, *ClusterSpec.model_fields, "model", "dataset", "data_dir", "lr"]
+) | st.text(max_size=5)
+scalars = (
+    st.none().map(lambda _: "resnet18")
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.dates()
+    | st.sampled_from([*DATASETS, *TORCHVISION_MODELS[:3], "~x/y", "json:loads", "a.b:c", "/", "fp16", "slurm", "cuda"])
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
+)
+tables = st.dictionaries(keys, values | st.dictionaries(keys, values, max_size=4), max_size=6)
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def load_anything(load: Load, content: bytes, overrides: Sequence[str] = ()) -> None:
+    path = Path("in.toml")
+    path.write_bytes(content)
+    try:
+        load(path, overrides)
+    except InputError as error:
+        lines = str(error).split("\n")
+        assert all(line.startswith(("in.toml: ", "--set: ")) and line.isprintable() for line in lines), lines
+
+
+@pytest.mark.parametrize("load", [load_sweep, load_cluster])
+@given(table=tables)
+@fuzz
+def test_tables_of_all_kinds(here: Path, load: Load, table: dict[str, Any]) -> None:
+    load_anything(load, tomli_w.dumps(table).encode(errors="surrogatepass"))
+
+
+@given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="surrogatepass")))
+@fuzz
+def test_bytes_of_all_kinds(here: Path, content: bytes) -> None:
+    load_anything(load_sweep, content)
+
+
+@given(data=st.data())
+@fuzz
+def test_a_good_file_with_a_damaged_place(here: Path, data: st.DataObject) -> None:
+    good = (NAME + "[workload]\nepochs = 3\nlr = 5e-2\n[search]\ncluster_sizes = [1, 2]\n").encode()
+    at = data.draw(st.integers(0, len(good)))
+    damage = data.draw(st.binary(max_size=4) | st.sampled_from([b"[", b'"', b"=", b"\n", b".", b"{", b"#"]))
+    load_anything(load_sweep, good[:at] + damage + good[at + data.draw(st.integers(0, 4)) :])
+
+
+@given(override=st.text(max_size=30) | st.tuples(keys, st.text(max_size=20)).map("=".join))
+@fuzz
+def test_overrides_of_all_kinds(here: Path, override: str) -> None:
+    load_anything(load_sweep, NAME.encode(), [override])

@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any, cast
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.run_factory import (
+    DATASET_SAMPLES,
+    EPOCHS,
+    MEMORY_LIMIT,
+    candidate,
+    configurations,
+    make_run,
+    measurement,
+    oom,
+    plan,
+    write_plan,
+    write_training,
+)
+from tula_hpc.analysis.figures import COLOURS, FIGURES, Drawing, Missing, draw_all
+from tula_hpc.analysis.figures_labels import spread
+from tula_hpc.analysis.figures_steps import parts_of
+from tula_hpc.analysis.figures_style import SIZES, size_style
+from tula_hpc.analysis.figures_training import training_marks
+from tula_hpc.analysis.report_data import RunContents, predicted, read_run
+from tula_hpc.records import Candidate, Configuration, Event, RunDirectory, StepTimes, append_record
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
+    """A finished run; read only."""
+    return read_run(make_run(tmp_path_factory.mktemp("figures") / "run"))
+
+
+@pytest.fixture(scope="module")
+def drawings(run: RunContents) -> dict[str, Drawing]:
+    """Every figure of the finished run; none is rendered here."""
+    return {drawing.name: drawing for drawing in draw_all(run).drawings}
+
+
+@pytest.fixture(scope="module")
+def svgs(drawings: dict[str, Drawing]) -> dict[str, str]:
+    """The same as SVG."""
+    return {name: drawing.svg() for name, drawing in drawings.items()}
+
+
+@pytest.fixture(scope="module")
+def inline(drawings: dict[str, Drawing], svgs: dict[str, str]) -> dict[str, str]:
+    """The same for a page."""
+    return {name: drawing.inline_svg(svgs[name]) for name, drawing in drawings.items()}
+
+
+def rows(drawing: Drawing) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(drawing.table.to_csv())))
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)  # noqa: S314 - made by the code under test
+
+
+def drawn(contents: RunContents, name: str) -> Drawing:
+    result = FIGURES[name](contents)
+    assert isinstance(result, Drawing)
+    return result
+
+
+def lines_of(drawing: Drawing, panel: int = 0) -> list[Any]:
+    return list(drawing.figure.axes[panel].get_lines())
+
+
+def test_a_finished_run_has_every_figure(drawings: dict[str, Drawing]) -> None:
+    assert list(drawings) == list(FIGURES)
+
+
+def test_epoch_times_are_full_steps_of_the_measurements(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    measured = [row for row in rows(drawings["epoch_time"]) if row["mark"] == "measured_95"]
+    for row, item in zip(measured, run.ok, strict=True):
+        assert item.times is not None
+        steps = DATASET_SAMPLES // item.configuration.global_batch
+        assert float(row["epoch_time_s"]) == pytest.approx(steps * item.times.step_time_s)
+        assert float(row["low_epoch_time_s"]) == pytest.approx(steps * item.times.step_time_low_s)
+        assert float(row["high_epoch_time_s"]) == pytest.approx(steps * item.times.step_time_high_s)
+
+
+def test_predictions_are_those_of_the_plan(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    assert run.plan is not None
+    for name, column in (("epoch_time", "epoch_time_s"), ("cost", "cost_usd")):
+        line = [row for row in rows(drawings[name]) if row["mark"] == "predicted_90"]
+        field = column.removesuffix("_usd")
+        assert [float(row[column]) for row in line] == [getattr(item, field) for item in run.plan.candidates]
+        assert [row["feasible"] == "true" for row in line] == [item.feasible for item in run.plan.candidates]
+        chosen = [int(row["global_batch_samples"]) for row in line if row["chosen"] == "true"]
+        assert chosen == [run.plan.chosen.global_batch]
+
+
+def test_the_curve_holds_the_numbers_of_the_csv(drawings: dict[str, Drawing]) -> None:
+    table = [row for row in rows(drawings["epoch_time"]) if row["mark"] == "predicted_90" and row["nodes"] == "2"]
+    expected = [float(row["epoch_time_s"]) for row in table]
+    curves = [list(line.get_ydata()) for line in lines_of(drawings["epoch_time"])]
+    assert any(len(curve) == len(expected) and curve == pytest.approx(expected) for curve in curves)
+
+
+def test_measured_cost_is_measured_time_at_the_plans_price(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    measured = [row for row in rows(drawings["cost"]) if row["mark"] == "measured_95"]
+    for row, item in zip(measured, run.ok, strict=True):
+        assert item.times is not None
+        hours = EPOCHS * (DATASET_SAMPLES // item.configuration.global_batch) * item.times.step_time_s / 3600
+        assert float(row["cost_usd"]) == pytest.approx(hours * item.nodes * 2.48)
+
+
+def test_out_of_memory_is_in_time_cost_and_memory(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    assert run.out_of_memory
+    for name in ("epoch_time", "cost", "memory"):
+        crosses = [row for row in rows(drawings[name]) if row["mark"] == "out_of_memory"]
+        assert [(int(row["nodes"]), int(row["local_batch_samples"])) for row in crosses] == [
+            (item.nodes, item.local_batch) for item in run.out_of_memory
+        ]
+
+
+def test_memory_shows_limit_bound_and_reserved_bytes(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    table = rows(drawings["memory"])
+    measured = [int(row["peak_memory_bytes"]) for row in table if row["mark"] == "measured"]
+    assert measured == [item.memory.reserved_bytes for item in run.ok if item.memory]
+    assert [int(row["peak_memory_bytes"]) for row in table if row["mark"] == "limit"] == [MEMORY_LIMIT]
+    feasible = [item.local_batch for item in run.plan.candidates if item.feasible] if run.plan else []
+    assert [int(row["local_batch_samples"]) for row in table if row["mark"] == "largest_that_fits"] == [max(feasible)]
+    assert "resident memory of the whole process" in drawings["memory"].caption
+
+
+def test_a_batch_within_the_margin_below_the_limit_does_not_fit(run: RunContents) -> None:
+    assert run.cluster is not None
+    careful = run._replace(cluster=run.cluster.model_copy(update={"memory_margin": 0.3}))
+    largest = [row for row in rows(drawn(careful, "memory")) if row["mark"] == "largest_that_fits"]
+    assert [row["local_batch_samples"] for row in largest] == ["256"]
+
+
+def test_memory_on_a_gpu_is_called_that(run: RunContents) -> None:
+    assert run.cluster is not None
+    on_gpu = run._replace(cluster=run.cluster.model_copy(update={"device": "cuda"}))
+    assert "GPU memory reserved by the allocator" in drawn(on_gpu, "memory").caption
+
+
+def test_a_limit_far_above_does_not_flatten_the_measurements(run: RunContents) -> None:
+    assert run.plan is not None
+    wide = run._replace(plan=run.plan.model_copy(update={"memory_limit_bytes": 1024 * MEMORY_LIMIT}))
+    top = drawn(wide, "memory").figure.axes[0].get_ylim()[1]
+    assert top * 1024**3 < 20 * MEMORY_LIMIT
+
+
+def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> None:
+    for row in rows(drawings["step_breakdown"]):
+        parts = [
+            float(row[f"{name}_s"])
+            for name in ("data_wait", "forward_backward", "optimizer", "exposed_synchronization")
+        ]
+        assert min(parts) >= 0
+        total = max(float(row["step_time_s"]), sum(parts[:3]))
+        assert sum(parts) == pytest.approx(total)
+        share = 100 * parts[3] / float(row["step_time_s"])
+        assert float(row["exposed_synchronization_percent"]) == pytest.approx(share)
+
+
+def test_exposed_synchronization_is_never_negative() -> None:
+    times = StepTimes(
+        step_time_s=0.1,
+        step_time_low_s=0.1,
+        step_time_high_s=0.1,
+        data_time_s=0.02,
+        compute_time_s=0.09,
+        optimizer_time_s=0.01,
+        allreduce_time_s=0.0,
+    )
+    assert parts_of(times).exposed_sync_s == 0
+
+
+def test_errors_are_predicted_over_measured_minus_one(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    table = rows(drawings["prediction_error"])
+    assert len(table) == len(run.ok) + 1
+    for row in table:
+        relative = float(row["predicted_s"]) / float(row["measured_s"]) - 1
+        assert float(row["relative_error_percent"]) == pytest.approx(100 * relative)
+    assert table[-1]["quantity"] == "training_epoch main"
+    assert float(table[-1]["measured_s"]) == run.trainings[0].epoch_time_s
+
+
+def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", epochs_done=4)
+    lines = files.train().metrics_file.read_text().replace('"global_batch":1024', '"global_batch":512', 2)
+    files.train().metrics_file.write_text(lines)
+    contents = read_run(files)
+    assert {row["quantity"] for row in rows(drawn(contents, "prediction_error"))} == {"profiled_step"}
+    assert "event B = 1,024" in {row["mark"] for row in rows(drawn(contents, "training"))}
+
+
+def test_training_holds_the_logged_epochs(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    table = [row for row in rows(drawings["training"]) if row["mark"] == "main"]
+    epochs = run.trainings[0].metrics.epochs
+    assert [float(row["test_accuracy_percent"]) for row in table] == pytest.approx(
+        [100 * item.test_accuracy for item in epochs]
+    )
+    assert [float(row["train_loss"]) for row in table] == [item.train_loss for item in epochs]
+
+
+def test_a_preemption_is_marked_where_it_happened(run: RunContents) -> None:
+    marks = list(training_marks(run.trainings[0].metrics, run.events))
+    assert [mark.what for mark in marks] == ["preempted", "restarted"]
+    assert [mark.epoch for mark in marks] == pytest.approx([6.4, 6.4], abs=0.05)
+
+
+def test_events_of_unknown_place_are_not_marked(run: RunContents) -> None:
+    lost = Event(time=1.0, event="preempted", stage="train", data={"samples_seen": "many"})
+    assert list(training_marks(run.trainings[0].metrics, [lost])) == []
+
+
+def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    table = rows(drawings["sensitivity"])
+    steps = run.trainings[0].metrics.steps
+    assert [float(row["sensitivity"]) for row in table] == [item.sensitivity for item in steps]
+    assert [float(row["scale_max"]) for row in table] == [item.scale_max for item in steps]
+    assert "δ = 0.5" in drawings["sensitivity"].caption
+
+
+@pytest.mark.parametrize(
+    ("stage", "missing"),
+    [
+        ("profile", {"cost", "prediction_error", "training", "sensitivity"}),
+        ("plan", {"training", "sensitivity"}),
+    ],
+)
+def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: str, missing: set[str]) -> None:
+    result = draw_all(read_run(make_run(tmp_path / "run", stage=stage)))
+    assert {item.name for item in result.missing} == missing
+    assert all(item.why for item in result.missing)
+
+
+def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
+    result = draw_all(run._replace(measurements=[], trainings=[]))
+    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "cost", "memory"}
+
+
+@pytest.mark.parametrize("name", list(FIGURES))
+def test_nothing_at_all_is_no_error(run: RunContents, name: str) -> None:
+    empty = run._replace(measurements=[], plan=None, trainings=[], events=[])
+    assert isinstance(FIGURES[name](empty), Missing)
+
+
+def test_one_configuration_alone_is_drawn(run: RunContents) -> None:
+    alone = run._replace(measurements=[measurement(Configuration(1, 1, 32))], plan=None, trainings=[])
+    for drawing in draw_all(alone).drawings:
+        parsed(drawing.svg())
+
+
+def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
+    too_large = candidate(Configuration(1, 1, 65_536)).model_copy(
+        update={"epoch_time_s": 0.0, "train_time_s": 0.0, "cost": 0.0, "interval_90": {}, "feasible": False}
+    )
+    assert run.plan is not None
+    odd = run._replace(plan=run.plan.model_copy(update={"candidates": [*run.plan.candidates, too_large]}))
+    assert "65536" not in {row["global_batch_samples"] for row in rows(drawn(odd, "epoch_time"))}
+
+
+def test_every_svg_is_well_formed(svgs: dict[str, str]) -> None:
+    assert {parsed(svg).tag for svg in svgs.values()} == {f"{SVG}svg"}
+
+
+def test_png_is_150_dpi(drawings: dict[str, Drawing]) -> None:
+    width_px = int.from_bytes(drawings["memory"].png()[16:20], "big")
+    assert width_px == round(drawings["memory"].figure.get_figwidth() * 150)
+
+
+def test_the_same_numbers_give_the_same_svg(run: RunContents) -> None:
+    assert drawn(run, "epoch_time").svg() == drawn(run, "epoch_time").svg()
+
+
+def test_inline_svgs_share_no_ids_and_ask_for_nothing(inline: dict[str, str]) -> None:
+    seen: set[str] = set()
+    for name, text in inline.items():
+        ids = {element.get("id") for element in parsed(text).iter()} - {None}
+        assert ids.isdisjoint(seen)
+        seen |= cast("set[str]", ids)
+        used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+        assert used <= ids
+        assert "title" not in {identifier.removeprefix(f"{name}-") for identifier in cast("set[str]", ids)}
+
+
+def test_inline_svgs_follow_the_pages_colours(inline: dict[str, str]) -> None:
+    for text in inline.values():
+        assert "var(--ink)" in text
+        assert not any(colour.light in text for colour in COLOURS)
+
+
+def test_matplotlibs_settings_are_left_alone(run: RunContents) -> None:
+    before = dict(mpl.rcParams)
+    drawn(run, "memory").png()
+    assert dict(mpl.rcParams) == before
+
+
+def test_a_users_matplotlibrc_has_no_influence(run: RunContents) -> None:
+    plain = drawn(run, "cost").svg()
+    with mpl.rc_context({"axes.labelweight": "bold", "xtick.direction": "in", "axes.spines.left": False}):
+        assert drawn(run, "cost").svg() == plain
+
+
+def test_a_cluster_size_keeps_its_colour() -> None:
+    sizes = [1, 2, 4, 8, 16]
+    assert len({size_style(sizes, nodes) for nodes in sizes}) == len(sizes)
+    assert size_style(sizes, 4).colour == SIZES[2].light
+    many = list(range(1, 57))
+    assert len({size_style(many, nodes) for nodes in many}) == len(many)
+
+
+def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", stage="plan")
+    for label in ("<script>alert(1)</script>".replace("/", "∕"), "$\\undefined{$", "名前"):
+        write_training(files, epochs_done=2, label=label)
+    contents = read_run(files)
+    svg = drawn(contents, "training").svg()
+    tags = {element.tag for element in parsed(svg).iter()}
+    assert f"{SVG}script" not in tags
+
+
+def test_a_formula_in_a_name_is_no_formula_in_the_csv(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", stage="plan")
+    write_training(files, epochs_done=2, label="=1+1")
+    assert {row["mark"] for row in rows(drawn(read_run(files), "training"))} >= {"'=1+1"}
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1), max_size=12), st.floats(min_value=0.001, max_value=0.2))
+def test_labels_keep_their_distance_and_their_centre(wanted: list[float], gap: float) -> None:
+    placed = spread(sorted(wanted), gap)
+    assert all(after - before >= gap * (1 - 1e-6) for before, after in itertools.pairwise(placed))
+    assert sum(placed) == pytest.approx(sum(wanted), abs=1e-6)
+    far_apart = all(after - before >= gap for before, after in itertools.pairwise(sorted(wanted)))
+    assert not far_apart or placed == pytest.approx(sorted(wanted))
+
+
+def test_intervals_of_multiples_follow_one_another() -> None:
+    item = candidate(configurations()[0])
+    low, high = item.interval_90["train_time_s"]
+    for field in ("epoch_time_s", "step_time_s", "cost", "train_time_s"):
+        interval = predicted(item, field)
+        assert interval.low / interval.value == pytest.approx(low / item.train_time_s)
+        assert interval.high / interval.value == pytest.approx(high / item.train_time_s)
+    assert predicted(item, "peak_memory_bytes").low == item.peak_memory_bytes
+
+
+def test_an_infeasible_end_is_shaded(tmp_path: Path) -> None:
+    def large(item: Candidate) -> Candidate:
+        return item.model_copy(update={"feasible": item.feasible and item.global_batch < 1024})
+
+    files = make_run(tmp_path / "run", stage="profile")
+    write_plan(files, plan([large(candidate(item)) for item in configurations()]))
+    assert "grey region" in drawn(read_run(files), "epoch_time").caption
+
+
+def test_repeated_measurements_are_all_drawn(tmp_path: Path) -> None:
+    files = RunDirectory(tmp_path / "run").create()
+    where = Configuration(2, 1, 64)
+    for seed in range(3):
+        append_record(files.profile / "a.jsonl", measurement(where, seed))
+    append_record(files.profile / "a.jsonl", oom(Configuration(2, 1, 4096)))
+    marks = [row["mark"] for row in rows(drawn(read_run(files), "epoch_time"))]
+    assert marks == ["measured_95"] * 3 + ["out_of_memory"]

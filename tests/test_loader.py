@@ -1,0 +1,210 @@
+"""Loaders: the same samples in the same order, whatever the number of workers and wherever training was resumed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.errors import InputError
+from tula_hpc.workloads import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
+from tula_hpc.workloads.data import build_data
+
+laws = settings(max_examples=50, deadline=None)
+Batch = tuple[Tensor, Tensor]
+
+
+class Noise(Dataset[tuple[Tensor, int]]):
+    """Items that augment with torch's random numbers, as a user's would, and tell the threads of their process."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.cat([torch.rand(2), torch.tensor([float(torch.get_num_threads())])]), index
+
+
+def sampler(samples: int, local_batch: int, world_size: int, rank: int = 0, seed: int = 0) -> ResumableSampler:
+    return ResumableSampler(Noise(samples), local_batch=local_batch, rank=rank, world_size=world_size, seed=seed)
+
+
+def loader(dataset: Dataset[Any], local_batch: int = 4, **options: Any) -> TrainLoader:
+    defaults = {"rank": 0, "world_size": 1, "seed": 0, "loader_workers": 0, "pin_memory": False}
+    return make_train_loader(dataset, local_batch=local_batch, **(defaults | options))
+
+
+def global_batches(samples: int, local_batch: int, world_size: int, epoch: int = 0, offset: int = 0) -> list[list[int]]:
+    """Indices of each global batch, put together from what every rank is given."""
+    shares = []
+    for rank in range(world_size):
+        one = sampler(samples, local_batch, world_size, rank)
+        one.set_epoch(epoch)
+        one.set_offset(offset)
+        keys = list(one)
+        assert len(keys) == len(one)
+        assert all(key[0] == epoch for key in keys)
+        shares.append([index for _, index in keys])
+    steps = len(shares[0]) // local_batch
+    return [[i for share in shares for i in share[k * local_batch : (k + 1) * local_batch]] for k in range(steps)]
+
+
+sizes = {"samples": st.integers(1, 200), "local_batch": st.integers(1, 9), "world_size": st.integers(1, 6)}
+
+
+@laws
+@given(**sizes, epoch=st.integers(0, 3))
+def test_an_epoch_sees_each_sample_once_in_full_batches(
+    samples: int, local_batch: int, world_size: int, epoch: int
+) -> None:
+    batch = local_batch * world_size
+    batches = global_batches(samples, local_batch, world_size, epoch)
+    assert len(batches) == samples // batch
+    seen = list(itertools.chain(*batches))
+    assert len(set(seen)) == len(seen) == samples // batch * batch
+
+
+@laws
+@given(samples=st.integers(24, 200), world_size=st.sampled_from([1, 2, 3, 4, 6, 12]), epoch=st.integers(0, 3))
+def test_a_global_batch_does_not_depend_on_the_number_of_workers(samples: int, world_size: int, epoch: int) -> None:
+    assert global_batches(samples, 12 // world_size, world_size, epoch) == global_batches(samples, 12, 1, epoch)
+
+
+@laws
+@given(**sizes, steps=st.integers(0, 5))
+def test_resuming_goes_on_where_it_stopped(samples: int, local_batch: int, world_size: int, steps: int) -> None:
+    whole = global_batches(samples, local_batch, world_size)
+    seen = min(steps, len(whole)) * local_batch * world_size
+    assert global_batches(samples, local_batch, world_size, offset=seen) == whole[steps:]
+
+
+@laws
+@given(samples=st.integers(40, 200), before=st.integers(1, 20), after=st.integers(1, 20), steps=st.integers(0, 2))
+def test_resuming_with_another_batch_repeats_nothing(samples: int, before: int, after: int, steps: int) -> None:
+    first = list(itertools.chain(*global_batches(samples, before, 1)[:steps]))
+    rest = list(itertools.chain(*global_batches(samples, after, 1, offset=len(first))))
+    assert not set(first) & set(rest)
+    assert samples - len(first) - len(rest) < after
+
+
+@laws
+@given(seed=st.integers(0, 50), epoch=st.integers(0, 50))
+def test_the_order_follows_from_seed_and_epoch(seed: int, epoch: int) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        one = sampler(50, 5, 1, seed=seed)
+        one.set_epoch(epoch)
+        return [index for _, index in one]
+
+    assert order(seed, epoch) == order(seed, epoch)
+    assert order(seed, epoch) != order(seed, epoch + 1)
+    assert order(seed, epoch) != order(seed + 1, epoch)
+    assert order(seed, epoch + 1) != order(seed + 1, epoch)  # a sum of the two would make these the same
+
+
+def test_an_offset_outside_the_epoch_is_a_mistake() -> None:
+    for offset in (-1, 11):
+        with pytest.raises(ValueError, match="not within an epoch of 10 samples"):
+            sampler(10, 2, 1).set_offset(offset)
+
+
+def take(one: TrainLoader, count: int, epoch: int = 0, offset: int = 0) -> list[Batch]:
+    return list(itertools.islice(one.stream(epoch, offset), count))
+
+
+def same(left: list[Batch], right: list[Batch]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a[0][:, :2], b[0][:, :2]) and torch.equal(a[1], b[1]) for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_the_stream_goes_through_the_epochs() -> None:
+    one = loader(Noise(10))
+    labels = [batch[1].tolist() for batch in take(one, 4)]
+    assert labels == [*global_batches(10, 4, 1, epoch=0), *global_batches(10, 4, 1, epoch=1)]
+
+
+def test_a_stream_that_begins_in_the_middle_equals_the_rest_of_the_whole() -> None:
+    one = loader(Noise(20))
+    assert same(take(one, 8, epoch=1, offset=8), take(one, 15)[7:])
+
+
+def test_a_stream_that_begins_at_the_end_goes_on_with_the_next_epoch() -> None:
+    one = loader(Noise(10))
+    assert same(take(one, 3, epoch=0, offset=8), take(one, 3, epoch=1))
+
+
+def test_augmentation_differs_between_epochs_and_not_between_workers() -> None:
+    def by_index(batches: list[Batch]) -> dict[int, list[float]]:
+        return {
+            int(label): item.tolist() for items, labels in batches for item, label in zip(items, labels, strict=True)
+        }
+
+    alone = by_index(take(loader(Noise(16)), 4))
+    ranks = [by_index(take(loader(Noise(16), 2, rank=rank, world_size=2), 4)) for rank in range(2)]
+    assert ranks[0] | ranks[1] == alone
+    later = by_index(take(loader(Noise(16)), 4, epoch=1))
+    assert all(later[index] != alone[index] for index in alone)
+    other = by_index(take(loader(Noise(16), seed=1), 4))
+    assert all(other[index] != alone[index] for index in alone)
+
+
+def test_small_images_are_augmented_reproducibly() -> None:
+    train = build_data(WorkloadSpec(dataset="digits")).train
+    one = loader(train, 32)
+    first = take(one, 3, epoch=2)
+    torch.rand(5)
+    again = take(one, 3, epoch=2)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+    index = int(first[0][1][0])
+    assert one.dataset[(0, index)][0].tolist() != one.dataset[(1, index)][0].tolist() or (
+        one.dataset[(2, index)][0].tolist() != one.dataset[(3, index)][0].tolist()
+    )
+
+
+def test_loading_leaves_the_random_numbers_of_others_alone() -> None:
+    before = torch.get_rng_state()
+    take(loader(Noise(8)), 3)
+    take(loader(build_data(WorkloadSpec(dataset="digits")).train), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loader_processes_yield_what_this_process_would() -> None:
+    """Over three epochs: the processes persist, and are told of a new epoch by the keys alone."""
+    several = loader(Noise(12), loader_workers=2)
+    batches = take(several, 7)
+    assert same(batches, take(loader(Noise(12)), 7))
+    assert all((items[:, 2] == 1).all() for items, _ in batches)  # threads of a loader process
+    assert several.prefetch_factor == 2
+    assert several.persistent_workers
+    assert same(take(several, 2, epoch=5, offset=4), take(loader(Noise(12)), 2, epoch=5, offset=4))
+
+
+def test_a_batch_larger_than_the_training_set_is_refused() -> None:
+    with pytest.raises(InputError, match="global batch of 16 is larger than the training set of 10 samples"):
+        loader(Noise(10), 8, world_size=2)
+
+
+@laws
+@given(samples=st.integers(0, 40), world_size=st.integers(1, 6), batch=st.integers(1, 7))
+def test_the_test_set_is_shared_out_without_copies(samples: int, world_size: int, batch: int) -> None:
+    shares = [
+        [
+            int(label)
+            for _, labels in make_test_loader(
+                Noise(samples), batch=batch, rank=rank, world_size=world_size, loader_workers=0, pin_memory=False
+            )
+            for label in labels
+        ]
+        for rank in range(world_size)
+    ]
+    assert sorted(itertools.chain(*shares)) == list(range(samples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import (
+    EPOCHS,
+    SWEEP_TOML,
+    candidate,
+    configurations,
+    make_run,
+    measurement,
+    oom,
+    plan,
+    write_plan,
+    write_training,
+)
+from tula_hpc.analysis.figures import FIGURES
+from tula_hpc.analysis.report import main, summary_rows, write_report
+from tula_hpc.analysis.report_data import read_run
+from tula_hpc.analysis.report_tables import SUMMARY_COLUMNS, model_tables, summary_cells, summary_table
+from tula_hpc.analysis.report_text import answer, how_measured, warnings
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record
+
+ROOT = Path(__file__).resolve().parent.parent
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+HOSTILE = "<script>alert('ü')</script></svg>&\"'"
+
+
+class Page(html.parser.HTMLParser):
+    """Parses a page strictly enough to notice unbalanced tags, and collects what matters."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.requests: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        values = dict(attrs)
+        self.ids += [values["id"] or ""] if "id" in values else []
+        if tag in ("link", "script", "img", "iframe", "image"):
+            self.requests.append(values.get("href") or values.get("src") or "inline")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        """The text as a reader sees it, with plain spaces."""
+        return re.sub(r"\s+", " ", "".join(self.text))
+
+
+class Written:
+    """A finished run with its report."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = make_run(root)
+        self.paths = write_report(self.run)
+        self.page = Page(self.paths[0].read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture
+def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where figures are not the point: only two, which are soon drawn."""
+    few = {name: FIGURES[name] for name in ("cost", "memory")}
+    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", few)
+
+
+def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
+    figures = {f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png", "csv")}
+    names = {path.name for path in finished.run.report.iterdir()}
+    assert names == figures | {"report.html", "report.pdf"}
+    assert {path.name for path in finished.paths} == names
+    assert finished.paths[0] == finished.run.report / "report.html"
+
+
+def test_the_pdf_has_a_page_for_the_answer_and_for_each_figure(finished: Written) -> None:
+    content = (finished.run.report / "report.pdf").read_bytes()
+    assert content.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(FIGURES)
+
+
+def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
+    page = finished.page
+    assert page.requests == ["data:,"]
+    assert len(page.ids) == len(set(page.ids))
+    assert page.tags.count("svg") == len(FIGURES)
+    assert "script" not in page.tags
+
+
+def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
+    words = finished.page.words
+    assert "Train on 4 nodes with global batch 1,024 (256 samples per worker): predicted" in words
+    assert "The training (ags) took" in words
+    assert "64.5 % test accuracy" in words
+    for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):
+        assert heading in words
+    assert 'dataset = "cifar100"' in words
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    first = {path.name for path in write_report(run)}
+    run.plan_file.unlink()
+    second = {path.name for path in write_report(run)}
+    assert second < first
+    assert {path.name for path in run.report.iterdir()} == second
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_reports_grow_with_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    words = Page(write_report(run)[0].read_text()).words
+    assert "There is no plan yet. 18 configurations could be measured, 3 ran out of memory." in words
+    assert "Not in this report yet: cost: prices come with the plan" in words
+    write_plan(run, plan([candidate(item) for item in configurations()]))
+    write_training(run, epochs_done=3)
+    words = Page(write_report(run)[0].read_text()).words
+    assert "The training has started; 3 epochs are done" in words
+    assert "Not in this report yet" not in words
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_text_from_files_is_escaped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    run.sweep_file.write_text(SWEEP_TOML + f"# {HOSTILE}\n")
+    where = Configuration(1, 1, 32)
+    append_record(
+        run.profile / "x.jsonl", measurement(where, 7, hosts=(HOSTILE,), device=HOSTILE, versions={HOSTILE: "1"})
+    )
+    append_record(run.profile / "x.jsonl", oom(Configuration(1, 1, 8192), detail=HOSTILE))
+    run.log_event("failed", "train", detail=HOSTILE, job_id=HOSTILE)
+    hostile = plan(
+        [candidate(item) for item in configurations()],
+        warnings=[HOSTILE],
+        reason=HOSTILE,
+        models={HOSTILE: {HOSTILE: HOSTILE}},
+    )
+    write_plan(run, hostile)
+    text = write_report(run)[0].read_text()
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "<script" not in text
+    assert page.words.count(HOSTILE) >= 9
+
+
+def test_nothing_imports_torch(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", stage="profile")
+    code = (
+        "import sys; from tula_hpc.analysis import report; assert 'matplotlib' not in sys.modules; "
+        "from tula_hpc.analysis import figures; figures.FIGURES = {'memory': figures.FIGURES['memory']}; "
+        f"code = report.main([{str(tmp_path / 'run')!r}]); "
+        "print(code, [m for m in ('torch', 'torchvision', 'submitit', 'matplotlib.pyplot') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "nothing"
+    if exists:
+        root.mkdir()
+    assert main([str(root)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert str(root) in printed.err
+    assert not (root / "report").exists()
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    run.report.write_text("a file where the folder should be")
+    assert main([str(run.root)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_damaged_files_are_named_and_the_rest_is_used(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.plan_file.write_text("{")
+    run.cluster_file.write_text("max_nodes = 'many'")
+    run.train().result_file.write_text("{}")
+    (run.profile / "torn.jsonl").write_text('{"status": "ok", "no')
+    contents = read_run(run)
+    assert len(contents.ok) == 18
+    assert contents.plan is None
+    notes = " ".join(contents.notes)
+    assert all(name in notes for name in ("plan.json", "cluster.toml", "result.json", "torn or unknown: 1 line."))
+    assert set(contents.notes) <= set(warnings(contents))
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_logs_alone_without_any_input_file_make_a_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "copied", stage="profile")
+    for file in (run.sweep_file, run.cluster_file, run.events_file):
+        file.unlink()
+    page = Page(write_report(run)[0].read_text())
+    assert "copied" in page.words
+    assert "sweep.toml is missing." in page.words
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    html_file = write_report(run)[0]
+    before = html_file.read_text()
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_report(run)
+    assert html_file.read_text() == before
+    assert not [path for path in run.report.iterdir() if path.name.startswith(".")]
+
+
+def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -> None:
+    made, measured = finished.run.read_plan(), finished.run.measurements().records
+    rows = summary_rows(made, measured, None)
+    chosen = made.chosen.configuration
+    assert [row.configuration for row in rows] == [
+        chosen,
+        Configuration(4, 1, chosen.local_batch // 2),
+        Configuration(4, 1, chosen.local_batch * 2),
+        Configuration(1, 1, chosen.global_batch),
+        Configuration(2, 1, chosen.global_batch // 2),
+    ]
+    for row in rows:
+        known = row.measured_epoch_s is not None
+        assert known == (row.configuration in {item.configuration for item in measured if item.status == "ok"})
+        if row.measured_epoch_s is not None:
+            assert row.relative_error == pytest.approx(row.predicted_epoch_s.value / row.measured_epoch_s - 1)
+        assert row.train_time_s == pytest.approx(EPOCHS * row.predicted_epoch_s.value)
+        assert row.test_accuracy is None
+    assert not rows[3].feasible
+    assert all(len(summary_cells(row)) >= len(SUMMARY_COLUMNS) for row in rows)
+
+
+def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
+    made, measured = finished.run.read_plan(), finished.run.measurements().records
+    result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
+    rows = summary_rows(made, measured, result)
+    assert [row.test_accuracy for row in rows] == [result.test_accuracy, *[None] * (len(rows) - 1)]
+    assert rows[0].trained_epoch_s == pytest.approx(result.train_time_s / EPOCHS)
+    assert summary_table(rows).columns[-1] == "accuracy"
+    moved = result.model_copy(update={"global_batch": result.global_batch // 2, "local_batch": result.local_batch // 2})
+    assert [row.test_accuracy is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
+
+
+def test_repeated_measurements_count_by_their_median() -> None:
+    where = Configuration(1, 1, 32)
+    repeats = [measurement(where, seed) for seed in range(3)]
+    rows = summary_rows(plan([candidate(where), candidate(Configuration(1, 1, 64))]), repeats, None)
+    middle = sorted(item.times.step_time_s for item in repeats if item.times)[1]
+    assert rows[0].configuration == where
+    assert rows[0].measured_epoch_s == pytest.approx(50_000 // 32 * middle)
+
+
+def test_profiling_cost_is_node_seconds(finished: Written) -> None:
+    contents = read_run(finished.run)
+    total = sum(item.elapsed_s * item.nodes for item in contents.measurements)
+    assert dict(how_measured(contents))["what profiling cost"].startswith(f"{round(total):,} node-seconds")
+
+
+def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    result = json.loads(run.train().result_file.read_text()) | {"global_batch": 512, "local_batch": 128, "restarts": 3}
+    run.train().result_file.write_text(json.dumps(result))
+    text = answer(read_run(run))
+    assert "It ended on 4 nodes with global batch 512, not at the chosen configuration." in text
+    assert "resumed 3 times" in text
+
+
+def test_models_are_shown_whatever_they_are_made_of() -> None:
+    models = {
+        "step_time": {
+            "form": "ring",
+            "parameters": {"a": 0.00012349, "b": 2},
+            "pinned": ["b"],
+            "deep": {"x": [1, None, True]},
+        }
+    }
+    ((name, table),) = model_tables(models)
+    assert name == "step time"
+    assert table.rows == [
+        ("form", "ring", ""),
+        ("parameters.a", "0.0001235", ""),
+        ("parameters.b", "2", "pinned"),
+        ("deep.x", "1, –, yes", ""),
+    ]
+    assert model_tables({"odd": None})[0][1].rows == [("value", "–", "")]
+
+
+def test_an_empty_profile_folder_is_no_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        read_run(run)

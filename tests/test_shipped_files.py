@@ -1,0 +1,200 @@
+"""The sweeps and cluster files that are shipped: they load, fit together, and say what the paper says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from tula_hpc.catalog import DATASETS
+from tula_hpc.config import ClusterSpec, SweepSpec, check_together, load_cluster, load_sweep, local_batches
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
+CLUSTERS = sorted((ROOT / "slurm_templates").glob("*.toml"))
+COMPLETE = [(ROOT / "sweeps" / "example.toml", SweepSpec), (ROOT / "slurm_templates" / "generic.toml", ClusterSpec)]
+ASSIGNMENT = re.compile(r"^(# )?(\w+) = ")  # a key, or one that has no default behind a #
+
+
+@pytest.fixture(autouse=True)
+def with_data_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DATASETS:
+        (tmp_path / "data" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+
+def sweep(name: str) -> SweepSpec:
+    return load_sweep(ROOT / "sweeps" / f"{name}.toml")
+
+
+def cluster(name: str) -> ClusterSpec:
+    return load_cluster(ROOT / "slurm_templates" / f"{name}.toml")
+
+
+def head(path: Path) -> str:
+    """The comment at the top."""
+    lines = path.read_text().splitlines()
+    return "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))])
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
+    assert load_sweep(path)
+    command = re.search(r"python -m tula_hpc\.sweep (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
+    assert command is not None
+    assert ROOT / command[1] == path
+    check_together(load_sweep(path), load_cluster(ROOT / command[2]) if command[2] else ClusterSpec(), path, "cluster")
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_cluster_loads_and_its_head_says_the_command(path: Path) -> None:
+    assert load_cluster(path)
+    assert f"--cluster slurm_templates/{path.name}" in head(path)
+
+
+@pytest.mark.parametrize("path", [*SWEEPS, *CLUSTERS], ids=lambda path: path.stem)
+def test_lines_fit_a_terminal(path: Path) -> None:
+    assert max(map(len, path.read_text().splitlines())) <= 120
+
+
+# the two files that document every key
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a specification with their defaults; tables that take any key count as their own."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= all_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field.default
+    return found
+
+
+def written_keys(text: str) -> dict[str, str]:
+    """Dotted keys of a file, those behind a # included, with the comment that explains each."""
+    found: dict[str, str] = {}
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line[1 : line.index("]")]
+            found[section] = line.partition("#")[2].strip()
+        elif match := ASSIGNMENT.match(line):
+            comment = line.removeprefix("# ").partition("#")[2].strip()
+            found[".".join(filter(None, [section, match[2]]))] = comment
+    return found
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_every_key_is_there(path: Path, kind: type[BaseModel]) -> None:
+    written = written_keys(path.read_text())
+    assert set(all_keys(kind)) <= set(written)
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_what_is_written_is_the_default(path: Path, kind: type[BaseModel]) -> None:
+    """Of all that is not behind a #: the file as a whole equals the specification's defaults."""
+    spec = kind.model_validate_json(__import__("json").dumps(tomllib.loads(path.read_text())), strict=True)
+    assert spec.model_dump(exclude={"name"}) == kind.model_validate({"name": "local"}).model_dump(exclude={"name"})
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_only_keys_without_a_default_are_behind_a_number_sign(path: Path, kind: type[BaseModel]) -> None:
+    text = path.read_text()
+    active = set(written_keys("\n".join(line for line in text.splitlines() if not line.startswith("#"))))
+    defaults = all_keys(kind)
+    assert {key for key in defaults if key not in active} == {key for key, value in defaults.items() if value is None}
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_what_is_behind_a_number_sign_is_valid(path: Path, kind: type[BaseModel]) -> None:
+    enabled = "\n".join(
+        line.removeprefix("# ") if ASSIGNMENT.match(line) else line for line in path.read_text().splitlines()
+    )
+    copy = Path("enabled.toml")
+    copy.write_text(enabled)
+    assert load_sweep(copy) if kind is SweepSpec else load_cluster(copy)
+    assert set(tomllib.loads(enabled)) == set(kind.model_fields)
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_sections_and_most_keys_are_explained(path: Path, kind: type[BaseModel]) -> None:
+    written = written_keys(path.read_text())
+    silent = {key for key in all_keys(kind) if not written[key]}
+    assert len(silent) < len(written) / 4
+
+
+@pytest.mark.parametrize(("path", "kind"), COMPLETE)
+def test_all_choices_are_named(path: Path, kind: type[BaseModel]) -> None:
+    text = path.read_text()
+    found = choices(kind)
+    assert "knee" in found or "slurm" in found
+    assert [choice for choice in found if not re.search(rf"\b{choice}\b", text)] == []
+
+
+def choices(kind: type[BaseModel]) -> list[str]:
+    """Every value that a key with a fixed set of values may have."""
+    found: list[str] = []
+    for field in kind.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += choices(field.annotation)
+        elif get_origin(field.annotation) is Literal:
+            found += get_args(field.annotation)
+    return found
+
+
+# the paper's workloads
+
+PAPER = {
+    "resnet50_imagenet": ("resnet50", "imagenet", 0.05, 5e-4, (100, 150, 200), 0.1, 8192),
+    "vgg11_cifar100": ("vgg11", "cifar100", 0.01, 5e-4, (50, 75, 100), 0.2, 8192),
+    "alexnet_caltech101": ("alexnet", "caltech101", 0.01, 5e-4, (25, 50, 75), 0.1, 1024),
+    "mobilenetv3_caltech256": ("mobilenet_v3_large", "caltech256", 0.01, 1e-4, (40, 80), 0.1, 2048),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_hyper_parameters(name: str) -> None:
+    """Tyagi, Wang: Tula, section on the set-up; batches include its knee at 16 nodes."""
+    spec = sweep(name)
+    work = spec.workload
+    *expected, knee = PAPER[name]
+    assert [work.model, work.dataset, work.lr, work.weight_decay, work.milestones, work.gamma] == expected
+    assert (work.optimizer, work.momentum, work.schedule) == ("sgd", 0.9, "step")
+    assert work.epochs > work.milestones[-1]
+    assert spec.search.cluster_sizes == (2, 4, 8, 16)
+    assert (spec.search.min_batch, spec.search.mode) == (32, "partial")
+    assert knee in [16 * b for b in local_batches(spec.search, 16, 1)]
+    assert (spec.training.method, spec.training.delta) == ("ags", 0.5)
+
+
+def test_the_papers_cluster() -> None:
+    spec = cluster("v100")
+    assert (spec.executor, spec.device, spec.max_nodes, spec.workers_per_node) == ("slurm", "cuda", 16, 1)
+    assert spec.environment["NCCL_ALGO"] == "Ring"
+    assert spec.device_memory_gb == 32
+    assert spec.pricing.usd_per_node_hour == 2.48
+
+
+def test_local_is_what_runs_without_a_cluster_file() -> None:
+    assert cluster("local") == ClusterSpec()
+
+
+def test_the_quick_start_downloads_nothing_and_is_small() -> None:
+    spec = sweep("quickstart")
+    assert not DATASETS[spec.workload.dataset].on_disk
+    assert max(spec.search.cluster_sizes) == 2
+    assert sum(len(local_batches(spec.search, n, 1)) for n in spec.search.cluster_sizes) == 8
+
+
+def test_the_cpu_cluster_sweep_has_four_batches_and_two_million_parameters() -> None:
+    from tula_hpc.workloads import build_model
+
+    spec = sweep("cifar100_small")
+    assert spec.search.cluster_sizes == (1, 2, 4)
+    assert all(len(local_batches(spec.search, n, 1)) >= 4 for n in spec.search.cluster_sizes)
+    assert sum(p.numel() for p in build_model(spec.workload, 100, 32).parameters()) >= 2e6

@@ -1,0 +1,146 @@
+"""Bring your own model and data: the example works, and every departure from the protocol is told in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.errors import InputError
+from tula_hpc.workloads import Workload, build_workload, make_train_loader
+
+EXAMPLES = Path(__file__).parent / "examples"
+ROOT = EXAMPLES.parent.parent
+MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads on a busy machine mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(EXAMPLES))])
+
+
+def accuracy(workload: Workload) -> float:
+    model = workload.model.eval()
+    right = [int(model(image[None]).argmax()) == label for image, label in (workload.test[i] for i in range(64))]
+    return float(sum(right) / len(right))
+
+
+def test_the_example_trains() -> None:
+    workload = build_workload(WorkloadSpec(model=MODEL, dataset=DATASET))
+    assert (workload.classes, workload.image_size) == (4, 16)
+    loader = make_train_loader(
+        workload.train, local_batch=32, rank=0, world_size=1, seed=0, loader_workers=0, pin_memory=False
+    )
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1)
+    losses = []
+    for (images, labels), _ in zip(loader.stream(), range(100), strict=False):
+        optimizer.zero_grad()
+        loss = workload.loss(workload.model(images), labels)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2
+    assert accuracy(workload) > 0.8
+
+
+def test_own_parts_go_with_ours() -> None:
+    assert build_workload(WorkloadSpec(model=MODEL, dataset="digits")).image_size == 8
+    workload = build_workload(WorkloadSpec(model="squeezenet1_1", dataset=DATASET, image_size=8, samples=100))
+    assert len(workload.train) == 100  # type: ignore[arg-type]
+
+
+def test_the_working_directory_counts_in_a_fresh_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from torch import nn\ndef net(classes, image_size):\n    return nn.Identity()\n")
+    code = "from tula_hpc.workloads.entry_points import own_model; print(own_model('mine:net', 2, 8))"
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "Identity()\n"
+
+
+HEAD = """
+import torch
+from torch import nn
+class Data(list): pass
+item = (torch.zeros(3, 8, 8), 1)
+good = Data([item] * 4)
+"""
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    (folder / "mine.py").write_text(HEAD + body)
+    monkeypatch.chdir(folder)
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("f = lambda c, s: 'text'", "mine:f returned an object of type str; expected a torch.nn.Module"),
+        ("f = lambda c, s: None", "mine:f returned None; expected a torch.nn.Module"),
+        ("f = lambda: None", r"cannot be called with \(classes, image_size\)"),
+        ("f = 3", "mine:f is int 3; expected a function"),
+        ("", "mine has no 'f'"),
+        ("import not_there", "mine cannot be imported: No module named 'not_there'"),
+        ("f = (", "mine cannot be imported"),
+        ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(1, 99\).*expected.*\(1, 10\)"),
+        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take an image of 3×8×8: mat1 and mat2"),
+    ],
+)
+def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+    write_module(tmp_path, monkeypatch, body)
+    # past the configuration's own check, which reads the source: what is tested here happens on the nodes
+    spec = WorkloadSpec.model_construct(**{**WorkloadSpec().model_dump(), "model": "mine:f"})
+    with pytest.raises(InputError, match=said) as raised:
+        build_workload(spec)
+    assert raised.value.key == "workload.model"
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def f(spec): return good", r"returned Data of length 4; expected a tuple \(train, test, classes\)"),
+        ("def f(spec): return good, good", "returned tuple of length 2"),
+        ("def f(spec): return good, good, '2'", "'2' for classes"),
+        ("def f(spec): return good, iter(good), 2", "as the test set; expected one with __len__ and __getitem__"),
+        ("def f(spec): return Data(), good, 2", "empty train set"),
+        ("def f(spec): return good, good, 1", r"\(float32 tensor of shape \(3, 8, 8\), int 1\) as item 0.*0 to 0"),
+        ("def f(spec): return [(1, 2)], good, 2", r"has \(int 1, int 2\) as item 0 of the train set"),
+        ("def f(spec): return good, [(item[0].byte(), 1)], 2", "uint8 tensor"),
+        ("def f(spec): return good, [(item[0][0], 1)], 2", r"shape \(8, 8\)"),
+        ("def f(spec): return good, [(item[0], 1.0)], 2", "type float"),
+        ("def f(spec): return good, [item[0]], 2", "float32 tensor"),
+        ("def f(): return good, good, 2", r"cannot be called with \(spec\)"),
+    ],
+)
+def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+    write_module(tmp_path, monkeypatch, body)
+    with pytest.raises(InputError, match=said) as raised:
+        build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
+    assert raised.value.key == "workload.dataset"
+
+
+@pytest.mark.parametrize("label", ["1", "torch.tensor(1)", "__import__('numpy').int64(1)"])
+def test_labels_of_any_whole_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    write_module(tmp_path, monkeypatch, f"def f(spec): return [(item[0], {label})] * 4, good, 2")
+    workload: Any = build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
+    loader = make_train_loader(
+        workload.train, local_batch=4, rank=0, world_size=1, seed=0, loader_workers=0, pin_memory=False
+    )
+    _, labels = next(loader.stream())
+    assert labels.tolist() == [1, 1, 1, 1]
