@@ -50,7 +50,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
     ("text", "said"),
     [
         # unknown keys
-        ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\); valid keys: model"),
+        ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\); valid keys: mo"),
         ("[serach]\n", r"serach: unknown key \(did you mean 'search'\?\); valid keys: name, workload, search, "),
         ('"a\\nb" = 1', r"'a\\nb': unknown key; valid keys: name, workload"),
         # wrong types

@@ -100,6 +100,7 @@ class Trainer:
         self.store = CheckpointStore(self.files.checkpoints)
         self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_minutes * 60)
         self.window = StepWindow()
+        self.restart_count = env.restart_count
         self.progress = self._restore()
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
         self.test_loader = make_test_loader(
@@ -255,7 +256,7 @@ class Trainer:
                 "progress": asdict(self.progress),
                 "global_batch": self.job.configuration.global_batch,
             }
-            self.store.save(state, samples_seen=self.progress.samples_seen, restart_count=self.env.restart_count)
+            self.store.save(state, samples_seen=self.progress.samples_seen, restart_count=self.restart_count)
         self.worker.agree(0.0)
         self.agreed.mark_saved()
         self.window = StepWindow()  # the time of saving is no step's time
@@ -275,8 +276,8 @@ class Trainer:
         self.worker.model.load_state_dict(loaded.state["model"])
         self.worker.optimizer.load_state_dict(loaded.state["optimizer"])
         self.worker.scaler.load_state_dict(loaded.state["scaler"])
-        if isinstance(self.worker.optimizer, TulaOptimizer):
-            self.worker.optimizer.set_batch(self.job.configuration.global_batch)
+        # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
+        self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])
         progress.restarts += 1
         self._log_resume(progress, loaded.path, loaded.rejected)

@@ -656,7 +656,7 @@ def main(arguments: list[str]) -> int:
             MiniCluster().down()
         else:
             return _status()
-    except ClusterError as error:
+    except (ClusterError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -15,7 +15,7 @@ import pytest
 from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult, read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
 name = "small"
 [workload]
