@@ -310,7 +310,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             content = file.read(MAX_FILE_BYTES + 1)  # a device or pipe has no size that could be asked for first
         if len(content) > MAX_FILE_BYTES:
             raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path)
-        return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
+        return tomllib.loads(content.decode("utf-8-sig"))
     except FileNotFoundError:
         raise InputError("no such file", source=path) from None
     except OSError as error:

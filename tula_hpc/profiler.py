@@ -213,7 +213,7 @@ class MemoryMeter:
         if self.cuda:
             self.peak_bytes, self.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         else:
-            process = resident.peak_resident_bytes() + resident.children_private_bytes()
+            process = resident.peak_resident_bytes() + resident.descendants_private_bytes()
             self.peak_bytes, self.reserved_bytes = max(0, process - self.baseline_bytes), process
 
     def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:

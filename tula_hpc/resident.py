@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 from collections.abc import Iterator
@@ -33,9 +34,12 @@ def release_freed() -> None:
         trim(0)
 
 
-def children_private_bytes() -> int:
-    """Memory that children (the loader's workers) hold apart from what they share with this process, bytes."""
-    return sum(_private(pid) for pid in _children())
+def descendants_private_bytes() -> int:
+    """Memory that the loader's processes hold apart from what they share with each other and with this one, bytes.
+
+    They may be children of a fork server, thus grandchildren of this process.
+    """
+    return sum(_private(pid) for pid in _descendants("self"))
 
 
 def _status(pid: int | str, field: str) -> int:
@@ -43,9 +47,12 @@ def _status(pid: int | str, field: str) -> int:
     return int(match.group(1)) * 1024 if match else 0
 
 
-def _children() -> Iterator[int]:
-    for task in (PROC / "self" / "task").iterdir():
-        yield from map(int, (task / "children").read_text().split())
+def _descendants(pid: int | str) -> Iterator[int]:
+    for task in (PROC / str(pid) / "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for child in map(int, task.read_text().split()):
+                yield child
+                yield from _descendants(child)
 
 
 def _private(pid: int) -> int:

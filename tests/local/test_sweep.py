@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_factory import candidate, plan
+from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
-from tula_hpc.records import RunDirectory, TrainResult, read_metrics
+from tula_hpc.jobs import TrainJob
+from tula_hpc.launch import Launcher
+from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.stages import Sweep, train_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -70,11 +75,11 @@ def test_configurations_of_one_size_share_a_job(finished: RunDirectory) -> None:
 
 
 def test_the_plan_names_a_candidate_and_training_ran_there(finished: RunDirectory) -> None:
-    plan = json.loads(finished.plan_file.read_text())
-    assert plan["schema"] == 1
-    assert plan["chosen"]["train_time_s"] == min(c["train_time_s"] for c in plan["candidates"] if c["feasible"])
+    written = json.loads(finished.plan_file.read_text())
+    assert written["schema"] == 1
+    assert written["chosen"]["train_time_s"] == min(c["train_time_s"] for c in written["candidates"] if c["feasible"])
     result = TrainResult.model_validate_json(finished.train().result_file.read_text())
-    assert (result.nodes, result.local_batch) == (plan["chosen"]["nodes"], plan["chosen"]["local_batch"])
+    assert (result.nodes, result.local_batch) == (written["chosen"]["nodes"], written["chosen"]["local_batch"])
     assert result.samples_seen == result.steps * result.global_batch
     assert result.steps == 2 * (512 // result.global_batch)
 
@@ -97,18 +102,14 @@ def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
 
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
     """TERM to the running job: it saves at a step boundary, and the local executor starts it again."""
-    from tula_hpc.config import ClusterSpec, load_sweep
-    from tula_hpc.jobs import TrainJob
-    from tula_hpc.launch import Launcher
-
     longer = ["workload.epochs=6", "workload.samples=1024", "training.log_interval_steps=1"]
     spec = load_sweep(finished.sweep_file, longer)
-    plan = finished.read_plan()
+    chosen = finished.read_plan().chosen
     results = []
     for name, stop_at in (("whole", None), ("cut", 40)):
         run = RunDirectory(tmp_path / name).create()
         run.train().root.mkdir()
-        configuration = plan.chosen.configuration._replace(nodes=2, local_batch=8)
+        configuration = chosen.configuration._replace(nodes=2, local_batch=8)
         launcher = Launcher(ClusterSpec(), run, "tula-stop")
         job = TrainJob(spec, ClusterSpec(), configuration, run.root)
         jobs = launcher.submit([job], stage="train", nodes=2, minutes=3)
@@ -141,10 +142,10 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     path.write_text(
         'name = "hungry"\n'
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
-        "[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 1024\nmin_steps = 5\nmax_steps = 5\n"
+        "[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 256\nmin_steps = 5\nmax_steps = 5\n"
     )
     cluster = tmp_path / "limited.toml"
-    cluster.write_text('name = "limited"\nsetup = ["ulimit -v 14000000"]\n')
+    cluster.write_text('name = "limited"\nsetup = ["ulimit -v 6000000"]\n')
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(cluster), "--until", "plan"]
     command += ["--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
@@ -153,5 +154,35 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     failed = [m for m in records if m.status == "oom"]
     assert failed
     assert all(m.failure is Failure.HOST_OOM for m in failed)
-    plan = RunDirectory(tmp_path / "run").read_plan()
-    assert plan.chosen.local_batch < min(m.local_batch for m in failed)
+    bounded = RunDirectory(tmp_path / "run").read_plan()
+    assert bounded.chosen.local_batch < min(m.local_batch for m in failed)
+
+
+def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_path: Path) -> None:
+    """The third epoch runs out of memory; the next smaller batch goes on from the last checkpoint."""
+    spec = SweepSpec.model_validate(
+        {
+            "name": "late",
+            "workload": {
+                "model": "tests.examples.hungry:build_late",
+                "dataset": "digits",
+                "samples": 1024,
+                "epochs": 4,
+                "loader_workers": 0,
+            },
+            "training": {"log_interval_steps": 1, "method": "lbt"},
+        }
+    )
+    cluster = ClusterSpec(setup=("ulimit -v 6000000",))
+    run = RunDirectory(tmp_path / "run").create()
+    small = [candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)]
+    large = candidate(Configuration(1, 1, 512)).model_copy(update={"feasible": True})
+    result = train_stage(Sweep(spec, cluster, run), plan([*small, large], chosen=large, fallbacks=[small[2]]))
+    assert (result.local_batch, result.epochs) == (64, 4)
+    failed = [m for m in run.measurements().records if m.status == "oom"]
+    assert [(m.local_batch, m.stage, m.failure) for m in failed] == [(512, "train", Failure.HOST_OOM)]
+    events = [event.event for event in run.events()]
+    assert events == ["submitted", "oom", "fell_back", "submitted", "resumed", "finished"]
+    resumed = next(event for event in run.events() if event.event == "resumed")
+    assert resumed.data["samples_seen"] > 0
+    assert result.samples_seen == 4 * 1024  # every sample once an epoch, whatever the batch

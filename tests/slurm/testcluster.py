@@ -51,7 +51,8 @@ HEAD = f"{SUBNET}.254"
 DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819  # as in conf/
 CGROUPS = Path("/sys/fs/cgroup")
 V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
-V2_CONTROLLERS = ("cpu", "cpuset", "memory")
+# pids is there for a flaw of Slurm 22.05: it does not recognize the last name of the list that the kernel gives it
+V2_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
 
@@ -66,16 +67,17 @@ exec unshare --uts --mount sh -c 'hostname ttc-head; mount --bind "$0/hosts" /et
 # Every start makes a new branch: once Slurm has put jobs into one, cgroup v2 lets no process into its root.
 NODE_ENTRY = """
 set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"; shift 3
-for h in $HIERARCHIES; do mkdir -p "$h/ttc/$place/$$/daemon" "$h/ttc/$place/$$/system.slice"; done
-for h in $HIERARCHIES; do echo $$ >"$h/ttc/$place/$$/cgroup.procs"; done
+for h in $HIERARCHIES; do mkdir -p "$h/ttc/$place/$$/daemon"; echo $$ >"$h/ttc/$place/$$/cgroup.procs"; done
 exec nsenter --net="/run/netns/$place" unshare --uts --mount --cgroup sh -c '
   set -e; state=$0 place=$1; shift; hostname "$place"; mount --bind "$state/hosts" /etc/hosts
   for h in $HIERARCHIES; do mount --bind "$h/ttc/$place/$$" "$h"; echo $$ >"$h/daemon/cgroup.procs"; done
+  if [ -n "$CONTROLLERS" ]; then
+    mkdir "$h/system.slice"; for d in . system.slice; do echo $CONTROLLERS >"$h/$d/cgroup.subtree_control"; done
+  fi
   exec "$@"' "$state" "$place" "$@"
 """
 CGROUP_V1 = "CgroupPlugin=cgroup/v1"
-# without systemd's help, Slurm must be told to enable the controllers itself; that is what "automount" does on v2
-CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\nCgroupAutomount=yes"
+CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes"
 
 
 class ClusterError(RuntimeError):
@@ -340,7 +342,9 @@ class MiniCluster:
         # in a session of its own: Ctrl-C in a test run must not reach the daemons before `down` does
         detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
         environment = {**self.environment, "HIERARCHIES": " ".join(map(str, _hierarchies()))}
-        environment.pop("INVOCATION_ID", None)  # slurmd would believe that systemd has started it and made its cgroup
+        environment["CONTROLLERS"] = _subtree_control() if _has_cgroup_v2() else ""
+        # with cgroup v2 slurmd takes this as the sign that somebody has prepared its cgroup, as we have
+        environment["INVOCATION_ID"] = "testcluster"
         with (STATE / f"log/{name}.out").open("ab") as out:
             subprocess.run(detached, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, check=True)
 
@@ -481,6 +485,11 @@ def _has_cgroup_v2() -> bool:
     return (CGROUPS / "cgroup.controllers").exists()
 
 
+def _subtree_control() -> str:
+    """What a cgroup's `cgroup.subtree_control` wants to hear."""
+    return " ".join(f"+{name}" for name in V2_CONTROLLERS)
+
+
 def _hierarchies() -> tuple[Path, ...]:
     """The one cgroup hierarchy of v2, or those of v1; the first is that with the CPU quota."""
     return (CGROUPS,) if _has_cgroup_v2() else tuple(CGROUPS / name for name in V1_CONTROLLERS)
@@ -540,7 +549,7 @@ def _make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
     for host in hosts:
         if _has_cgroup_v2():
             for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
-                (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in V2_CONTROLLERS))
+                (parent / "cgroup.subtree_control").write_text(_subtree_control())
             (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
             (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
         else:

@@ -1,0 +1,7 @@
+"""For all tests: one thread for numerics. On few cores more threads only wait for each other, in every small operation."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
