@@ -75,9 +75,9 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     caption = (
         "One bar per profiled configuration, as shares of its step; the step's time stands at the right. Forward and "
         "backward, optimizer and the bare all-reduce of the gradients are measured apart; the rest is what remains "
-        "of the whole step, with several workers mostly synchronization that is not hidden. The diamond stands where the step would end if none of the all-reduce were "
-        "hidden behind the backward pass: the farther to the right of its bar, the more is hidden. Bars may end beyond "
-        "100 %, as their parts are measured apart."
+        "of the whole step, with several workers mostly synchronization that is not hidden. The diamond stands where "
+        "the step would end if none of the all-reduce were hidden behind the backward pass: the farther to the right "
+        "of its bar, the more is hidden. Bars may end beyond 100 %, as their parts are measured apart."
     )
     return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 

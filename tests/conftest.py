@@ -1,4 +1,4 @@
-"""For all tests: one thread for numerics. On few cores more threads only wait for each other, in every small operation."""
+"""For all tests: one thread for numerics. On few cores more threads only wait for each other."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def test_garbage_is_never_an_error(tmp_path_factory: pytest.TempPathFactory, lin
 
 def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
+
     def write() -> None:
         for _ in range(20):
             append_record(path, oom(8))

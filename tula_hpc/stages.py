@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def profile_stage(sweep: Sweep) -> None:
 
     wpn = sweep.cluster.workers_per_node
     with stage_progress("profile") as progress:
-        _wait_for_earlier(sweep, "profile", progress)
+        _wait_for_earlier(sweep, "profile", lambda text: progress.update(0, 1, f"jobs submitted before: {text}"))
         failures: list[Ended] = []
         while proposed := propose(sweep.spec.search, wpn, sweep.run.measurements().records):
             failures += _profile_round(sweep, proposed, progress)
@@ -148,17 +148,22 @@ def _failed(cluster: ClusterSpec, configuration: Configuration, end: Ended) -> M
     )
 
 
-def _wait_for_earlier(sweep: Sweep, stage: str, progress: StageProgress) -> None:
-    """Jobs that an interrupted run of the same command left behind are waited for, not submitted again."""
-    earlier = [
-        Submitted(event.job_id, sweep.run.root / str(event.data.get("folder", "")))
-        for event in sweep.run.events()
-        if event.event == "submitted" and event.stage == stage
+def jobs_left(sweep: Sweep) -> list[tuple[str, Submitted]]:
+    """Stage and job of every job of this sweep that is not over."""
+    submitted = [event for event in sweep.run.events() if event.event == "submitted"]
+    active = sweep.launcher.active([event.job_id for event in submitted])
+    return [
+        (event.stage, Submitted(event.job_id, sweep.run.root / str(event.data.get("folder", ""))))
+        for event in submitted
+        if event.job_id in active
     ]
-    left = sweep.launcher.active([job.job_id for job in earlier])
-    if left:
-        jobs = [job for job in earlier if job.job_id in left]
-        sweep.launcher.wait(jobs, lambda text: progress.update(0, len(jobs), f"earlier jobs: {text}"))
+
+
+def _wait_for_earlier(sweep: Sweep, stage: str, tick: Callable[[str], None]) -> None:
+    """Jobs that an interrupted run of the same command left behind are waited for, not submitted again."""
+    jobs = [job for of_stage, job in jobs_left(sweep) if of_stage == stage]
+    if jobs:
+        sweep.launcher.wait(jobs, tick)
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -180,7 +185,7 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
     files = sweep.run.train(label)
     files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with stage_progress("train") as progress:
-        _wait_for_earlier(sweep, "train", progress)
+        _wait_for_earlier(sweep, "train", _training_tick(sweep, label, progress))
         attempts = 0
         while not files.result_file.exists():
             candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
@@ -194,7 +199,7 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
-    """The chosen configuration, or, after OOM, the first fallback whose local batch is below every one that failed.
+    """The chosen configuration, or, after OOM, the first of it and its fallbacks that is below every failed batch.
 
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
@@ -204,7 +209,7 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         return plan.chosen
     if len(failed) > max_fallbacks:
         raise StageError(f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}")
-    smaller = [c for c in plan.fallbacks if c.local_batch < min(failed)]
+    smaller = [c for c in (plan.chosen, *plan.fallbacks) if c.local_batch < min(failed)]
     if not smaller:
         raise StageError(f"train: out of memory at local batch {min(failed)}, and plan.json has no smaller fallback")
     return smaller[0]
@@ -214,16 +219,21 @@ def _train_once(sweep: Sweep, configuration: Configuration, label: str, progress
     job = TrainJob(sweep.spec, sweep.cluster, configuration, sweep.run.root, label)
     minutes = sweep.cluster.train_minutes
     submitted = sweep.launcher.submit([job], stage="train", nodes=configuration.nodes, minutes=minutes)
-    epochs = sweep.spec.workload.epochs
+    tick = _training_tick(sweep, label, progress)
+    tick(f"submitted as job {submitted[0].job_id} at {configuration}")
+    return sweep.launcher.wait(submitted, tick)[0]
+
+
+def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callable[[str], None]:
     metrics_file = sweep.run.train(label).metrics_file
 
     def tick(text: str) -> None:
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         seen = f"; test accuracy {metrics.epochs[-1].test_accuracy:.1%}" if metrics.epochs else ""
-        progress.update(round(done, 2), epochs, f"epochs at {configuration}; {text}{seen}")
+        progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}")
 
-    return sweep.launcher.wait(submitted, tick)[0]
+    return tick
 
 
 def _after_failure(sweep: Sweep, configuration: Configuration, end: Ended, attempts: int) -> None:

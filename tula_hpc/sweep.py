@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted: jobs are left as they are. Run the same command again to continue.\n")
         return 130
 
 
@@ -76,7 +75,11 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.write(describe_submission(spec, cluster, root))
         return 0
     sweep = _open_run(spec, cluster, root)
-    return _run_stages(sweep, STAGES.index(options.until))
+    try:
+        return _run_stages(sweep, STAGES.index(options.until))
+    except KeyboardInterrupt:
+        _say_interrupted(sweep)
+        return 130
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
@@ -95,6 +98,15 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         print_summary(plan, sweep.run.measurements().records, result)
         print(f"report: {next(path for path in paths if path.suffix == '.html')}")
     return 0
+
+
+def _say_interrupted(sweep: Sweep) -> None:
+    from tula_hpc.stages import jobs_left
+
+    sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
+    jobs = [job for _, job in jobs_left(sweep)]
+    if jobs:
+        sys.stderr.write(f"jobs are left as they are; to cancel them: {sweep.launcher.cancel_command(jobs)}\n")
 
 
 def _say_plan(plan: Plan) -> None:

@@ -473,7 +473,7 @@ def _is_live() -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in kernel ticks: with the pid it names a process for good. None for the dead and zombies."""
+    """When a process began, in kernel ticks: with the pid a name for good. None for the dead and zombies."""
     try:
         fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
