@@ -8,7 +8,11 @@
 Gradients are all-reduced while the backward pass still runs, so that a part of t_sync can hide behind that share of the
 computation. Where the data tells, it is learned; elsewhere the share is 0 and this is the paper's sum:
 
-    t_step = t_compute + max(t_sync − overlap_share × t_compute, 0)
+    t_step = t_compute + max(t_sync − overlap_share × t_compute, 0) + overhead_s
+
+`overhead_s`, for more than one worker, is what a step pays beside the gradient's bytes: workers that wait for the
+slowest, BatchNorm's buffers, starting the collectives. It is learned where the bare all-reduce was measured apart;
+otherwise it cannot be told from t_sync, and is part of it.
 
 All coefficients are at least 0, the share at most 1. N is the number of workers in the collective, that is nodes ×
 workers per node.
@@ -50,10 +54,10 @@ FORMS: dict[str, Collective] = {
     "parameter_server": Collective(lambda workers: np.where(workers > 1.0, workers, 0.0), None),
     "reduce_scatter_all_gather": Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2),
 }
-NAMES = ("compute_fixed_s", "compute_per_sample_s", "sync_s", "latency_s", "overlap_share")
-FIXED, PER_SAMPLE, SYNC, LATENCY, OVERLAP = range(5)
-PRIORS = np.zeros(5)  # what an unidentified coefficient is pinned to
-UPPER = np.array([np.inf, np.inf, np.inf, np.inf, 1.0])
+NAMES = ("compute_fixed_s", "compute_per_sample_s", "sync_s", "latency_s", "overhead_s", "overlap_share")
+FIXED, PER_SAMPLE, SYNC, LATENCY, OVERHEAD, OVERLAP = range(6)
+PRIORS = np.zeros(6)  # what an unidentified coefficient is pinned to
+UPPER = np.array([np.inf, np.inf, np.inf, np.inf, np.inf, 1.0])
 STEP, COMPUTE, ALLREDUCE = range(3)  # kinds of rows
 # Weights of the rows: a whole step is what has to be predicted, what was measured apart guides it. The step's own
 # all-reduce differs from the bare one (it competes with the computation, in pieces), so that the bare one says less.
@@ -83,7 +87,8 @@ class StepTimeModel:
 
     Attributes:
         parameters_: Coefficients by name: compute_fixed_s (s), compute_per_sample_s (s per sample), sync_s (s),
-            latency_s (s per message; only forms that have it), overlap_share (1).
+            latency_s (s per message; only forms that have it), overhead_s (s; only where an all-reduce was measured
+            apart), overlap_share (1).
         form_: The collective that was chosen.
         pinned_: Coefficients that the data cannot identify; they are 0. (compute_fixed_s: one local batch only. sync_s:
             no two numbers of workers, and nothing measured apart. latency_s: too few numbers of workers above 1.
@@ -136,12 +141,14 @@ class StepTimeModel:
         )
         self.form_, self._free, self._fit = _best_form(rows, self.form)
         self._steps = rows.kind == STEP
+        self._measured_apart = bool(np.any(rows.kind == ALLREDUCE))
         self._describe()
         return self
 
     def _describe(self) -> None:
         named = dict(zip(NAMES, self._fit.coefficients.tolist(), strict=True))
         absent = {"latency_s"} if FORMS[self.form_].latency is None else set()
+        absent |= set() if self._measured_apart else {"overhead_s"}
         self.parameters_ = {name: value for name, value in named.items() if name not in absent}
         self.pinned_ = [name for name, free in zip(NAMES, self._free, strict=True) if not free and name not in absent]
         self.residual_median_ = float(np.median(np.abs(self._fit.residuals[self._steps])))
@@ -195,7 +202,7 @@ def _collect(
 
 
 def _evaluate(coefficients: Array, rows: _Rows, form: Collective) -> tuple[Array, Array]:
-    """Predictions (n,) and their gradients (n, 5) with respect to the coefficients."""
+    """Predictions (n,) and their gradients (n, 6) with respect to the coefficients."""
     bandwidth, latency = form.bandwidth(rows.workers), _latency(form, rows.workers)
     compute = coefficients[FIXED] + coefficients[PER_SAMPLE] * rows.batch
     sync = coefficients[SYNC] * bandwidth + coefficients[LATENCY] * latency
@@ -203,14 +210,17 @@ def _evaluate(coefficients: Array, rows: _Rows, form: Collective) -> tuple[Array
     hidden_share = np.where(exposed, coefficients[OVERLAP], 0.0)
     sees_compute = np.where(rows.kind == ALLREDUCE, 0.0, 1.0 - hidden_share)
     sees_sync = np.where(exposed | (rows.kind == ALLREDUCE), 1.0, 0.0)
+    sees_overhead = np.where((rows.kind == STEP) & (rows.workers > 1.0), 1.0, 0.0)
     gradients = [
         sees_compute,
         sees_compute * rows.batch,
         sees_sync * bandwidth,
         sees_sync * latency,
+        sees_overhead,
         np.where(exposed, -compute, 0.0),
     ]
-    return sees_compute * compute + sees_sync * sync, np.stack(gradients, axis=1)
+    predicted = sees_compute * compute + sees_sync * sync + sees_overhead * coefficients[OVERHEAD]
+    return predicted, np.stack(gradients, axis=1)
 
 
 def _latency(form: Collective, workers: Array) -> Array:
@@ -245,7 +255,8 @@ def _fit_form(rows: _Rows, form: Collective) -> tuple[NDArray[np.bool_], Fit]:
     weights = WEIGHTS[rows.kind]
     problem = Problem(lambda coefficients: _evaluate(coefficients, rows, form), rows.seconds, weights, UPPER)
     linear = _evaluate(PRIORS, rows, form)[1] * (weights / rows.seconds)[:, None]
-    free = identified(linear, (PER_SAMPLE, FIXED, SYNC, LATENCY))
+    wanted = (PER_SAMPLE, FIXED, SYNC, LATENCY) + ((OVERHEAD,) if np.any(rows.kind == ALLREDUCE) else ())
+    free = identified(linear, wanted)
     free[OVERLAP] = free[SYNC] and _tells_overlap(rows)
     return free, fit_relative(problem, _starts(linear, weights, free), free)
 

@@ -183,13 +183,20 @@ class ReadResult(NamedTuple, Generic[R]):
     skipped: int
 
 
-def append_record(path: Path, record: BaseModel | dict[str, Any]) -> None:
-    """Append one line with a single write and fsync, so that lines of several writers never mix."""
+def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
+    """Append one line with a single write, so that lines of several writers never mix.
+
+    Args:
+        path: A JSON Lines file; made if it is missing.
+        record: What to append.
+        durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait would be a step's.
+    """
     text = record.model_dump_json() if isinstance(record, BaseModel) else json.dumps(record, allow_nan=False)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(descriptor, _newline_if_torn(path) + text.encode() + b"\n")
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -190,6 +190,7 @@ class Trainer:
                 scale_min=statistics.scale_min if statistics else None,
                 scale_max=statistics.scale_max if statistics else None,
             ),
+            durable=False,
         )
 
     @torch.no_grad()

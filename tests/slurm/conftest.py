@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.testcluster import MiniCluster, missing_requirement
+from tests.slurm.machine import missing_requirement
+from tests.slurm.testcluster import MiniCluster
 
 HERE = Path(__file__).resolve().parent
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm import testcluster
+from tests.slurm import machine, testcluster
 from tests.slurm.testcluster import ClusterError, MiniCluster
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(Path(testcluster.__file__).resolve())]
 TELL_SIGNALS = "trap 'echo got USR2' USR2; trap 'echo got TERM' TERM; echo ready; while :; do sleep 0.1; done"
 ALLOCATE_300_MB = "print(len(bytearray(300 << 20)))"
@@ -32,10 +33,10 @@ def steps(cluster: MiniCluster, job_id: str) -> dict[str, str]:
 
 def cpu_quota(host: str) -> float:
     """The cores that a node may use, read from its cgroup."""
-    if (testcluster.CGROUPS / "cgroup.controllers").exists():
-        quota_us, period_us = (testcluster.CGROUPS / "ttc" / host / "cpu.max").read_text().split()
+    if (machine.CGROUPS / "cgroup.controllers").exists():
+        quota_us, period_us = (machine.CGROUPS / "ttc" / host / "cpu.max").read_text().split()
     else:
-        folder = testcluster.CGROUPS / "cpu/ttc" / host
+        folder = machine.CGROUPS / "cpu/ttc" / host
         quota_us, period_us = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
     return int(quota_us) / int(period_us)
 
@@ -56,7 +57,7 @@ def test_tasks_of_a_step_run_on_different_hosts(slurm_cluster: MiniCluster) -> N
 def test_nodes_know_each_other_by_name(slurm_cluster: MiniCluster) -> None:
     lookup = "import socket; print(*(socket.gethostbyname(f'ttc-node{i}') for i in (1, 2, 3, 4)))"
     addresses = slurm_cluster.run("srun", "--nodelist=ttc-node3", "python3", "-c", lookup).split()
-    assert addresses == [f"{testcluster.SUBNET}.{i}" for i in (1, 2, 3, 4)]
+    assert addresses == [f"{machine.SUBNET}.{i}" for i in (1, 2, 3, 4)]
 
 
 def test_both_ends_of_a_link_are_shaped(slurm_cluster: MiniCluster) -> None:
@@ -134,9 +135,10 @@ def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
     assert slurm_cluster.run("sacct")
 
 
-def test_a_killed_slurmd_can_come_back(slurm_cluster: MiniCluster) -> None:
+@pytest.mark.parametrize("kill", [MiniCluster.kill_slurmd, MiniCluster.kill_node])
+def test_a_killed_node_can_come_back(slurm_cluster: MiniCluster, kill: Callable[[MiniCluster, str], None]) -> None:
     before = slurm_cluster.pid("slurmd-ttc-node4")
-    slurm_cluster.kill_slurmd("ttc-node4")
+    kill(slurm_cluster, "ttc-node4")
     assert slurm_cluster.pid("slurmd-ttc-node4") is None
     slurm_cluster.start_slurmd("ttc-node4")
     slurm_cluster.wait_for(lambda: slurm_cluster.pid("slurmd-ttc-node4") not in (None, before), 10)
@@ -172,15 +174,14 @@ class TestLifeCycle:
         assert not testcluster.STATE.exists()
         assert not list(Path("/run/netns").glob("ttc-*"))
         assert not list(Path("/sys/class/net").glob("ttc*"))
-        assert not list(testcluster.CGROUPS.rglob("ttc"))
+        assert not list(machine.CGROUPS.rglob("ttc"))
         assert "ttc" not in Path("/proc/mounts").read_text()
         assert "ttc-" not in Path("/etc/hosts").read_text()
 
     def test_what_a_killed_run_left_is_replaced(self) -> None:
-        script = (
-            "import os, testcluster as t; t.MiniCluster(nodes=1, accounting=False).__enter__(); os.kill(os.getpid(), 9)"
-        )
-        killed = subprocess.run([sys.executable, "-c", script], cwd=Path(testcluster.__file__).parent, check=False)
+        begin = "import os; from tests.slurm.testcluster import MiniCluster"
+        script = f"{begin}; MiniCluster(nodes=1, accounting=False).__enter__(); os.kill(os.getpid(), 9)"
+        killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
         assert killed.returncode == -9
         assert MiniCluster().pid("slurmctld")
         assert testcluster.running_cluster() is None  # it runs, but nobody owns it

@@ -26,35 +26,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
 from string import Template
 
+if __name__ == "__main__":  # run by its path: Python does not yet know the folder that `tests` is in
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.slurm import machine
+from tests.slurm.machine import HEAD, SUBNET, ClusterError, check
+
+__all__ = ["STATE", "ClusterError", "MiniCluster", "main", "running_cluster"]
+
 STATE = Path("/var/tmp/tula-testcluster")
 TEMPLATES = Path(__file__).resolve().parent / "conf"
-PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps")
-PROGRAMS = (
-    "slurmctld",
-    "slurmd",
-    "slurmdbd",
-    "munged",
-    "mariadbd",
-    "mariadb-install-db",
-    "ip",
-    "tc",
-    "nsenter",
-    "unshare",
-)
-SUBNET = "10.92.0"
-HEAD = f"{SUBNET}.254"
-DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819  # as in conf/
-CGROUPS = Path("/sys/fs/cgroup")
-V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
-# pids is there for a flaw of Slurm 22.05: it does not recognize the last name of the list that the kernel gives it
-V2_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
-QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
-SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
+DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819
 
 # Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
 # command. The mount namespaces give them a hosts file of their own.
@@ -80,10 +66,6 @@ CGROUP_V1 = "CgroupPlugin=cgroup/v1"
 CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes"
 
 
-class ClusterError(RuntimeError):
-    """The test cluster cannot do what was asked; the message is one line, at times followed by a log's last lines."""
-
-
 @dataclass(frozen=True)
 class MiniCluster:
     """A Slurm cluster on this machine; `with MiniCluster(grace_s=5) as cluster:` brings it up and takes it down.
@@ -103,14 +85,12 @@ class MiniCluster:
     requeue: bool = True  # whether jobs may be requeued when they do not say
 
     def __post_init__(self) -> None:
-        _check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
-        _check(self.rate_mbit >= 1, f"rate_mbit: expected at least 1, got {self.rate_mbit}")
-        _check(
-            1 <= self.cpu_percent <= 200, f"cpu_percent: expected 1 to 200 (a node has 2 CPUs), got {self.cpu_percent}"
-        )
-        _check(self.node_memory_mb >= 100, f"node_memory_mb: expected at least 100, got {self.node_memory_mb}")
-        _check(self.max_array_size >= 2, f"max_array_size: expected at least 2, got {self.max_array_size}")
-        _check(self.grace_s >= 0, f"grace_s: expected at least 0, got {self.grace_s}")
+        check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
+        check(self.rate_mbit >= 1, f"rate_mbit: expected at least 1, got {self.rate_mbit}")
+        check(1 <= self.cpu_percent <= 200, f"cpu_percent: expected 1 to 200 (2 CPUs), got {self.cpu_percent}")
+        check(self.node_memory_mb >= 100, f"node_memory_mb: expected at least 100, got {self.node_memory_mb}")
+        check(self.max_array_size >= 2, f"max_array_size: expected at least 2, got {self.max_array_size}")
+        check(self.grace_s >= 0, f"grace_s: expected at least 0, got {self.grace_s}")
 
     def __enter__(self) -> MiniCluster:
         self.up(owner_pid=os.getpid())
@@ -125,7 +105,7 @@ class MiniCluster:
         return {
             **os.environ,
             "SLURM_CONF": str(STATE / "etc/slurm.conf"),
-            "PATH": f"{os.environ.get('PATH', '')}:{SBIN}",
+            "PATH": f"{os.environ.get('PATH', '')}:{machine.SBIN}",
         }
 
     @property
@@ -143,10 +123,10 @@ class MiniCluster:
         Raises:
             ClusterError: The machine cannot carry it, another one is up, or it did not start (then with its last logs).
         """
-        problem = missing_requirement()
-        _check(problem is None, str(problem))
+        problem = machine.missing_requirement()
+        check(problem is None, str(problem))
         with _lock():
-            _check(not _is_live(), f"a test cluster is already up ({STATE}); take it down first")
+            check(not _is_live(), f"a test cluster is already up ({STATE}); take it down first")
             _remove_everything()
             try:
                 self._write_state(owner_pid)
@@ -160,7 +140,7 @@ class MiniCluster:
 
     def down(self) -> None:
         """Remove every trace of it: processes, jobs, namespaces, links, cgroups, files. Harmless when there is none."""
-        _require_root()
+        machine.require_root()
         with _lock():
             _remove_everything()
 
@@ -180,7 +160,7 @@ class MiniCluster:
         Raises:
             ClusterError: It exits non-zero or takes too long; the message holds its error output.
         """
-        return _run(*command, environment=self.environment, timeout_s=timeout_s)
+        return machine.run(*command, environment=self.environment, timeout_s=timeout_s)
 
     def wait_for(self, predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
         """Wait until the predicate holds.
@@ -188,7 +168,7 @@ class MiniCluster:
         Raises:
             ClusterError: It never did; the message says what was waited for.
         """
-        wait_for(predicate, timeout_s, what)
+        machine.wait_for(predicate, timeout_s, what)
 
     def job_state(self, job_id: str | int) -> str:
         """The job's state in Slurm's long form, such as RUNNING; from the controller, else from the accounting.
@@ -201,7 +181,7 @@ class MiniCluster:
         except ClusterError:
             words = [f"JobState={word}" for word in self.run("sacct", "-XnPo", "State", "-j", str(job_id)).split()[:1]]
         states = [word.removeprefix("JobState=") for word in words if word.startswith("JobState=")]
-        _check(bool(states), f"no job {job_id}")
+        check(bool(states), f"no job {job_id}")
         return states[0]
 
     def preempt(self, job_id: str | int) -> str:
@@ -214,7 +194,7 @@ class MiniCluster:
             The id of the new job.
         """
         nodes = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%D %N").split()
-        _check(bool(nodes), f"job {job_id} does not run")
+        check(bool(nodes), f"job {job_id} does not run")
         place = ["--nodes", nodes[0], "--nodelist", nodes[1], "--exclusive"]
         task = ["--job-name", "preemptor", "--chdir", "/", "--output", "/dev/null", "--wrap", "sleep 1"]
         return self.run("sbatch", "--parsable", "--partition", "urgent", *place, *task).strip()
@@ -229,7 +209,7 @@ class MiniCluster:
             pid = int((STATE / f"run/{daemon}.pid").read_text())
         except (OSError, ValueError):
             return None
-        return pid if pid in _cluster_pids() and _start_time(pid) else None
+        return pid if pid in machine.cluster_pids() and machine.start_time(pid) else None
 
     def kill_slurmd(self, host: str) -> None:
         """SIGKILL a node's slurmd; its jobs live on for a while, and Slurm notices after SlurmdTimeout, 20 s."""
@@ -237,12 +217,12 @@ class MiniCluster:
 
     def kill_node(self, host: str) -> None:
         """SIGKILL every process on a node, as a power failure does."""
-        _check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
-        _kill_all(_cluster_pids(host))
+        check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
+        machine.kill_processes(host)
 
     def start_slurmd(self, host: str) -> None:
         """Start a node's slurmd, at bring-up or after a kill."""
-        _check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
+        check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
         self._launch(f"slurmd-{host}", "slurmd", "-D", "-N", host, place=host)
 
     @contextmanager
@@ -254,8 +234,8 @@ class MiniCluster:
         """
         restart = {"accounting", "max_array_size"}
         possible = {*restart, "user_signal", "grace_s", "requeue"}
-        _check(settings.keys() <= possible, f"only these can change while it is up: {', '.join(sorted(possible))}")
-        _check(self.accounting or not settings.get("accounting"), "the cluster was brought up without accounting")
+        check(settings.keys() <= possible, f"only these can change while it is up: {', '.join(sorted(possible))}")
+        check(self.accounting or not settings.get("accounting"), "the cluster was brought up without accounting")
         other = replace(self, **settings)  # type: ignore[arg-type] # field types differ, the keys are checked above
         refresh = self._restart_controller if settings.keys() & restart else self._reread_config
         other._write_config()
@@ -280,7 +260,7 @@ class MiniCluster:
         _write(STATE / "munge.key", secrets.token_bytes(128), 0o600)
         names = [f"{HEAD} ttc-head", *(f"{SUBNET}.{i} {host}" for i, host in enumerate(self.hosts, start=1))]
         (STATE / "hosts").write_text("\n".join([Path("/etc/hosts").read_text().rstrip(), *names, ""]))
-        owner = None if owner_pid is None else [owner_pid, _start_time(owner_pid)]
+        owner = None if owner_pid is None else [owner_pid, machine.start_time(owner_pid)]
         (STATE / "cluster.json").write_text(json.dumps({"settings": asdict(self), "owner": owner}))
 
     def _write_config(self) -> None:
@@ -288,43 +268,41 @@ class MiniCluster:
         if self.accounting:
             optional = ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={HEAD}"]
             optional += [f"AccountingStoragePort={ACCOUNTING_PORT}"]
-            optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # for munge, the "password" is its socket
+            optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # with munge, the "password" is its socket
         if self.user_signal:
             optional += ["SlurmctldParameters=preempt_send_user_signal"]
         values = {
             **asdict(self),
             "optional": "\n".join(optional),
-            "cgroup_plugin": CGROUP_V2 if _has_cgroup_v2() else CGROUP_V1,
+            "cgroup_plugin": CGROUP_V2 if machine.has_cgroup_v2() else CGROUP_V1,
             "requeue": int(self.requeue),
-            "default_memory_mb": self.node_memory_mb
-            * 3
-            // 10,  # per CPU; a node has 2, and some is left for urgent jobs
+            "default_memory_mb": self.node_memory_mb * 3 // 10,  # per CPU, of which a node has 2
             "first_job_id": int(time.time()) // 10 % 60_000_000 + 1,
         }
         for name in ("slurm.conf", "cgroup.conf"):
             _fill_in(name, values)
 
     def _start(self) -> None:
-        _make_network(self.hosts, self.rate_mbit)
-        _make_cgroups(self.hosts, self.cpu_percent)
+        machine.make_network(self.hosts, self.rate_mbit)
+        machine.make_cgroups(self.hosts, self.cpu_percent)
         socket_file = STATE / "run/munge.socket"
         files = {"socket": socket_file, "key-file": STATE / "munge.key", "pid-file": STATE / "run/munged.own.pid"}
         files |= {"log-file": STATE / "log/munged.log", "seed-file": STATE / "munge.seed"}
         options = [f"--{option}={path}" for option, path in files.items()]
         # without an origin munge takes it from the machine's host name, and slurmctld asks DNS for what comes of that
         self._launch("munged", "munged", "-F", f"--origin={HEAD}", *options)
-        wait_for(socket_file.exists, 10, "munged")
+        machine.wait_for(socket_file.exists, 10, "munged")
         if self.accounting:
             self._start_accounting()
         self._launch("slurmctld", "slurmctld", "-D")
         for host in self.hosts:
             self.start_slurmd(host)
-        wait_for(self._all_idle, 30, f"{self.nodes} idle nodes")
+        machine.wait_for(self._all_idle, 30, f"{self.nodes} idle nodes")
 
     def _start_accounting(self) -> None:
         data, password = STATE / "database", secrets.token_hex(16)
         own = ["--no-defaults", "--user=root", f"--datadir={data}"]
-        _run("mariadb-install-db", *own, "--skip-test-db", environment=self.environment)
+        machine.run("mariadb-install-db", *own, "--skip-test-db", environment=self.environment)
         grant = f"grant all on slurm_acct_db.* to 'slurm'@'%' identified by '{password}';"
         _write(STATE / "database.sql", f"create database slurm_acct_db;\n{grant}\n".encode(), 0o600)
         _fill_in("slurmdbd.conf", {"password": password}, 0o600)
@@ -333,16 +311,16 @@ class MiniCluster:
         speed = ["--skip-name-resolve", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
         files = [f"--pid-file={STATE}/run/mariadbd.own.pid", f"--init-file={STATE}/database.sql"]
         self._launch("mariadbd", "mariadbd", *own, *place, *speed, *files)
-        wait_for(lambda: _listens(DATABASE_PORT), 30, "mariadbd")
+        machine.wait_for(lambda: _listens(DATABASE_PORT), 30, "mariadbd")
         self._launch("slurmdbd", "slurmdbd", "-D")
-        wait_for(lambda: _listens(ACCOUNTING_PORT), 30, "slurmdbd")
+        machine.wait_for(lambda: _listens(ACCOUNTING_PORT), 30, "slurmdbd")
 
     def _launch(self, name: str, *command: str, place: str = "head") -> None:
         entry = HEAD_ENTRY if place == "head" else NODE_ENTRY
         # in a session of its own: Ctrl-C in a test run must not reach the daemons before `down` does
         detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
-        environment = {**self.environment, "HIERARCHIES": " ".join(map(str, _hierarchies()))}
-        environment["CONTROLLERS"] = _subtree_control() if _has_cgroup_v2() else ""
+        environment = {**self.environment, "HIERARCHIES": " ".join(map(str, machine.hierarchies()))}
+        environment["CONTROLLERS"] = machine.subtree_control() if machine.has_cgroup_v2() else ""
         # with cgroup v2 slurmd takes this as the sign that somebody has prepared its cgroup, as we have
         environment["INVOCATION_ID"] = "testcluster"
         with (STATE / f"log/{name}.out").open("ab") as out:
@@ -353,16 +331,16 @@ class MiniCluster:
         if pid is None:
             raise ClusterError(f"{daemon} does not run")
         os.kill(pid, number)
-        wait_for(lambda: self.pid(daemon) is None, 20, f"the end of {daemon}")
+        machine.wait_for(lambda: self.pid(daemon) is None, 20, f"the end of {daemon}")
 
     def _reread_config(self) -> None:
         self.run("scontrol", "reconfigure")
-        wait_for(self.is_up, 30, "the controller with its new settings")
+        machine.wait_for(self.is_up, 30, "the controller with its new settings")
 
     def _restart_controller(self) -> None:
         self._stop("slurmctld", SIGTERM)
         self._launch("slurmctld", "slurmctld", "-D")
-        wait_for(self.is_up, 30, "the restarted controller")
+        machine.wait_for(self.is_up, 30, "the restarted controller")
 
     def _all_idle(self) -> bool:
         try:
@@ -376,78 +354,6 @@ def running_cluster() -> MiniCluster | None:
     if not _is_live():
         return None
     return MiniCluster(**json.loads((STATE / "cluster.json").read_text())["settings"])
-
-
-def missing_requirement() -> str | None:
-    """Why no cluster can be brought up here, in one line, or None when it can."""
-    if os.geteuid() != 0:
-        return "the Slurm test cluster needs root"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}") is None]
-    if missing:
-        return f"the Slurm test cluster needs {', '.join(missing)}; install them with `make slurm`"
-    if _has_cgroup_v2():
-        there = (CGROUPS / "cgroup.controllers").read_text().split()
-        lacking = [name for name in V2_CONTROLLERS if name not in there]
-    else:
-        lacking = [name for name in V1_CONTROLLERS if not (CGROUPS / name / "cgroup.procs").exists()]
-    return f"the Slurm test cluster needs the cgroup controllers {', '.join(lacking)}" if lacking else None
-
-
-def install() -> None:
-    """Install Slurm, MariaDB and munge from Debian's packages; does nothing when they are there.
-
-    Raises:
-        ClusterError: Not root, no apt-get, or apt-get failed.
-    """
-    if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
-        raise ClusterError("install needs Debian or one of its kin (apt-get)")
-    missing = [name for name in PACKAGES if not _is_installed(name)]
-    if not missing:
-        _say("Slurm, MariaDB and munge are installed")
-        return
-    _require_root()
-    _say(f"installing {' '.join(missing)} from the distribution's packages (about a minute)")
-    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    wait = ["-o", "DPkg::Lock::Timeout=120"]
-    _run("apt-get", *wait, "-qq", "update", environment=quiet, timeout_s=600)
-    _run("apt-get", *wait, "-qq", "--no-install-recommends", "install", *missing, environment=quiet, timeout_s=1800)
-
-
-def wait_for(predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
-    """Wait until the predicate holds; see `MiniCluster.wait_for`."""
-    deadline = time.monotonic() + timeout_s
-    while not predicate():
-        _check(time.monotonic() < deadline, f"waited {timeout_s:g} s in vain for {what}")
-        time.sleep(0.1)
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ClusterError(message)
-
-
-def _require_root() -> None:
-    _check(os.geteuid() == 0, "the Slurm test cluster needs root")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> str:
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"`{' '.join(command)}` took more than {timeout_s:g} s") from None
-    why = done.stderr.strip() or done.stdout.strip()[-500:]
-    _check(done.returncode == 0, f"`{' '.join(command)}` exited with {done.returncode}: {why}")
-    return done.stdout
-
-
-def _is_installed(package: str) -> bool:
-    query = ["dpkg-query", "-W", "-f", "${db:Status-Status}", package]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout == "installed"
 
 
 @contextmanager
@@ -469,133 +375,21 @@ def _is_live() -> bool:
         owner = json.loads((STATE / "cluster.json").read_text())["owner"]
     except (OSError, ValueError, KeyError):
         return False
-    return owner is None or _start_time(owner[0]) == owner[1]
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process began, in kernel ticks: with the pid a name for good. None for the dead and zombies."""
-    try:
-        fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields_after_name[0] in "ZX" else fields_after_name[19]
-
-
-def _has_cgroup_v2() -> bool:
-    return (CGROUPS / "cgroup.controllers").exists()
-
-
-def _subtree_control() -> str:
-    """What a cgroup's `cgroup.subtree_control` wants to hear."""
-    return " ".join(f"+{name}" for name in V2_CONTROLLERS)
-
-
-def _hierarchies() -> tuple[Path, ...]:
-    """The one cgroup hierarchy of v2, or those of v1; the first is that with the CPU quota."""
-    return (CGROUPS,) if _has_cgroup_v2() else tuple(CGROUPS / name for name in V1_CONTROLLERS)
-
-
-def _cluster_pids(place: str = "") -> set[int]:
-    """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
-    pids: set[int] = set()
-    for hierarchy in _hierarchies():
-        for members in (hierarchy / "ttc" / place).rglob("cgroup.procs"):
-            try:
-                pids.update(int(line) for line in members.read_text().split())
-            except OSError:
-                continue  # a step's cgroup went away meanwhile
-    return pids
-
-
-def _kill_all(pids: set[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def _make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
-    _ip("link add ttc0 type bridge")
-    _ip(f"addr add {HEAD}/24 dev ttc0")
-    _ip("link set ttc0 up")
-    for number, host in enumerate(hosts, start=1):
-        _ip(f"netns add {host}")
-        _ip(f"link add ttc{number} type veth peer name eth0 netns {host}")
-        _ip(f"link set ttc{number} master ttc0 up")
-        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 alone: no choice of address for collectives
-        _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
-        _ip(f"-n {host} link set eth0 up")
-        _ip(f"-n {host} link set lo up")
-        for end in (f"-n {host} qdisc add dev eth0", f"qdisc add dev ttc{number}"):
-            _run("tc", *end.split(), *_shaping(rate_mbit).split())
-
-
-def _shaping(rate_mbit: int) -> str:
-    """A token bucket of about 2 ms, which neither a burst nor the kernel's clock ticks distort."""
-    return f"root tbf rate {rate_mbit}mbit burst {max(64_000, rate_mbit * 250)} latency 100ms"
-
-
-def _ip(arguments: str) -> None:
-    _run("ip", *arguments.split())
-
-
-def _make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
-    quota_us = QUOTA_PERIOD_US * cpu_percent // 100
-    for hierarchy in _hierarchies():
-        for place in ("head", *hosts):
-            (hierarchy / "ttc" / place).mkdir(parents=True)
-    # a machine with swap would let a step exceed its limit instead of killing it, hence the last line of each
-    for host in hosts:
-        if _has_cgroup_v2():
-            for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
-                (parent / "cgroup.subtree_control").write_text(_subtree_control())
-            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
-            (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
-        else:
-            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
-            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_quota_us").write_text(str(quota_us))
-            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+    return owner is None or machine.start_time(owner[0]) == owner[1]
 
 
 def _remove_everything() -> None:
     """Take down whatever there is, in whatever state; what is not there is not missed."""
-    for frozen in (CGROUPS / "freezer/ttc").rglob("freezer.state"):
-        frozen.write_text("THAWED")  # with cgroup v1 a suspended job's processes do not die before
-
-    def all_dead() -> bool:
-        _kill_all(_cluster_pids())  # again and again: a process can fork while it is being killed
-        return not _cluster_pids()
-
-    wait_for(all_dead, 20, "the end of the cluster's processes")
-    for hierarchy in _hierarchies():
-        _remove_cgroup(hierarchy / "ttc")
-    for namespace in Path("/run/netns").glob("ttc-*"):
-        _ip(f"netns del {namespace.name}")
-    for link in [path.name for path in Path("/sys/class/net").glob("ttc[0-9]*")]:
-        # a namespace takes its link along when it goes, a moment later
-        subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
+    machine.kill_processes()
+    machine.remove_cgroups()
+    machine.remove_network()
     if STATE.is_dir():
         shutil.rmtree(STATE)
 
 
-def _remove_cgroup(top: Path) -> None:
-    for folder, _, _ in os.walk(top, topdown=False):
-        wait_for(partial(_rmdir, folder), 10, f"{folder} to be empty")
-
-
-def _rmdir(folder: str) -> bool:
-    try:
-        Path(folder).rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False  # the kernel still counts a process that has just died
-    return True
-
-
 def _fill_in(name: str, values: Mapping[str, object], mode: int = 0o644) -> None:
-    text = Template((TEMPLATES / name).read_text()).substitute(values, state=STATE, head=HEAD, subnet=SUBNET)
+    ports = {"database_port": DATABASE_PORT, "accounting_port": ACCOUNTING_PORT}
+    text = Template((TEMPLATES / name).read_text()).substitute(values, **ports, state=STATE, head=HEAD, subnet=SUBNET)
     _write(STATE / "etc" / name, text.encode(), mode)
 
 
@@ -635,20 +429,24 @@ def _parser() -> argparse.ArgumentParser:
 def _up(cluster: MiniCluster) -> None:
     began_s = time.monotonic()
     cluster.up()
-    _say(f"{cluster.nodes} nodes up in {time.monotonic() - began_s:.0f} s; logs in {STATE}/log. For Slurm's tools:")
-    _say(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}")
+    machine.say(
+        f"{cluster.nodes} nodes up in {time.monotonic() - began_s:.0f} s; logs in {STATE}/log. For Slurm's tools:"
+    )
+    machine.say(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}")
     wanted, there = cluster.nodes * cluster.cpu_percent, 100 * (os.cpu_count() or 1)
     if wanted > there:
-        _say(f"note: nodes may use {wanted} % CPU in sum, the machine has {there} %: busy ones slow each other down")
+        machine.say(
+            f"note: nodes may use {wanted} % CPU in sum, the machine has {there} %: busy ones slow each other down"
+        )
 
 
 def _status() -> int:
     cluster = running_cluster()
     if cluster is None:
-        _say("the test cluster is down")
+        machine.say("the test cluster is down")
         return 1
-    _say(f"the test cluster is up: {cluster}\nexport SLURM_CONF={cluster.environment['SLURM_CONF']}")
-    _say(cluster.run("sinfo", "--long", "--Node"))
+    machine.say(f"the test cluster is up: {cluster}\nexport SLURM_CONF={cluster.environment['SLURM_CONF']}")
+    machine.say(cluster.run("sinfo", "--long", "--Node"))
     return 0
 
 
@@ -658,7 +456,7 @@ def main(arguments: list[str]) -> int:
     command = options.pop("command")
     try:
         if command == "install":
-            install()
+            machine.install()
         elif command == "up":
             _up(MiniCluster(**options))
         elif command == "down":

@@ -1,0 +1,253 @@
+"""What the test cluster takes from the machine: packages, processes, cgroups, network namespaces and links."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from signal import SIGKILL
+
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "slurmdbd",
+    "munged",
+    "mariadbd",
+    "mariadb-install-db",
+    "ip",
+    "tc",
+    "nsenter",
+    "unshare",
+)
+SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
+SUBNET = "10.92.0"
+HEAD = f"{SUBNET}.254"
+CGROUPS = Path("/sys/fs/cgroup")
+V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
+# pids is there for a flaw of Slurm 22.05: it does not recognize the last name of the list that the kernel gives it
+V2_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
+QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
+
+
+class ClusterError(RuntimeError):
+    """The test cluster cannot do what was asked; the message is one line, at times followed by a log's last lines."""
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise a `ClusterError` with this message unless it holds."""
+    if not holds:
+        raise ClusterError(message)
+
+
+def require_root() -> None:
+    """Raise a `ClusterError` unless we are root."""
+    check(os.geteuid() == 0, "the Slurm test cluster needs root")
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+    """Run a command and return what it printed.
+
+    Raises:
+        ClusterError: It exits non-zero or takes too long; the message holds its error output.
+    """
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"`{' '.join(command)}` took more than {timeout_s:g} s") from None
+    why = done.stderr.strip() or done.stdout.strip()[-500:]
+    check(done.returncode == 0, f"`{' '.join(command)}` exited with {done.returncode}: {why}")
+    return done.stdout
+
+
+def wait_for(predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
+    """Wait until the predicate holds.
+
+    Raises:
+        ClusterError: It never did; the message says what was waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        check(time.monotonic() < deadline, f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.1)
+
+
+def missing_requirement() -> str | None:
+    """Why no cluster can be brought up here, in one line, or None when it can."""
+    if os.geteuid() != 0:
+        return "the Slurm test cluster needs root"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}") is None]
+    if missing:
+        return f"the Slurm test cluster needs {', '.join(missing)}; install them with `make slurm`"
+    if has_cgroup_v2():
+        there = (CGROUPS / "cgroup.controllers").read_text().split()
+        lacking = [name for name in V2_CONTROLLERS if name not in there]
+    else:
+        lacking = [name for name in V1_CONTROLLERS if not (CGROUPS / name / "cgroup.procs").exists()]
+    return f"the Slurm test cluster needs the cgroup controllers {', '.join(lacking)}" if lacking else None
+
+
+def install() -> None:
+    """Install Slurm, MariaDB and munge from Debian's packages; does nothing when they are there.
+
+    Raises:
+        ClusterError: Not root, no apt-get, or apt-get failed.
+    """
+    if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
+        raise ClusterError("install needs Debian or one of its kin (apt-get)")
+    missing = [name for name in PACKAGES if not _is_installed(name)]
+    if not missing:
+        say("Slurm, MariaDB and munge are installed")
+        return
+    require_root()
+    say(f"installing {' '.join(missing)} from the distribution's packages (about a minute)")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    wait = ["-o", "DPkg::Lock::Timeout=120"]
+    run("apt-get", *wait, "-qq", "update", environment=quiet, timeout_s=600)
+    run("apt-get", *wait, "-qq", "--no-install-recommends", "install", *missing, environment=quiet, timeout_s=1800)
+
+
+def _is_installed(package: str) -> bool:
+    query = ["dpkg-query", "-W", "-f", "${db:Status-Status}", package]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout == "installed"
+
+
+def start_time(pid: int) -> str | None:
+    """When a process began, in kernel ticks: with the pid a name for good. None for the dead and zombies."""
+    try:
+        fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields_after_name[0] in "ZX" else fields_after_name[19]
+
+
+def has_cgroup_v2() -> bool:
+    """Whether the machine has cgroup v2 alone, as Debian 12 with systemd; else it has v1."""
+    return (CGROUPS / "cgroup.controllers").exists()
+
+
+def hierarchies() -> tuple[Path, ...]:
+    """The one cgroup hierarchy of v2, or those of v1; the first is that with the CPU quota."""
+    if has_cgroup_v2():
+        return (CGROUPS,)
+    # systemd mounts cpu and cpuacct as one, under both names
+    return tuple(dict.fromkeys((CGROUPS / name).resolve() for name in V1_CONTROLLERS))
+
+
+def subtree_control() -> str:
+    """What a cgroup's `cgroup.subtree_control` wants to hear."""
+    return " ".join(f"+{name}" for name in V2_CONTROLLERS)
+
+
+def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
+    """Make a branch for the head and one per host; a host's has a CPU quota in per cent of a core, and no swap."""
+    quota_us = QUOTA_PERIOD_US * cpu_percent // 100
+    for hierarchy in hierarchies():
+        for place in ("head", *hosts):
+            (hierarchy / "ttc" / place).mkdir(parents=True)
+    # with swap, a step that exceeds its limit would live on
+    for host in hosts:
+        if has_cgroup_v2():
+            for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
+                (parent / "cgroup.subtree_control").write_text(subtree_control())
+            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
+            (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
+        else:
+            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+            (CGROUPS / "cpu/ttc" / host / "cpu.cfs_quota_us").write_text(str(quota_us))
+            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+
+
+def cluster_pids(place: str = "") -> set[int]:
+    """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
+    pids: set[int] = set()
+    for hierarchy in hierarchies():
+        for folder in _folders(hierarchy / "ttc" / place):
+            with suppress(OSError):  # a step's cgroup can go away meanwhile
+                pids.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
+    return pids
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """The folder and all below it, deepest first; os.walk minds neither that one vanishes nor that there is none."""
+    return (Path(folder) for folder, _, _ in os.walk(top, topdown=False))
+
+
+def kill_processes(place: str = "") -> None:
+    """SIGKILL all processes of the cluster, or of one place, and wait for their end."""
+    for folder in _folders(CGROUPS / "freezer/ttc" / place):
+        with suppress(OSError):
+            (folder / "freezer.state").write_text("THAWED")  # with cgroup v1 a suspended process does not die before
+
+    def all_dead() -> bool:
+        pids = cluster_pids(place)
+        for pid in pids:  # again and again: a process can fork while it is being killed
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGKILL)
+        return not pids
+
+    wait_for(all_dead, 20, "the end of the cluster's processes")
+
+
+def remove_cgroups() -> None:
+    """Remove the cluster's branch of every hierarchy; its processes must be gone."""
+    for hierarchy in hierarchies():
+        for folder in _folders(hierarchy / "ttc"):
+            wait_for(partial(_rmdir, folder), 10, f"{folder} to be empty")
+
+
+def _rmdir(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # the kernel still counts a process that has just died
+    return True
+
+
+def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
+    """Make a bridge with the head's address, and per host a namespace and a link that is shaped both ways."""
+    _ip("link add ttc0 type bridge")
+    _ip(f"addr add {HEAD}/24 dev ttc0")
+    _ip("link set ttc0 up")
+    for number, host in enumerate(hosts, start=1):
+        _ip(f"netns add {host}")
+        _ip(f"link add ttc{number} type veth peer name eth0 netns {host}")
+        _ip(f"link set ttc{number} master ttc0 up")
+        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 alone: no choice of address for collectives
+        _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
+        _ip(f"-n {host} link set eth0 up")
+        _ip(f"-n {host} link set lo up")
+        for end in (f"-n {host} qdisc add dev eth0", f"qdisc add dev ttc{number}"):
+            run("tc", *end.split(), *_shaping(rate_mbit).split())
+
+
+def _shaping(rate_mbit: int) -> str:
+    """A token bucket of about 2 ms, which neither a burst nor the kernel's clock ticks distort."""
+    return f"root tbf rate {rate_mbit}mbit burst {max(64_000, rate_mbit * 250)} latency 100ms"
+
+
+def _ip(arguments: str) -> None:
+    run("ip", *arguments.split())
+
+
+def remove_network() -> None:
+    """Remove the cluster's namespaces and links."""
+    for namespace in Path("/run/netns").glob("ttc-*"):
+        _ip(f"netns del {namespace.name}")
+    for link in [path.name for path in Path("/sys/class/net").glob("ttc[0-9]*")]:
+        with suppress(ClusterError):  # a namespace takes its link along when it goes, a moment later
+            _ip(f"link del {link}")
