@@ -249,7 +249,7 @@ def test_a_small_model_on_a_cpu_cluster_is_predicted_from_its_corners() -> None:
     corners = [0, 3, 8, 11]
     others = np.setdiff1d(np.arange(12), corners)
     assert error(fit(list(range(12))), nodes, batch, steps) < 0.02
-    assert error(fit(corners), nodes[others], batch[others], steps[others]) < 0.05
+    assert error(fit(corners), nodes[others], batch[others], steps[others]) < 0.06
 
 
 # Median relative error of the plain sum over these traces, all points and from the corners alone.
