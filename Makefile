@@ -34,4 +34,4 @@ lint: .venv/.ready
 	@$(BIN)/mypy
 
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv build dist *.egg-info

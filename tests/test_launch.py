@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +116,25 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         assert line in lines, line
     assert any(line.startswith("srun") and " -K1 " in line for line in lines)
     assert """export WORDS='a b'"'"'c'""" in lines
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
+    """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    setup = launcher(tmp_path).parameters(stage="profile", nodes=1, minutes=1)["local_setup"]
+    command = " && ".join([*setup, f"{sys.executable} -c 'import os; print(os.getppid())'"])
+    with subprocess.Popen([shell, "-c", command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.read()) == process.pid
+
+
+def test_switches_that_are_off_are_left_out(tmp_path: Path) -> None:
+    script = launcher(tmp_path, executor="slurm", sbatch={"requeue": False}).script(
+        stage="train", nodes=1, minutes=1, tasks=1
+    )
+    assert "requeue" not in script
 
 
 def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

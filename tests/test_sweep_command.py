@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "cluster.partition=x"], "needs --cluster"),
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
+        (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
     ],
 )
@@ -75,6 +77,17 @@ def test_other_inputs_are_refused_with_the_difference(sweep_file: Path, capsys: 
     assert "made from other inputs" in error
     assert "-epochs = 10" in error
     assert "+epochs = 99" in error
+
+
+def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.sweep import _load, _open_run, _parser
+
+    root = sweep_file.parent / "run"
+    sweep = _open_run(*_load(_parser().parse_args([str(sweep_file)])), root)
+    with sweep.run.locked():
+        assert main([str(sweep_file), "--run-dir", str(root)]) == 2
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert not sweep.run.events()
 
 
 def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,6 +264,9 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
     if sweep.workload.precision == "fp16" and cluster.device == "cpu":
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
+    if sweep.workload.samples is not None and sweep.search.max_batch > sweep.workload.samples:
+        message = f"{sweep.search.max_batch} is above workload.samples = {sweep.workload.samples}"
+        raise InputError(message, source=sweep_file, key="search.max_batch")
     for nodes in sweep.search.cluster_sizes:
         if not local_batches(sweep.search, nodes, cluster.workers_per_node):
             message = (

@@ -38,15 +38,20 @@ def join_job() -> WorkerEnvironment:
         job_id=str(job.job_id),
         restart_count=restart_count(),
         hosts=tuple(job.hostnames),
-        on_slurm="SLURM_JOB_ID" in os.environ,
+        on_slurm=_started_by_slurm(),
     )
 
 
 def restart_count() -> int:
     """How often Slurm has requeued this job; 0 outside Slurm."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) if _started_by_slurm() else 0
 
 
 def slurm_job_id() -> str | None:
     """The raw job id that scontrol takes (an array task has its own), or None outside Slurm."""
-    return os.environ.get("SLURM_JOB_ID")
+    return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
+
+
+def _started_by_slurm() -> bool:
+    """Whether Slurm runs this job; inside a user's own allocation the local executor must not touch that allocation."""
+    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"

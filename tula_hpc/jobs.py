@@ -10,8 +10,22 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Configuration
 
 
+class Requeueable:
+    """A job that submitit may start again as it is: what it has done is on disk."""
+
+    def __call__(self) -> Any:
+        """Do the job; every worker calls this."""
+        raise NotImplementedError
+
+    def checkpoint(self) -> Any:
+        """What submitit resubmits when it handles a signal itself: the same job."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
 @dataclass(frozen=True)
-class ProfileJob:
+class ProfileJob(Requeueable):
     """Measures configurations of one cluster size, one after another.
 
     Attributes:
@@ -34,7 +48,7 @@ class ProfileJob:
 
 
 @dataclass(frozen=True)
-class TrainJob:
+class TrainJob(Requeueable):
     """Trains one configuration to the end, from the newest checkpoint if there is one.
 
     Attributes:
@@ -59,9 +73,3 @@ class TrainJob:
         from tula_hpc.trainer import run_training
 
         return run_training(self, stop)
-
-    def checkpoint(self) -> Any:
-        """What submitit resubmits when a signal comes before `StopRequest` is installed: the same job."""
-        import submitit
-
-        return submitit.helpers.DelayedSubmission(self)

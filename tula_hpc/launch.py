@@ -92,17 +92,22 @@ class Launcher:
         """Those of the jobs that are not over. A controller that does not answer for a while is waited out."""
         if self.cluster.executor == "local":
             return {job_id: slurm.JobState("RUNNING", "") for job_id in job_ids if _local_alive(job_id)}
+        words = ""
         for pause_s in (2, 5, 10, 30, 60, 120, 300):
             try:
                 return {job_id: state for job_id, state in slurm.queue(job_ids).items() if not state.is_over}
-            except LaunchError:
+            except LaunchError as error:
+                if not slurm.available():
+                    raise
+                words = str(error)
                 time.sleep(pause_s)
-        raise LaunchError("the Slurm controller has not answered for 9 minutes; run the same command again to continue")
+        raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}")
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
-        """What a user types to cancel these jobs."""
-        ids = " ".join(job.job_id for job in jobs)
-        return f"scancel {ids}" if self.cluster.executor == "slurm" else f"pkill -TERM -P {ids.replace(' ', ',')}"
+        """What a user types to cancel these jobs. Locally KILL: on TERM a training saves and is started again."""
+        if self.cluster.executor == "slurm":
+            return "scancel " + " ".join(job.job_id for job in jobs)
+        return "; ".join(f"pkill -KILL -f {shlex.quote(str(job.folder))}" for job in jobs)
 
     def _ended(self, job: Submitted) -> Ended:
         log_file, tail = _log_tail(job)
@@ -129,7 +134,8 @@ class Launcher:
             "tasks_per_node": workers,
             "gpus_per_node": workers if self.cluster.device == "cuda" else 0,
             "timeout_min": minutes,
-            "local_setup": self.setup_lines(),
+            # keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell
+            "local_setup": [*self.setup_lines(), "trap : EXIT"],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
@@ -146,9 +152,12 @@ class Launcher:
             **({"slurm_exclusive": True} if cluster.exclusive else {}),
             "slurm_array_parallelism": cluster.array_parallelism,
             "slurm_signal_delay_s": cluster.signal_delay_s,
-            "slurm_srun_args": list(cluster.srun_args),
+            # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
+            "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
             "slurm_setup": self.setup_lines(),
-            "slurm_additional_parameters": {"requeue": True, **cluster.sbatch},
+            "slurm_additional_parameters": {
+                k: v for k, v in {"requeue": True, **cluster.sbatch}.items() if v is not False
+            },
         }
 
     def setup_lines(self) -> list[str]:
@@ -171,6 +180,11 @@ class Launcher:
         command = f"python -u -m submitit.core._submit {shlex.quote(str(folder))}"
         parameters["map_count"] = tasks if tasks > 1 else None
         return str(submitit_slurm._make_sbatch_string(command=command, folder=folder, **parameters))
+
+
+def _without_false(options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:
+    """Switches that are off are left out: submitit would write `--requeue=False`, which sbatch refuses."""
+    return {name: value for name, value in options.items() if value is not False}
 
 
 def _submit(executor: Any, jobs: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -24,6 +24,7 @@ from tula_hpc.records import (
     MemoryUse,
     StepTimes,
     append_record,
+    rank_file,
     read_records,
 )
 from tula_hpc.timing import StoppingRule, median_interval, time_steps
@@ -53,7 +54,7 @@ def _measure_and_record(job: ProfileJob, configuration: Configuration, env: Work
             raise
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
-        append_record(job.output, oom_record(job.cluster, configuration, env, failure))
+        append_record(rank_file(job.output, env.rank), oom_record(job.cluster, configuration, env, failure))
         # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if env.rank == 0 and measurement is not None:

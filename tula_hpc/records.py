@@ -5,12 +5,14 @@ JSON Lines files are append-only, one record a line. A torn last line (a writer 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -210,6 +212,16 @@ def _newline_if_torn(path: Path) -> bytes:
         return b"" if file.read(1) == b"\n" else b"\n"
 
 
+def rank_file(path: Path, rank: int) -> Path:
+    """The file of one rank beside rank 0's: appending from several clients of a network file system is not atomic."""
+    return path if rank == 0 else path.with_name(f"{path.stem}-r{rank}.jsonl")
+
+
+def with_rank_files(path: Path) -> list[Path]:
+    """Rank 0's file and those that other ranks wrote beside it."""
+    return [path, *sorted(path.parent.glob(f"{path.stem}-r*.jsonl"))]
+
+
 def read_records(kind: type[R], paths: Iterable[Path]) -> ReadResult[R]:
     """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted."""
     records: list[R] = []
@@ -260,6 +272,25 @@ class RunDirectory:
         for folder in (self.profile, self.slurm, self.root / "train"):
             folder.mkdir(mode=0o700, exist_ok=True)
         return self
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
+
+        Raises:
+            RunDirectoryError: Another one holds it; the message says who.
+        """
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = file.read(200).strip() or "another command"
+                raise RunDirectoryError(f"is in use by {owner}", source=self.root) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}")
+            file.flush()
+            yield
 
     def check_owner(self) -> None:
         """Refuse a directory that another user owns or may write to."""

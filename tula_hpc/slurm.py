@@ -97,9 +97,11 @@ class _Sign(NamedTuple):
 # In order: what is more specific first. A step that was killed for its memory leaves the *job* FAILED with exit 1:0.
 _SIGNS = (
     _Sign(Failure.HOST_OOM, frozenset({"OUT_OF_MEMORY"}), r"oom-kill event|oom_kill|Exceeded job memory limit"),
-    _Sign(Failure.DEVICE_OOM, frozenset(), r"OutOfMemoryError|CUDA out of memory"),
+    _Sign(
+        Failure.DEVICE_OOM, frozenset(), r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.*out of memory"
+    ),
     _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE"),
-    _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT"),
+    _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
     _Sign(Failure.PREEMPTED, frozenset({"PREEMPTED"}), r"DUE TO PREEMPTION"),
 )
 
@@ -111,6 +113,18 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
         if states & sign.states or re.search(sign.words, log):
             return sign.failure
     return Failure.CANCELLED if rows and rows[0].state == "CANCELLED" else Failure.BUG
+
+
+def is_being_cancelled(job_id: str) -> bool:
+    """Whether a running process's job is on its way out for good: scancel sends TERM as a preemption does.
+
+    A job that is preempted or near its time limit is still RUNNING during its grace time.
+    """
+    try:
+        text = run_command(["scontrol", "show", "job", "--oneliner", job_id])
+    except LaunchError:
+        return False  # unknown: a needless requeue does less harm than lost work
+    return "JobState=RUNNING" not in text
 
 
 def requeue(job_id: str) -> str | None:

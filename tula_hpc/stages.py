@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +24,11 @@ from tula_hpc.records import (
     append_record,
     read_metrics,
     read_records,
+    with_rank_files,
     write_atomically,
 )
+
+RESULT_WAIT_S = 90.0  # NFS clients remember for up to a minute that a file was not there
 
 
 class Sweep(NamedTuple):
@@ -66,7 +70,8 @@ def profile_stage(sweep: Sweep) -> None:
     with stage_progress("profile") as progress:
         _wait_for_earlier(sweep, "profile", lambda text: progress.update(0, 1, f"jobs submitted before: {text}"))
         failures: list[Ended] = []
-        while proposed := propose(sweep.spec.search, wpn, sweep.run.measurements().records):
+        started = time.time()
+        while proposed := propose(sweep.spec.search, wpn, _settled(sweep.run, started)):
             failures += _profile_round(sweep, proposed, progress)
         measured = sweep.run.measurements().records
         progress.update(len(measured), len(measured), f"{len(measured)} measurements")
@@ -74,32 +79,35 @@ def profile_stage(sweep: Sweep) -> None:
         raise StageError(f"profile: nothing could be measured; {_why(failures)}")
 
 
+def _settled(run: RunDirectory, started: float) -> list[Measurement]:
+    """Measurements that count for the search: a failure of an earlier run of the command may have been mended since."""
+    return [m for m in run.measurements().records if m.status != "failed" or m.finished_at >= started]
+
+
 def _profile_round(sweep: Sweep, proposed: Sequence[Configuration], progress: StageProgress) -> list[Ended]:
-    """Submit one array per N, wait, and write a record for every configuration that left none."""
-    before = len(sweep.run.measurements().records)
-    total = before + len(proposed)
-    failures: list[Ended] = []
-    waves = _waves(sweep, proposed)
-    for wave in waves:
-        batches = [_submit_profiles(sweep, configurations) for configurations in wave]
-        jobs = [job for batch in batches for job in batch.jobs]
+    """Submit one array per N, wait, and write a record for every configuration that left none.
 
-        def tick(text: str) -> None:
-            progress.update(len(sweep.run.measurements().records), total, text)
+    Where jobs would disturb each other only the first array or job is submitted; the search then proposes anew, knowing
+    more (a batch that ran out of memory is not tried on more nodes).
+    """
+    total = len(sweep.run.measurements().records) + len(proposed)
+    batches = [_submit_profiles(sweep, configurations) for configurations in _first_wave(sweep, proposed)]
+    jobs = [job for batch in batches for job in batch.jobs]
 
-        ended = sweep.launcher.wait(jobs, tick)
-        failures += _record_failures(sweep, batches, ended)
-    return failures
+    def tick(text: str) -> None:
+        progress.update(len(sweep.run.measurements().records), total, text)
+
+    return _record_failures(sweep, batches, sweep.launcher.wait(jobs, tick))
 
 
-def _waves(sweep: Sweep, proposed: Sequence[Configuration]) -> list[list[list[Configuration]]]:
-    """What is submitted together: all arrays, or, where jobs would disturb each other, one array or job at a time."""
+def _first_wave(sweep: Sweep, proposed: Sequence[Configuration]) -> list[list[Configuration]]:
+    """What is submitted together, by cluster size."""
     by_nodes = [list(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
     if sweep.cluster.executor == "local" and not sweep.packed:
-        return [[[configuration]] for group in by_nodes for configuration in group]
+        return [by_nodes[0][:1]]
     if sweep.cluster.executor == "local" or sweep.cluster.array_parallelism == 1:
-        return [[group] for group in by_nodes]
-    return [by_nodes]
+        return by_nodes[:1]
+    return by_nodes
 
 
 def _submit_profiles(sweep: Sweep, configurations: Sequence[Configuration]) -> Batch:
@@ -127,7 +135,7 @@ def _record_failures(sweep: Sweep, batches: Sequence[Batch], ended: Sequence[End
     failures = []
     for batch in batches:
         for group, output, job in zip(batch.groups, batch.outputs, batch.jobs, strict=True):
-            recorded = read_records(Measurement, [output]).records
+            recorded = read_records(Measurement, with_rank_files(output)).records
             missing = [c for c in group if c not in {m.configuration for m in recorded}]
             if missing and not any(m.status == "oom" for m in recorded):
                 failures.append(how[job.job_id])
@@ -145,6 +153,7 @@ def _failed(cluster: ClusterSpec, configuration: Configuration, end: Ended) -> M
         local_batch=configuration.local_batch,
         exclusive=cluster.exclusive or cluster.executor == "local",
         job_id=end.job.job_id,
+        finished_at=time.time(),
     )
 
 
@@ -167,13 +176,28 @@ def _wait_for_earlier(sweep: Sweep, stage: str, tick: Callable[[str], None]) -> 
 
 
 def plan_stage(sweep: Sweep) -> Plan:
-    """Fit the models and choose; writes plan.json."""
+    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `_plan_is_good`."""
+    if _plan_is_good(sweep.run):
+        return sweep.run.read_plan()
     from tula_hpc.analysis.plan import make_plan
 
     measured = sweep.run.measurements()
     plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
+
+
+def training_began(run: RunDirectory) -> bool:
+    """Whether a training was submitted: from then on nothing is profiled or planned again."""
+    return any(event.event == "submitted" and event.stage == "train" for event in run.events())
+
+
+def _plan_is_good(run: RunDirectory) -> bool:
+    """Training began with it, or nothing was measured since it was written (also by `analysis.plan --write`)."""
+    if not run.plan_file.exists():
+        return False
+    written = run.plan_file.stat().st_mtime
+    return training_began(run) or all(path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl"))
 
 
 def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
@@ -191,11 +215,21 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
             candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
             end = _train_once(sweep, candidate.configuration, label, progress)
             attempts += 1
+            _await_result(sweep.run, files.result_file, end.job)
             if not files.result_file.exists():
                 _after_failure(sweep, candidate.configuration, end, attempts)
         result = TrainResult.model_validate_json(files.result_file.read_bytes())
         progress.update(result.epochs, result.epochs, f"test accuracy {result.test_accuracy:.1%}")
     return result
+
+
+def _await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
+    """A job that says it finished left a result, even if a network file system shows it a minute later."""
+    finished = any(event.event == "finished" and event.job_id == job.job_id for event in run.events())
+    deadline = time.monotonic() + RESULT_WAIT_S
+    while finished and not result_file.exists() and time.monotonic() < deadline:
+        list(result_file.parent.iterdir())  # makes the client look again
+        time.sleep(1.0)
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
@@ -204,7 +238,7 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
     """
-    failed = [m.local_batch for m in run.measurements().records if m.status == "oom" and m.stage == "train"]
+    failed = {m.local_batch for m in run.measurements().records if m.status == "oom" and m.stage == "train"}
     if not failed:
         return plan.chosen
     if len(failed) > max_fallbacks:

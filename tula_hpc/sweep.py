@@ -75,17 +75,19 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.write(describe_submission(spec, cluster, root))
         return 0
     sweep = _open_run(spec, cluster, root)
-    try:
-        return _run_stages(sweep, STAGES.index(options.until))
-    except KeyboardInterrupt:
-        _say_interrupted(sweep)
-        return 130
+    with sweep.run.locked():
+        try:
+            return _run_stages(sweep, STAGES.index(options.until))
+        except KeyboardInterrupt:
+            _say_interrupted(sweep)
+            return 130
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc import stages
 
-    stages.profile_stage(sweep)
+    if not stages.training_began(sweep.run):
+        stages.profile_stage(sweep)
     if last == STAGES.index("profile"):
         return 0
     plan = stages.plan_stage(sweep)

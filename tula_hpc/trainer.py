@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tula_hpc import slurm
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
@@ -27,6 +27,7 @@ from tula_hpc.records import (
     StepMetrics,
     TrainResult,
     append_record,
+    rank_file,
     write_atomically,
 )
 from tula_hpc.schedule import learning_rate
@@ -59,7 +60,7 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
 def _record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     run = RunDirectory(job.root)
     record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update={"stage": "train"})
-    append_record(run.profile / f"train-{job.label}.jsonl", record)
+    append_record(rank_file(run.profile / f"train-{job.label}.jsonl", env.rank), record)
     run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
 
 
@@ -129,8 +130,12 @@ class Trainer:
         batch = self.job.configuration.global_batch
         self.window = StepWindow()
         while self.progress.offset + batch <= self.samples_per_epoch:
+            started = time.perf_counter()
             self._train_step(batches)
             decision = self.agreed.decide()
+            if decision.save:
+                self.worker.synchronize_device()  # what the device still has to do is the steps' time, not the save's
+            self.progress.epoch_time_s += time.perf_counter() - started
             if decision.save:
                 self._save()
             if decision.stop:
@@ -138,7 +143,6 @@ class Trainer:
         return True
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        started = time.perf_counter()
         progress, batch = self.progress, self.job.configuration.global_batch
         self._set_learning_rate()
         inputs, targets = next(batches)
@@ -153,7 +157,6 @@ class Trainer:
         self.window.add(loss)
         if progress.step % self.job.sweep.training.log_interval_steps == 0 or self._epoch_ends():
             self._log_steps()
-        progress.epoch_time_s += time.perf_counter() - started
 
     def _epoch_ends(self) -> bool:
         return self.progress.offset + self.job.configuration.global_batch > self.samples_per_epoch
@@ -271,6 +274,7 @@ class Trainer:
         initial = {key: value.clone() for key, value in self.worker.model.state_dict().items()}
         self._throw_away_one_pass()
         loaded = self.store.load_latest(map_location=self.worker.device)
+        self._check_same(loaded)
         if loaded is None:
             self.worker.model.load_state_dict(initial)
             return Progress(started_at=time.time())
@@ -283,6 +287,14 @@ class Trainer:
         progress.restarts += 1
         self._log_resume(progress, loaded.path, loaded.rejected)
         return progress
+
+    def _check_same(self, loaded: LoadedCheckpoint | None) -> None:
+        """All workers must go on from one checkpoint; a stale directory listing on one node must not split them."""
+        mine = (-1.0, -1.0) if loaded is None else (float(loaded.restart_count), float(loaded.samples_seen))
+        highest = self.worker.agree(*mine)
+        lowest = self.worker.agree(*(-value for value in mine))
+        if highest != [-value for value in lowest]:
+            raise StageError(f"workers see different checkpoints in {self.store.folder}; start the job again")
 
     def _throw_away_one_pass(self) -> None:
         size = self.worker.workload.image_size
@@ -310,18 +322,27 @@ class Trainer:
         return self._requeue()
 
     def _requeue(self) -> str:
+        job_id = slurm_job_id() or ""
+        if self.env.on_slurm and self._any(slurm.is_being_cancelled(job_id) if self.env.rank == 0 else False):
+            if self.env.rank == 0:
+                self._event("failed", "cancelled; what was done is saved", {})
+            return "cancelled"
         if not self.env.on_slurm:
             from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
             sys.exit(LOCAL_REQUEUE_RETURN_CODE)
-        refused = slurm.requeue(slurm_job_id() or "") if self.env.rank == 0 else None
-        (is_refused,) = self.worker.agree(float(refused is not None))
+        refused = slurm.requeue(job_id) if self.env.rank == 0 else None
+        is_refused = self._any(refused is not None)
         if self.env.rank == 0:
             detail = f"requeue refused: {refused}" if refused else "requeued by the job itself"
             self._event("failed" if refused else "requeued", detail, {})
         if is_refused:
             return "stopped"
         sys.exit(REQUEUED_EXIT_CODE)
+
+    def _any(self, mine: bool) -> bool:
+        (largest,) = self.worker.agree(float(mine))
+        return bool(largest)
 
     def _event(self, event: str, detail: str, data: dict[str, Any]) -> None:
         self.run_directory.log_event(event, "train", detail=detail, job_id=self.env.job_id, data=data)

@@ -134,3 +134,23 @@ def test_a_training_killed_for_its_memory_goes_on_with_a_smaller_batch(
     assert [(m.local_batch, m.stage, m.failure) for m in failed] == [(512, "train", Failure.HOST_OOM)]
     resumed = next(event for event in run.events() if event.event == "resumed")
     assert resumed.data["samples_seen"] > 0
+
+
+def test_a_cancelled_training_stays_cancelled_and_goes_on_when_asked_again(
+    slurm_cluster: MiniCluster, whole: Training, tmp_path: Path
+) -> None:
+    """scancel sends TERM as a preemption does; the job must save, but not requeue itself."""
+    cut = Training(slurm_cluster, tmp_path / "cut")
+    cut.start()
+    cut.wait_for_step(30)
+    slurm_cluster.run("scancel", cut.job.job_id)
+    ended = cut.launcher.wait([cut.job])
+    assert ended[0].failure is Failure.CANCELLED
+    assert slurm_cluster.job_state(cut.job.job_id) == "CANCELLED"
+    assert not cut.files.result_file.exists()
+    saved = CheckpointStore(cut.files.checkpoints).load_latest()
+    assert saved is not None
+    assert saved.state["progress"]["step"] >= 30
+    cut.start()
+    result = cut.finish()
+    assert result.final_loss == TrainResult.model_validate_json(whole.files.result_file.read_text()).final_loss

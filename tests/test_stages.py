@@ -1,0 +1,72 @@
+"""Decisions between the stages, from records alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import candidate, plan
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
+from tula_hpc.stages import Sweep, _settled, next_candidate, plan_stage
+
+LARGE, *SMALLER = (
+    candidate(Configuration(4, 1, local_batch)).model_copy(update={"feasible": True}) for local_batch in (64, 32, 16, 8)
+)
+PLAN = plan([LARGE, *SMALLER], chosen=LARGE, fallbacks=SMALLER)
+
+
+def oom(local_batch: int, stage: str = "train") -> Measurement:
+    fields = {"status": "oom", "failure": Failure.HOST_OOM, "nodes": 4, "workers_per_node": 1, "stage": stage}
+    return Measurement.model_validate({**fields, "local_batch": local_batch})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def test_without_trouble_the_chosen_configuration_is_trained(run: RunDirectory) -> None:
+    append_record(run.profile / "n4-b64-0.jsonl", oom(64, "profile"))  # a profile's bound is the plan's business
+    assert next_candidate(PLAN, run, max_fallbacks=3) == LARGE
+
+
+def test_an_oom_that_every_rank_reports_counts_once(run: RunDirectory) -> None:
+    for rank in range(8):
+        append_record(rank_file(run.profile / "train-main.jsonl", rank), oom(64))
+    assert len(list(run.profile.iterdir())) == 8
+    assert next_candidate(PLAN, run, max_fallbacks=1).local_batch == 32
+
+
+def test_fallbacks_shrink_and_end(run: RunDirectory) -> None:
+    seen = []
+    for _ in range(3):
+        append_record(run.profile / "train-main.jsonl", oom(next_candidate(PLAN, run, 9).local_batch))
+        seen.append(next_candidate(PLAN, run, 9).local_batch)
+    assert seen == [32, 16, 8]
+    append_record(run.profile / "train-main.jsonl", oom(8))
+    with pytest.raises(StageError, match="no smaller fallback"):
+        next_candidate(PLAN, run, 9)
+    with pytest.raises(StageError, match="max_fallbacks"):
+        next_candidate(PLAN, run, 3)
+
+
+def test_failures_of_an_earlier_command_may_have_been_mended(run: RunDirectory) -> None:
+    failed = {"status": "failed", "failure": "bug", "nodes": 1, "workers_per_node": 1, "local_batch": 8}
+    for finished_at in (100.0, 300.0):
+        record = Measurement.model_validate({**failed, "finished_at": finished_at})
+        append_record(run.profile / "n1-b8-0.jsonl", record)
+    append_record(run.profile / "n1-b64-0.jsonl", oom(64))
+    assert [m.status for m in _settled(run, started=200.0)] == ["oom", "failed"]
+
+
+def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
+    sweep = Sweep(SweepSpec(name="x"), ClusterSpec(), run)
+    write_atomically(run.plan_file, PLAN.model_dump_json(by_alias=True))
+    run.log_event("submitted", "train", job_id="1")
+    time.sleep(0.01)
+    append_record(run.profile / "train-main.jsonl", oom(64))
+    assert plan_stage(sweep) == PLAN
