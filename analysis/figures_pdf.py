@@ -21,7 +21,7 @@ from tula_hpc.analysis.formatting import keep_units
 PAGE_WIDTH_IN, PAGE_HEIGHT_IN = 8.27, 5.83  # A5 across: prints on A4 without becoming small, reads well on a screen
 MARGIN_IN = 0.55
 LINE_IN = 0.165  # of 9-point text
-CAPTION_CHARACTERS = 116
+CAPTION_CHARACTERS = 108
 TABLE_ROW_IN = 0.36
 
 

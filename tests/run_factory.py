@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tula_hpc.config import SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.records import (
     Candidate,
@@ -310,3 +311,26 @@ def _result(label: str, made: Plan, last: EpochMetrics) -> TrainResult:
         wall_time_s=made.epochs * last.epoch_time_s + 180,
         restarts=1,
     )
+
+
+# A training that runs out of memory on its way: see tests/examples/hungry.py.
+LATE_SWEEP = SweepSpec.model_validate(
+    {
+        "name": "late",
+        "workload": {
+            "model": "tests.examples.hungry:build_late",
+            "dataset": "digits",
+            "samples": 1024,
+            "epochs": 4,
+            "loader_workers": 0,
+        },
+        "training": {"log_interval_steps": 1, "method": "lbt"},
+    }
+)
+
+
+def late_plan() -> Plan:
+    """One worker with 512 samples a step, which will not fit in the end, and 64 to fall back to."""
+    small = [candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)]
+    large = candidate(Configuration(1, 1, 512)).model_copy(update={"feasible": True})
+    return plan([*small, large], chosen=large, fallbacks=[small[2]])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import candidate, plan
-from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
+from tests.run_factory import LATE_SWEEP, late_plan
+from tula_hpc.config import ClusterSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Launcher
-from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.records import RunDirectory, TrainResult, read_metrics
 from tula_hpc.stages import Sweep, train_stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,24 +160,9 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
 
 def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_path: Path) -> None:
     """The third epoch runs out of memory; the next smaller batch goes on from the last checkpoint."""
-    spec = SweepSpec.model_validate(
-        {
-            "name": "late",
-            "workload": {
-                "model": "tests.examples.hungry:build_late",
-                "dataset": "digits",
-                "samples": 1024,
-                "epochs": 4,
-                "loader_workers": 0,
-            },
-            "training": {"log_interval_steps": 1, "method": "lbt"},
-        }
-    )
-    cluster = ClusterSpec(setup=("ulimit -v 6000000",))
     run = RunDirectory(tmp_path / "run").create()
-    small = [candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)]
-    large = candidate(Configuration(1, 1, 512)).model_copy(update={"feasible": True})
-    result = train_stage(Sweep(spec, cluster, run), plan([*small, large], chosen=large, fallbacks=[small[2]]))
+    cluster = ClusterSpec(setup=("ulimit -v 6000000",))
+    result = train_stage(Sweep(LATE_SWEEP, cluster, run), late_plan())
     assert (result.local_batch, result.epochs) == (64, 4)
     failed = [m for m in run.measurements().records if m.status == "oom"]
     assert [(m.local_batch, m.stage, m.failure) for m in failed] == [(512, "train", Failure.HOST_OOM)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.run_factory import candidate, plan
+from tests.run_factory import LATE_SWEEP, late_plan
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import SweepSpec, load_cluster
@@ -111,24 +111,9 @@ def test_a_training_killed_for_its_memory_goes_on_with_a_smaller_batch(
     slurm_cluster: MiniCluster, tmp_path: Path
 ) -> None:
     """The model becomes hungry in its third epoch; Slurm kills the step, and the plan's fallback takes over."""
-    spec = SweepSpec.model_validate(
-        {
-            "name": "late",
-            "workload": {
-                "model": "tests.examples.hungry:build_late",
-                "dataset": "digits",
-                "samples": 1024,
-                "epochs": 4,
-                "loader_workers": 0,
-            },
-            "training": {"log_interval_steps": 1, "method": "lbt"},
-        }
-    )
     cluster = load_cluster(ROOT / "slurm_templates" / "testcluster.toml", ["memory_gb=1.5"])
     run = RunDirectory(tmp_path / "run").create()
-    small = [candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)]
-    large = candidate(Configuration(1, 1, 512)).model_copy(update={"feasible": True})
-    result = train_stage(Sweep(spec, cluster, run), plan([*small, large], chosen=large, fallbacks=[small[2]]))
+    result = train_stage(Sweep(LATE_SWEEP, cluster, run), late_plan())
     assert (result.local_batch, result.epochs, result.samples_seen) == (64, 4, 4 * 1024)
     failed = [m for m in run.measurements().records if m.status == "oom"]
     assert [(m.local_batch, m.stage, m.failure) for m in failed] == [(512, "train", Failure.HOST_OOM)]

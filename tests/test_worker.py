@@ -1,0 +1,83 @@
+"""One worker of a job, in this process: the step that profiling and training share, and a whole profile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.profiler import measure
+from tula_hpc.records import Configuration
+from tula_hpc.worker import Worker, reference_share
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
+
+
+def sweep(method: str = "ags", **workload: object) -> SweepSpec:
+    fields = {"model": "tula_hpc.workloads.compact:compact_cnn", "dataset": "digits", "loader_workers": 0, **workload}
+    search = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5}
+    training = {"method": method, "small_batch": 16, "update_interval_epochs": 0.1}
+    return SweepSpec.model_validate({"name": "x", "workload": fields, "search": search, "training": training})
+
+
+@pytest.mark.parametrize("method", ["ags", "static", "lbt"])
+@pytest.mark.parametrize(
+    "workload",
+    [{}, {"precision": "bf16"}, {"optimizer": "adamw", "lr": 1e-3}, {"channels_last": True}],
+    ids=["fp32", "bf16", "adamw", "channels_last"],
+)
+def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: dict[str, object]) -> None:
+    worker = Worker(sweep(method, **workload), ClusterSpec(), CONFIGURATION, ALONE)
+    batches = worker.batches()
+    losses = [float(worker.train_step(*next(batches))) for _ in range(20)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert isinstance(worker.optimizer, TulaOptimizer) == (method != "lbt")
+
+
+def test_the_scale_is_updated_at_its_interval_and_only_then() -> None:
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    interval = round(0.1 * (worker.samples // 64))
+    batches = worker.batches()
+    for _ in range(interval):
+        worker.train_step(*next(batches))
+        assert all(factor is None for factor in worker.optimizer.gradscale)
+    worker.train_step(*next(batches))
+    assert all(factor is not None for factor in worker.optimizer.gradscale)
+
+
+def test_a_profile_times_every_part_and_counts_the_memory() -> None:
+    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert measurement.status == "ok"
+    assert measurement.times is not None
+    assert min(measurement.times.step_time_s, measurement.times.compute_time_s, measurement.times.update_time_s) > 0
+    assert measurement.times.allreduce_time_s == 0
+    assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update"}
+    assert measurement.memory is not None
+    assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
+    assert measurement.memory.batch_bytes == 64 * (3 * 8 * 8 * 4 + 8)  # images in float32, labels in int64
+
+
+def test_a_profile_changes_no_weight() -> None:
+    from tula_hpc.profiler import StepProfile, _stopping_rule
+
+    spec = sweep()
+    worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    before = [p.detach().clone() for p in worker.parameters]
+    profile = StepProfile(worker, _stopping_rule(spec))
+    for _ in range(3):
+        worker.train_step(*next(profile.batches))
+    assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
+
+
+@given(st.integers(1, 4096), st.sampled_from([1, 2, 4, 16, 64]), st.sampled_from([1, 8, 32, 512]))
+def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, nodes: int, local_batch: int) -> None:
+    share = reference_share(TrainingSpec(small_batch=small), Configuration(nodes, 1, local_batch))
+    assert 1 <= share <= local_batch
+    assert share >= min(2, local_batch)
+    assert share * nodes <= max(small, 2 * nodes)
