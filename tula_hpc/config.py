@@ -30,7 +30,6 @@ SlurmWord = Annotated[
     str, Field(pattern=r"^[\w.,:/@+=%*&|()\[\]-]{1,200}$")
 ]  # no blanks or newlines: goes into #SBATCH lines
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0a-\x1f\x7f]{0,1000}$")]
-EntryPoint = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 class Spec(BaseModel):

@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,9 +155,7 @@ class Launcher:
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
             "slurm_setup": self.setup_lines(),
-            "slurm_additional_parameters": {
-                k: v for k, v in {"requeue": True, **cluster.sbatch}.items() if v is not False
-            },
+            "slurm_additional_parameters": _without_false({"requeue": True, **cluster.sbatch}),
         }
 
     def setup_lines(self) -> list[str]:
@@ -197,14 +195,6 @@ def _submit(executor: Any, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         words = str(error).strip().splitlines()
         raise LaunchError(f"the scheduler refused the job: {words[-1] if words else error!r}") from None
     return submitted
-
-
-def in_turn(jobs: Sequence[Callable[[], Any]], one_by_one: bool) -> Iterator[Sequence[Callable[[], Any]]]:
-    """Batches to submit: singly where tasks would disturb each other on one machine, else all at once."""
-    if one_by_one:
-        yield from ([job] for job in jobs)
-    elif jobs:
-        yield jobs
 
 
 def _describe(active: Mapping[str, slurm.JobState]) -> str:
