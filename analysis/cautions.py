@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tula_hpc.analysis.aggregate import Profile, Summary
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.search import propose
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Candidate, Configuration, Measurement
 
 LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
@@ -28,11 +28,11 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
 
 
 def about_missing(
-    summary: Summary, sweep: SweepSpec, workers_per_node: int, measurements: Sequence[Measurement], skipped: int
+    summary: Summary, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], skipped: int
 ) -> list[str]:
     """What should be there and is not."""
     found = [f"{configuration} was not measured: {why}" for configuration, why in summary.failed.items()]
-    pending = [c for c in propose(sweep.search, workers_per_node, measurements) if c not in summary.failed]
+    pending = [c for c in propose(sweep, cluster, measurements) if c not in summary.failed]
     if pending:
         found.append(f"not yet profiled: {_names(pending)}; run the sweep again")
     if skipped:

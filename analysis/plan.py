@@ -48,7 +48,7 @@ def make_plan(
     chosen, workers = choice.ranking[0], cluster.workers_per_node
     doubts = cautions.about_choice(chosen, feasible, summary)
     doubts += cautions.about_measurements(summary, sweep, workers)
-    doubts += cautions.about_missing(summary, sweep, workers, measurements, skipped_lines)
+    doubts += cautions.about_missing(summary, sweep, cluster, measurements, skipped_lines)
     return Plan(
         objective=sweep.objective.kind,
         chosen=chosen,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
-from tula_hpc.config import SearchSpec, local_batches
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement
 
 ATTEMPTS = 2  # a configuration that fails so often, for other reasons than memory, is given up
@@ -25,7 +25,13 @@ def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]
     ]
 
 
-def propose(search: SearchSpec, workers_per_node: int, measurements: Sequence[Measurement]) -> list[Configuration]:
+def propose(
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    *,
+    trusted_batch: int | None = None,
+) -> list[Configuration]:
     """Configurations to profile next; none when the search is done.
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the fewest and on the most
@@ -34,11 +40,15 @@ def propose(search: SearchSpec, workers_per_node: int, measurements: Sequence[Me
     reason is proposed once more, then given up.
 
     Args:
-        search: Bounds and mode.
-        workers_per_node: Workers on each node.
+        sweep: Bounds and mode.
+        cluster: Workers on each node.
         measurements: All measurements so far, in any order.
+        trusted_batch: Largest local batch that an estimate lets fit before anything was measured; None: any.
     """
-    fitting = _below_bound(candidates(search, workers_per_node), measurements)
+    search = sweep.search
+    fitting = _below_bound(candidates(search, cluster.workers_per_node), measurements)
+    if trusted_batch is not None and not any(is_usable(row) for row in measurements):
+        fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
     wanted = fitting if search.mode == "full" else _corners(fitting)
     done = _settled(measurements)
     return [configuration for configuration in wanted if configuration not in done]

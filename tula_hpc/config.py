@@ -103,7 +103,7 @@ class SearchSpec(Spec):
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
     min_batch: int = Field(default=32, ge=1)  # global batch
     max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
-    mode: Literal["full", "partial"] = "partial"
+    mode: Literal["adaptive", "full", "partial"] = "partial"
     pack: Literal["auto", "always", "never"] = (
         "auto"  # configurations of one N in one job; auto: only on the local executor
     )

@@ -15,7 +15,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> st
     from tula_hpc.analysis.search import candidates, propose
 
     wpn = cluster.workers_per_node
-    proposed = propose(spec.search, wpn, [])
+    proposed = propose(spec, cluster, [])
     lines = [
         f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}",
         f"{len(candidates(spec.search, wpn))} candidates, {len(proposed)} to profile ({spec.search.mode} search):",

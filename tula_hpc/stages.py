@@ -66,12 +66,11 @@ def profile_stage(sweep: Sweep) -> None:
     """
     from tula_hpc.analysis.search import propose
 
-    wpn = sweep.cluster.workers_per_node
     with stage_progress("profile") as progress:
         _wait_for_earlier(sweep, "profile", lambda text: progress.update(0, 1, f"jobs submitted before: {text}"))
         failures: list[Ended] = []
         started = time.time()
-        while proposed := propose(sweep.spec.search, wpn, _settled(sweep.run, started)):
+        while proposed := propose(sweep.spec, sweep.cluster, _settled(sweep.run, started)):
             failures += _profile_round(sweep, proposed, progress)
         measured = sweep.run.measurements().records
         progress.update(len(measured), len(measured), f"{len(measured)} measurements")
