@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tula_hpc.records import Configuration, Measurement, MemoryUse, Record, StepTimes
 
@@ -21,6 +22,8 @@ class Profile(NamedTuple):
     converged: bool  # at least one repeat was
     exclusive: bool  # every repeat had its nodes to itself
     emulated: bool  # some repeat shared one machine between "nodes"
+    backend: str = ""  # collective library: nccl, gloo, none for one worker
+    watts_per_node: float = 0.0  # median over the repeats that have it; 0: unknown
 
 
 class Summary(NamedTuple):
@@ -50,16 +53,14 @@ def is_out_of_memory(measurement: Measurement) -> bool:
 
 def summarize(measurements: Iterable[Measurement]) -> Summary:
     """Group measurements by configuration; repeats become their median: one disturbed profile does not decide."""
-    rows = list(measurements)
-    usable = _by_configuration(filter(is_usable, rows))
+    usable, out, other = _sorted_by_use(measurements)
     profiles = tuple(_profile(configuration, usable[configuration]) for configuration in sorted(usable))
-    out_of_memory = tuple(sorted({row.configuration for row in rows if is_out_of_memory(row)}))
+    out_of_memory = tuple(sorted(out))
     bound = min((configuration.local_batch for configuration in out_of_memory), default=None)
-    unusable = _by_configuration(row for row in rows if not is_usable(row) and not is_out_of_memory(row))
-    settled = usable.keys() | set(out_of_memory)
-    failed = {key: _last_reason(unusable[key]) for key in sorted(unusable) if key not in settled}
+    settled = usable.keys() | out.keys()
+    failed = {key: _last_reason(other[key]) for key in sorted(other) if key not in settled}
     samples, parameters = (
-        Counter(value for row in rows if is_usable(row) and (value := getattr(row, field)) > 0)
+        Counter(value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0)
         for field in ("dataset_samples", "parameters")
     )
     warnings = [*_mixed(samples, parameters), *_contradictions(profiles, bound)]
@@ -68,11 +69,18 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     )
 
 
-def _by_configuration(measurements: Iterable[Measurement]) -> dict[Configuration, list[Measurement]]:
-    groups: defaultdict[Configuration, list[Measurement]] = defaultdict(list)
-    for measurement in measurements:
-        groups[measurement.configuration].append(measurement)
-    return groups
+Groups = dict[Configuration, list[Measurement]]
+
+
+def _sorted_by_use(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Groups]:
+    """By configuration: those with times and memory, those that ran out of memory, all others."""
+    groups: tuple[defaultdict[tuple[int, int, int], list[Measurement]], ...]
+    groups = defaultdict(list), defaultdict(list), defaultdict(list)
+    for row in measurements:
+        kind = 0 if is_usable(row) else 1 if is_out_of_memory(row) else 2
+        groups[kind][row.nodes, row.workers_per_node, row.local_batch].append(row)
+    usable, out, other = ({Configuration(*key): rows for key, rows in part.items()} for part in groups)
+    return usable, out, other
 
 
 def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profile:
@@ -84,6 +92,8 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         converged=any(row.converged for row in rows),
         exclusive=all(row.exclusive for row in rows),
         emulated=any(row.emulated for row in rows),
+        backend=rows[0].backend,
+        watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
     )
 
 
@@ -93,8 +103,10 @@ Fields = TypeVar("Fields", bound=Record)
 def _medians(rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]) -> Fields:
     if len(rows) == 1:
         return rows[0]
-    medians = {name: convert(median(getattr(row, name) for row in rows)) for name in kind.model_fields}
-    return kind.model_validate(medians)
+    names = tuple(kind.model_fields)
+    columns = zip(*map(attrgetter(*names), rows), strict=True)
+    values: dict[str, Any] = {name: convert(median(column)) for name, column in zip(names, columns, strict=True)}
+    return cast(Fields, kind.model_construct(None, **values))
 
 
 def _last_reason(rows: Sequence[Measurement]) -> str:

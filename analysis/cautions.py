@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from tula_hpc.analysis.aggregate import Profile, Summary
 from tula_hpc.analysis.formatting import plural
+from tula_hpc.analysis.noise import CriticalBatch
+from tula_hpc.analysis.parts import Fitted, of_part, prefixed
 from tula_hpc.analysis.search import propose
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part
+from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import Candidate, Configuration, Measurement
 
 LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
@@ -28,21 +33,58 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
 
 
 def about_missing(
-    summary: Summary, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], skipped: int
+    summary: Summary, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[str]:
     """What should be there and is not."""
     found = [f"{configuration} was not measured: {why}" for configuration, why in summary.failed.items()]
-    pending = [c for c in propose(sweep, cluster, measurements) if c not in summary.failed]
+    mine = sweep_for(sweep, cluster)
+    pending = [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
     if pending:
         found.append(f"not yet profiled: {_names(pending)}; run the sweep again")
-    if skipped:
-        found.append(f"{plural(skipped, 'damaged line')} of the measurements skipped")
     return found
 
 
-def about_choice(chosen: Candidate, feasible: Sequence[Candidate], summary: Summary) -> list[str]:
-    """Doubts about the chosen candidate."""
-    return [*_extrapolated(chosen, feasible, summary.profiles), *_dropped(chosen, summary.dataset_samples)]
+def about_part(part: Part, sweep: SweepSpec, measurements: Sequence[Measurement]) -> list[str]:
+    """Doubts about the measurements on one kind of nodes, and what is missing of them."""
+    doubts = about_measurements(part.summary, sweep, part.cluster.workers_per_node)
+    doubts += about_missing(part.summary, sweep, part.cluster, of_part(measurements, part.name))
+    return [prefixed(part.name, doubt) for doubt in doubts]
+
+
+def about_lines(skipped: int) -> list[str]:
+    """Lines of the measurements that could not be read."""
+    return [f"{plural(skipped, 'damaged line')} of the measurements skipped"] if skipped else []
+
+
+def about_choice(chosen: int, fitted: Fitted) -> list[str]:
+    """Doubts about the chosen row."""
+    found = []
+    for place, part in enumerate(fitted.parts):
+        texts = _extrapolated(chosen, place, fitted.table, part.summary.profiles)
+        found += [prefixed(part.name, text) for text in texts]
+    part = fitted.parts[fitted.table.part[chosen]]
+    return found + _dropped(int(fitted.table.global_batch[chosen]), part.summary.dataset_samples)
+
+
+def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
+    """Whether the chosen batch is larger than the gradient's noise makes useful."""
+    if critical is None or chosen.global_batch <= critical.batch:
+        return []
+    extra = critical.extra_samples(chosen.global_batch)
+    what = f"the chosen global batch of {chosen.global_batch:,} lies beyond the critical batch of {critical.batch:,.0f}"
+    meaning = f"the gradient's noise scale, where twice the fewest samples are needed; here {extra:.1f} times"
+    return [f"{what} ({meaning}). It grows in training, often tenfold, so that this is its least"]
+
+
+def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
+    """Whether the chosen training is longer than a job may last."""
+    table = fitted.table
+    requeues, cluster = int(table.requeues[chosen]), fitted.parts[table.part[chosen]].cluster
+    if requeues <= sweep.training.max_requeues:
+        return []
+    limit = f"train_minutes = {cluster.train_minutes}"
+    often = f"about {plural(requeues, 'requeue')} under {limit}"
+    return [f"training needs {often}, more than training.max_requeues = {sweep.training.max_requeues} allows"]
 
 
 def _listed(profiles: Sequence[Profile], what: str) -> list[str]:
@@ -72,26 +114,24 @@ def _slow_loader(profiles: Sequence[Profile], loader_workers: int) -> list[str]:
     return [f"waiting for data takes up to {where}: raise workload.loader_workers (now {loader_workers})"]
 
 
-def _extrapolated(chosen: Candidate, feasible: Sequence[Candidate], profiles: Sequence[Profile]) -> list[str]:
-    """Candidates outside the rectangle of node counts and local batches that were profiled."""
+def _extrapolated(chosen: int, place: int, table: CandidateTable, profiles: Sequence[Profile]) -> list[str]:
+    """Candidates of a part outside the rectangle of node counts and local batches that were profiled there."""
     nodes = [profile.configuration.nodes for profile in profiles]
     batches = [profile.configuration.local_batch for profile in profiles]
-
-    def outside(candidate: Candidate) -> bool:
-        inside = min(nodes) <= candidate.nodes <= max(nodes)
-        return not (inside and min(batches) <= candidate.local_batch <= max(batches))
-
-    beyond = [candidate for candidate in feasible if outside(candidate)]
+    feasible = (table.part == place) & (table.why == FEASIBLE)
+    inside = (min(nodes) <= table.nodes) & (table.nodes <= max(nodes))
+    inside &= (min(batches) <= table.local_batch) & (table.local_batch <= max(batches))
+    beyond, of = int(np.sum(feasible & ~inside)), int(np.sum(feasible))
     if not beyond:
         return []
     profiled = f"the profiled range (N {min(nodes)} to {max(nodes)}, b {min(batches)} to {max(batches)})"
-    mine = ", the chosen one among them," if outside(chosen) else ""
-    verb = "lies" if len(beyond) == 1 else "lie"
-    return [f"{len(beyond)} of {len(feasible)} feasible candidates{mine} {verb} beyond {profiled}: extrapolated"]
+    mine = ", the chosen one among them," if table.part[chosen] == place and not inside[chosen] else ""
+    verb = "lies" if beyond == 1 else "lie"
+    return [f"{beyond:,} of {of:,} feasible candidates{mine} {verb} beyond {profiled}: extrapolated"]
 
 
-def _dropped(chosen: Candidate, samples: int) -> list[str]:
-    share = samples % chosen.global_batch / samples
+def _dropped(global_batch: int, samples: int) -> list[str]:
+    share = samples % global_batch / samples
     if share <= DROPPED_SHARE:
         return []
-    return [f"full batches of {chosen.global_batch:,} leave out {share:.0%} of the {samples:,} samples in every epoch"]
+    return [f"full batches of {global_batch:,} leave out {share:.0%} of the {samples:,} samples in every epoch"]

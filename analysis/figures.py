@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_memory import draw_memory
+from tula_hpc.analysis.figures_pareto import draw_pareto
 from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
 from tula_hpc.analysis.figures_steps import draw_prediction_error, draw_step_breakdown
 from tula_hpc.analysis.figures_style import COLOURS
@@ -19,6 +20,7 @@ __all__ = ["COLOURS", "FIGURES", "Drawing", "Figures", "Missing", "TitlePage", "
 FIGURES = {
     "epoch_time": draw_epoch_time,
     "cost": draw_cost,
+    "pareto": draw_pareto,
     "memory": draw_memory,
     "step_breakdown": draw_step_breakdown,
     "prediction_error": draw_prediction_error,
@@ -35,7 +37,8 @@ class Figures(NamedTuple):
 
 
 def draw_all(run: RunContents) -> Figures:
-    """Draw every figure that has data."""
-    results = [draw(run) for draw in FIGURES.values()]
+    """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
+    alone = run.of_chosen_partition()
+    results = [draw(run if draw is draw_pareto else alone) for draw in FIGURES.values()]
     drawings = [result for result in results if isinstance(result, Drawing)]
     return Figures(drawings, [result for result in results if isinstance(result, Missing)])

@@ -208,6 +208,21 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
     axes.set_ylabel(label)
 
 
+def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
+    """An x axis for positive amounts, as `value_axis`."""
+    numbers = [value for value in values if math.isfinite(value) and value > 0]
+    low, high = min(numbers, default=1.0), max(numbers, default=1.0)
+    if high / low <= LOG_RATIO:
+        axes.set_xlim(0, high * 1.08)
+        axes.xaxis.set_major_locator(MaxNLocator(7))
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
+        _round_ticks(axes.xaxis, axes.get_xlim(), _ROUND)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_tick(value)))
+    axes.set_xlabel(label)
+
+
 def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float]) -> None:
     within = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
     if len(within) < 3:

@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.formatting import format_duration, format_money, format_number, plural
+from tula_hpc.analysis.formatting import format_duration, format_money, format_number, format_percent, plural
+from tula_hpc.analysis.pricing import FOREVER_S
 from tula_hpc.analysis.report_data import Interval, RunContents, find_candidate, measured_epoch, predicted
-from tula_hpc.records import Candidate, Configuration, Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
@@ -43,6 +44,7 @@ class Curves(NamedTuple):
     predicted: list[Point]
     chosen: Candidate | None
     out_of_memory: list[Configuration]
+    knee: Knee | None = None
 
     def of(self, nodes: int) -> tuple[list[Point], list[Point]]:
         """Measured and predicted points of one cluster size, by batch."""
@@ -71,7 +73,7 @@ def draw_epoch_time(run: RunContents) -> Drawing | Missing:
     measured = [
         Point(item.configuration, epoch) for item in run.ok if (epoch := measured_epoch(item, run.samples_of(item)))
     ]
-    curves = _curves(run, measured, "epoch_time_s")
+    curves = _curves(run, measured, "epoch_time_s")._replace(knee=run.plan.knee if run.plan else None)
     if not curves.measured and not curves.predicted:
         return Missing("epoch_time", "epoch time", "no configuration has been measured yet")
     quantity = Quantity(
@@ -108,7 +110,7 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
 
 
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
-    candidates = run.plan.candidates if run.plan else []
+    candidates = [item for item in run.plan.candidates if (item.wall_time_s or 0) < FOREVER_S] if run.plan else []
     line = [Point(item.configuration, predicted(item, field), item.feasible) for item in candidates]
     line = [point for point in line if point.interval.value > 0]  # an epoch of less than one full batch takes no time
     return Curves(measured, line, run.plan.chosen if run.plan else None, run.out_of_memory)
@@ -131,6 +133,7 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
             axes, [end for interval in points for end in interval], label=quantity.label, durations=quantity.durations
         )
         _shade_infeasible(axes, curves)
+        _draw_knee(axes, curves.knee)
         for nodes in run.cluster_sizes:
             _draw_size(axes, curves, nodes, style.size_style(run.cluster_sizes, nodes))
         _draw_out_of_memory(axes, curves, run.cluster_sizes)
@@ -186,6 +189,16 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
         )
 
 
+def _draw_knee(axes: Axes, knee: Knee | None) -> None:
+    """A line at the knee in a band as wide as its interval."""
+    if knee is None:
+        return
+    if knee.interval_90 is not None:
+        axes.axvspan(*knee.interval_90, color=style.MUTED.light, alpha=0.16, linewidth=0, zorder=1)
+    if knee.global_batch is not None:
+        axes.axvline(knee.global_batch, color=style.MUTED.light, linestyle="--", linewidth=1.0, zorder=1)
+
+
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
     """A cross on the predicted line, or at the upper edge where there is no prediction."""
     known = {point.configuration: point.interval.value for point in curves.predicted}
@@ -208,9 +221,11 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
     if curves.chosen is None:
         return
     sizes = {point.configuration.nodes for point in curves.predicted}
-    lines = [
+    lines: list[list[tuple[float, float]]] = [
         [(point.configuration.global_batch, point.interval.value) for point in curves.of(nodes)[1]] for nodes in sizes
     ]
+    if curves.knee is not None and curves.knee.global_batch is not None:
+        lines.append([(curves.knee.global_batch, end) for end in axes.get_ylim()])
     value = float(getattr(curves.chosen, quantity.field))
     text = f"chosen: N = {curves.chosen.nodes}, B = {curves.chosen.global_batch:,}\n{quantity.write(value)}"
     labels.mark_chosen(axes, (curves.chosen.global_batch, value), text, lines=lines, taken=taken)
@@ -235,6 +250,8 @@ def _keys(curves: Curves) -> list[style.Key]:
         keys.append(style.Key("not feasible", line=":"))
     if curves.out_of_memory:
         keys.append(style.Key("ran out of memory", marker="x"))
+    if curves.knee is not None and curves.knee.global_batch is not None:
+        keys.append(style.Key("knee", line="--"))
     return keys
 
 
@@ -253,9 +270,22 @@ def _reading(curves: Curves) -> str:
         parts.append("Dotted parts do not fit in memory or are ruled out otherwise.")
     if curves.hopeless:
         parts.append("In the grey region that holds for every N.")
+    if curves.knee is not None:
+        parts.append(_knee_in_words(curves.knee))
     if curves.out_of_memory:
         parts.append("Crosses mark configurations that ran out of memory when they were tried.")
     return " ".join(parts)
+
+
+def _knee_in_words(knee: Knee) -> str:
+    if knee.global_batch is None:
+        return "The curve of the least time has no knee."
+    text = f"Beyond the dashed knee at B = {knee.global_batch:,.0f} a larger batch saves little"
+    if knee.interval_90 is None:
+        return f"{text}."
+    low, high = knee.interval_90
+    without = f"; {format_percent(knee.share_without_knee)} of the curves have none" if knee.share_without_knee else ""
+    return f"{text}; its band, {low:,.0f} to {high:,.0f}, holds it with 90 % probability{without}."
 
 
 def _time_title(curves: Curves) -> str:

@@ -1,142 +1,106 @@
-"""Which of the feasible candidates to train with: least time, least cost, or the knee of the training-time curve.
+"""Which of the feasible candidates to train with: least time, least cost, both weighed, or the knee.
 
-Larger batches shorten training ever less, while they cost memory and generalization. The knee is the batch beyond which
-more batch buys little time (V. Satopää et al., "Finding a Kneedle in a Haystack", 2011).
+"weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall time, C the cost.
+Units and sizes of both do not matter: a candidate that takes twice as long must cost less than `2^(−a/b)` times as much
+to be preferred. a = b = 1 makes time × cost least, b = 0 is "time", a = 0 is "cost".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.records import Candidate
+from tula_hpc.analysis.knee import MIN_BATCHES, TrainTime, knee_of
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable
+from tula_hpc.config import ObjectiveSpec
+from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
-# Seconds of training over nodes, workers per node and local batch (not only whole ones), arrays of one length.
-TrainTime = Callable[[Array, Array, Array], Array]
 
-CURVE_POINTS = 2001
-MIN_BATCHES = 3  # a curve through fewer global batches has no bend
-MIN_FALL = 0.05  # the least time must be this share below the time of the smallest batch
-MIN_BEND = 0.05  # distance from the straight line between the curve's ends, in units of its normalized axes
 NEAR_LEAST_TIME = 1.1  # without a knee: the smallest batch within 10 % of the least time
+RANKED = 4096  # so many are ranked; of a million candidates nobody asks for the last
+TINY_COST = 1e-12  # what is free is worth no infinite detour
 
 
 class Choice(NamedTuple):
-    """The feasible candidates, best first, and why."""
+    """Feasible candidates, best first, and why."""
 
-    ranking: tuple[Candidate, ...]
+    ranking: NDArray[np.intp]  # rows of the table, at least one, at most about `RANKED`
     reason: str  # one sentence
-    knee_batch: float | None  # global batch at the knee; None for other objectives and where there is none
+    knee: Knee | None  # None for other objectives, and with too few batches for one
     warnings: tuple[str, ...]
 
 
-class Curve(NamedTuple):
-    """Least training time over the global batch."""
-
-    global_batch: Array  # ascending
-    train_time_s: Array  # never rising: the least time with this batch or a smaller one
-
-
-def choose(kind: Literal["knee", "time", "cost"], feasible: Sequence[Candidate], train_time_s: TrainTime) -> Choice:
+def choose(
+    objective: ObjectiveSpec, table: CandidateTable, train_time_s: TrainTime, drawn: TrainTime | None = None
+) -> Choice:
     """Rank the feasible candidates.
 
-    "time" and "cost" take the least; ties go to fewer nodes, then to the smaller batch. "knee" takes the candidate
-    whose global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the
-    one with fewer nodes. A curve without a knee is said to have none; then the smallest global batch whose training
-    time is within 10 % of the least is taken, on as few nodes as possible.
+    "time", "cost" and "weighted" take the least; ties go to fewer nodes, then to the smaller batch. "knee" takes the
+    candidate whose global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest,
+    then the one with fewer nodes. A curve without a knee is said to have none; then the smallest global batch whose
+    expected time is within 10 % of the least is taken, on as few nodes as possible.
 
     Args:
-        kind: The objective.
-        feasible: At least one candidate.
+        objective: Kind and weights.
+        table: At least one row is feasible.
         train_time_s: The fitted model, for the curve between the candidates.
+        drawn: Models drawn from the fit's uncertainty, for the knee's interval.
     """
-    if kind == "time":
-        return Choice(_ranked(feasible, lambda c: (c.train_time_s, c.nodes, c.global_batch)), _LEAST_TIME, None, ())
-    if kind == "cost":
-        return Choice(_ranked(feasible, lambda c: (c.cost, c.nodes, c.global_batch)), _LEAST_COST, None, ())
-    knee, without = find_knee(lower_envelope(feasible, train_time_s)), "the curve has no knee"
-    if len({c.global_batch for c in feasible}) < MIN_BATCHES:
-        knee, without = None, f"a knee needs {MIN_BATCHES} feasible global batches"
-    return _near_least_time(feasible, without) if knee is None else _near_knee(feasible, knee)
+    feasible = table.why == FEASIBLE
+    if objective.kind == "knee":
+        return _by_knee(table, feasible, train_time_s, drawn)
+    score, what = {
+        "time": (table.wall_time_s, "expected time"),
+        "cost": (table.cost, "expected cost"),
+        "weighted": (weighted_score(objective, table), _product(objective)),
+    }[objective.kind]
+    ranking = ranked(table, feasible, (score,))
+    return Choice(ranking, f"it has the least {what} of all feasible candidates", None, ())
 
 
-_LEAST_TIME = "it has the least predicted training time of all feasible candidates"
-_LEAST_COST = "it has the least predicted cost of all feasible candidates"
+def weighted_score(objective: ObjectiveSpec, table: CandidateTable) -> Array:
+    """`a · log T + b · log C`, see above; T in seconds."""
+    cost = np.log(np.maximum(table.cost, TINY_COST))
+    time = np.log(np.maximum(table.wall_time_s, TINY_COST))
+    return np.asarray(objective.time_weight * time + objective.cost_weight * cost)
 
 
-def lower_envelope(feasible: Sequence[Candidate], train_time_s: TrainTime) -> Curve:
-    """Least training time over the global batch; each cluster size counts between its feasible extremes."""
-    batches = np.array([candidate.global_batch for candidate in feasible], dtype=np.float64)
-    grid = np.geomspace(batches.min(), batches.max(), CURVE_POINTS if batches.min() < batches.max() else 1)
-    times = np.full_like(grid, np.inf)
-    for (nodes, per_node), low, high in _ranges(feasible):
-        inside = (grid >= low * (1 - 1e-9)) & (grid <= high * (1 + 1e-9))
-        count, workers = np.full(inside.sum(), float(nodes)), np.full(inside.sum(), float(per_node))
-        times[inside] = np.minimum(times[inside], train_time_s(count, workers, grid[inside] / (count * workers)))
-    return Curve(grid[np.isfinite(times)], np.minimum.accumulate(times[np.isfinite(times)]))
+def _product(objective: ObjectiveSpec) -> str:
+    def power(name: str, exponent: float) -> str:
+        return name if exponent == 1.0 else f"{name}^{exponent:g}"
+
+    return f"{power('time', objective.time_weight)} × {power('cost', objective.cost_weight)}"
 
 
-def find_knee(curve: Curve) -> float | None:
-    """Global batch at the knee (kneed, linear axes), or None for a curve that is flat or hardly bends.
-
-    Where several cluster sizes take turns the curve has several bends; the one farthest from the straight line between
-    the curve's ends is the knee.
-    """
-    batches, times = curve
-    if len(batches) < MIN_BATCHES or times[0] - times[-1] < MIN_FALL * times[0]:
-        return None
-    from kneed import KneeLocator  # late: it pulls in a plotting library
-
-    found = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True).all_knees
-    bends = {float(knee): _bend(curve, float(knee)) for knee in found}
-    knee = max(sorted(bends), key=lambda batch: bends[batch], default=None)
-    return knee if knee is not None and bends[knee] >= MIN_BEND else None
+def ranked(table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]) -> NDArray[np.intp]:
+    """Rows of the mask by the keys, first one first, then by nodes and batch; about `RANKED` of them."""
+    rows = np.flatnonzero(mask)
+    if len(rows) > RANKED:
+        first = keys[0][rows]
+        rows = rows[first <= np.partition(first, RANKED)[RANKED]]
+    last = (table.nodes, table.global_batch, table.local_batch, table.part)
+    return rows[np.lexsort([key[rows] for key in (*keys, *last)][::-1])]
 
 
-def _bend(curve: Curve, batch: float) -> float:
-    """How far the curve lies below the straight line between its ends, both axes normalized to 0 … 1."""
-    batches, times = curve
-    along = (batch - batches[0]) / (batches[-1] - batches[0])
-    height = (np.interp(batch, batches, times) - times[-1]) / (times[0] - times[-1])
-    return float(1.0 - along - height)
+def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None) -> Choice:
+    knee = knee_of(table.take(np.flatnonzero(feasible)), nominal, drawn)
+    if knee is None:
+        return _near_least_time(table, feasible, None, f"a knee needs {MIN_BATCHES} feasible global batches")
+    if knee.global_batch is None:
+        return _near_least_time(table, feasible, knee, "the curve has no knee")
+    octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(np.float64)
+    ranking = ranked(table, feasible, (octaves, table.global_batch.astype(np.float64), table.wall_time_s))
+    where = f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
+    return Choice(ranking, f"its global batch is {where}, and it is the fastest there", knee, ())
 
 
-def _ranges(feasible: Sequence[Candidate]) -> list[tuple[tuple[int, int], int, int]]:
-    """Nodes and workers per node, smallest and largest global batch of each cluster size."""
-
-    def size(candidate: Candidate) -> tuple[int, int]:
-        return candidate.nodes, candidate.workers_per_node
-
-    groups = {key: [c.global_batch for c in group] for key, group in groupby(sorted(feasible, key=size), key=size)}
-    return [(key, min(batches), max(batches)) for key, batches in groups.items()]
-
-
-def _near_knee(feasible: Sequence[Candidate], knee: float) -> Choice:
-    def octaves(candidate: Candidate) -> float:
-        return round(abs(float(np.log2(candidate.global_batch / knee))), 9)
-
-    ranking = _ranked(feasible, lambda c: (octaves(c), c.global_batch, c.train_time_s, c.nodes))
-    where = f"nearest to the knee of the training-time curve at {knee:,.0f}"
-    reason = f"its global batch is {where}, and it is the fastest there"
-    return Choice(ranking, reason, knee, ())
-
-
-def _near_least_time(feasible: Sequence[Candidate], why: str) -> Choice:
-    limit = NEAR_LEAST_TIME * min(candidate.train_time_s for candidate in feasible)
-
-    def key(candidate: Candidate) -> tuple[float, ...]:
-        near = candidate.train_time_s <= limit
-        order = (candidate.global_batch, candidate.nodes) if near else (candidate.train_time_s, candidate.nodes)
-        return (not near, *order)
-
+def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str) -> Choice:
+    time = table.wall_time_s
+    near = time <= NEAR_LEAST_TIME * time[feasible].min()
+    ranking = ranked(table, feasible & near, (table.global_batch.astype(np.float64),))
+    ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time,))])
     rule = "the smallest global batch whose training time is within 10 % of the least"
-    return Choice(_ranked(feasible, key), f"it has {rule}", None, (f"no knee: {why}; taken is {rule}",))
-
-
-def _ranked(feasible: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> tuple[Candidate, ...]:
-    return tuple(sorted(feasible, key=lambda candidate: (*key(candidate), candidate.configuration)))
+    return Choice(ranking, f"it has {rule}", knee, (f"no knee: {why}; taken is {rule}",))

@@ -7,23 +7,42 @@ import textwrap
 from rich.console import Console
 from rich.table import Table
 
-from tula_hpc.analysis.formatting import format_bytes, format_duration, format_money
+from tula_hpc.analysis.formatting import format_bytes, format_duration, format_money, format_number, format_percent
 from tula_hpc.records import Candidate, Plan
 
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
+FRONT_MARK = "◆"
 LOG_WIDTH = 120  # columns where the output is no terminal
 
 
-def describe_plan(plan: Plan) -> str:
-    """Several lines, the last without a line end; coloured only where standard output is a terminal."""
+def describe_plan(plan: Plan, profiling: str = "") -> str:
+    """Several lines, the last without a line end; coloured only where standard output is a terminal.
+
+    Args:
+        plan: The plan.
+        profiling: What profiling cost, a sentence without its full stop.
+    """
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else LOG_WIDTH
     with console.capture() as capture:
         console.print(_table(plan))
-    sentences = [_expectation(plan), f"Chosen by {plan.objective}: {plan.reason}."]
-    sentences += [f"Warning: {warning}." for warning in plan.warnings]
-    lines = [line for sentence in sentences for line in _wrapped(sentence, console.width)]
+    lines = [line for sentence in sentences(plan, profiling) for line in _wrapped(sentence, console.width)]
     return "\n".join([capture.get().rstrip("\n"), *lines])
+
+
+def sentences(plan: Plan, profiling: str = "") -> list[str]:
+    """What the plan expects, why it chose what it chose, what that excludes, and what it is not sure of."""
+    return [
+        _expectation(plan),
+        f"Chosen by {plan.objective}: {plan.reason}.",
+        *_alternatives(plan),
+        *(f"Constraint: without it, {text}." for text in plan.binding),
+        *_knee(plan),
+        *_critical_batch(plan),
+        *([f"Profiling: {profiling}."] if profiling else []),
+        *(f"Note: {note}." for note in plan.notes),
+        *(f"Warning: {warning}." for warning in plan.warnings),
+    ]
 
 
 def _expectation(plan: Plan) -> str:
@@ -31,7 +50,63 @@ def _expectation(plan: Plan) -> str:
     low, high = chosen.interval_90.get("train_time_s", (None, None))
     between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
     cost = format_money(chosen.cost, chosen.currency)
-    return f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}."
+    text = f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}"
+    if chosen.wall_time_s is not None and chosen.wall_time_s > chosen.train_time_s:
+        loss = format_percent(chosen.wall_time_s / chosen.train_time_s - 1.0)
+        expected = f"{format_duration(chosen.wall_time_s)} expected, {loss} lost to interruptions"
+        every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
+        text += f"; with restarts {expected}, with a checkpoint every {every}"
+    energy = f"; {format_number(chosen.energy_kwh, 3)} kWh" if chosen.energy_kwh is not None else ""
+    return f"{text}{energy}."
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    """What would come next, the fastest and the cheapest, each against the chosen one."""
+    feasible = [candidate for candidate in plan.candidates if candidate.feasible]
+    fastest = min(feasible, key=lambda c: (_wall_time_s(c), c.cost), default=plan.chosen)
+    cheapest = min(feasible, key=lambda c: (c.cost, _wall_time_s(c)), default=plan.chosen)
+    named = [("Next best", candidate) for candidate in plan.runners_up]
+    named += [("Fastest", fastest), ("Cheapest", cheapest)]
+    return [f"{what}: {_name(c)}, {_against(c, plan.chosen)}." for what, c in named if c != plan.chosen]
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"
+
+
+def _against(candidate: Candidate, chosen: Candidate) -> str:
+    """How a candidate's time and cost compare: "12 % slower, 3 % cheaper"."""
+    time = _compared(_wall_time_s(candidate), _wall_time_s(chosen), "slower", "faster")
+    return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
+
+
+def _compared(value: float, base: float, more: str, less: str) -> str:
+    if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
+        return {"slower": "as fast"}.get(more, "as dear")
+    return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
+
+
+def _wall_time_s(candidate: Candidate) -> float:
+    return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
+
+
+def _knee(plan: Plan) -> list[str]:
+    knee = plan.knee
+    if knee is None:
+        return []
+    at = "The curve has no knee" if knee.global_batch is None else f"The knee lies at B={knee.global_batch:,.0f}"
+    low, high = knee.interval_90 or (None, None)
+    between = f" (between {low:,.0f} and {high:,.0f} with 90 % probability)" if low and high else ""
+    without = format_percent(knee.share_without_knee)
+    doubt = f"; {without} of the curves that the measurements allow have none" if knee.share_without_knee else ""
+    return [f"{at}{between}{doubt}."]
+
+
+def _critical_batch(plan: Plan) -> list[str]:
+    if plan.critical_batch is None:
+        return []
+    what = "the gradient's noise scale at the weights that were profiled. Beyond it more samples buy few steps less"
+    return [f"Critical batch: {plan.critical_batch:,.0f} samples, {what}; it grows in training."]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -41,8 +116,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _table(plan: Plan) -> Table:
     shown = sorted(filter(lambda candidate: _is_near(candidate, plan.chosen), plan.candidates), key=_order)
     hidden = len(plan.candidates) - len(shown)
-    title = f"{len(shown)} of {len(plan.candidates)} candidates; --json shows all" if hidden else None
-    table = Table(box=None, caption=title, caption_justify="left", pad_edge=False)
+    total = plan.candidates_total or len(plan.candidates)
+    parts = [f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper"] if plan.pareto else []
+    parts += [f"{len(shown)} of {total:,} candidates; --json shows more"] if hidden else []
+    table = Table(box=None, caption="; ".join(parts) or None, caption_justify="left", pad_edge=False)
     table.add_column("")
     for heading in (
         "nodes",
@@ -55,10 +132,15 @@ def _table(plan: Plan) -> Table:
         "memory",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
+    if plan.chosen.partition:
+        table.add_column("partition")
     table.add_column("")
     for candidate in shown:
         is_chosen = candidate == plan.chosen
-        table.add_row(*_cells(candidate, is_chosen), style="bold" if is_chosen else "" if candidate.feasible else "dim")
+        where = [candidate.partition] if plan.chosen.partition else []
+        table.add_row(
+            *_cells(candidate, is_chosen, where), style="bold" if is_chosen else "" if candidate.feasible else "dim"
+        )
     return table
 
 
@@ -67,13 +149,14 @@ def _is_near(candidate: Candidate, chosen: Candidate) -> bool:
     return 1 / NEIGHBOUR_FACTOR <= ratio <= NEIGHBOUR_FACTOR
 
 
-def _order(candidate: Candidate) -> tuple[int, int]:
-    return candidate.global_batch, candidate.nodes
+def _order(candidate: Candidate) -> tuple[int, int, str]:
+    return candidate.global_batch, candidate.nodes, candidate.partition
 
 
-def _cells(candidate: Candidate, is_chosen: bool) -> list[str]:
+def _cells(candidate: Candidate, is_chosen: bool, where: list[str]) -> list[str]:
+    mark = ("→" if is_chosen else "") + (FRONT_MARK if candidate.pareto else "")
     return [
-        "→" if is_chosen else "",
+        mark if is_chosen or not candidate.pareto else f" {mark}",
         str(candidate.nodes),
         str(candidate.local_batch),
         str(candidate.global_batch),
@@ -82,5 +165,6 @@ def _cells(candidate: Candidate, is_chosen: bool) -> list[str]:
         format_duration(candidate.train_time_s),
         format_money(candidate.cost, candidate.currency),
         format_bytes(candidate.peak_memory_bytes),
+        *where,
         candidate.why or ("measured" if candidate.measured else ""),
     ]

@@ -1,17 +1,47 @@
-"""What a training costs."""
+"""What a training costs, on every basis of `[pricing]`, over columns of candidates.
+
+Paid is expected wall time, that is training and what interruptions repeat: preemptions of spot nodes (`spot`) and
+requeues at the time limit (`requeue`). Waiting in the queue is not paid for.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 from numpy import float64
 from numpy.typing import NDArray
 
-from tula_hpc.config import GIB, PricingSpec
+from tula_hpc.analysis import billing, spot
+from tula_hpc.analysis.energy import NodePower, energy_kwh
+from tula_hpc.analysis.requeue import under_time_limit
+from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
+from tula_hpc.errors import InputError
 
 SECONDS_PER_HOUR = 3600.0
+FOREVER_S = 1e12  # 30,000 years: expected times of what never ends are cut here, so that they can be written down
 
-Quantity = TypeVar("Quantity", float, NDArray[float64])
+Array = NDArray[float64]
+Quantity = TypeVar("Quantity", float, Array)
+
+
+class Usage(NamedTuple):
+    """What trainings need; columns of one length."""
+
+    nodes: Array
+    workers_per_node: Array
+    train_time_s: Array
+    peak_memory_bytes: Array  # per worker
+
+
+class Bill(NamedTuple):
+    """What they cost; columns of that length."""
+
+    wall_time_s: Array  # expected, interruptions included; `FOREVER_S` where training would never end
+    requeues: Array  # expected, at the time limit
+    cost: Array  # in `PricingSpec.currency`
+    energy_kwh: Array  # NaN where no power is known
+    checkpoint_s: Array  # seconds between two checkpoints
 
 
 def train_cost_usd(
@@ -23,8 +53,8 @@ def train_cost_usd(
 ) -> Quantity:
     """Cost of training on N nodes for T hours (S. Tyagi, F. Wang, "Tula", equations of cost).
 
-    Basis "node-hour": `C = T × N × p`, p in USD per node and hour. Basis "memory": `C = T × N × workers × M × q`, M the
-    GiB that each worker uses, q in USD per GiB and hour.
+    Basis "node-hour": `C = T × N × p`, p in USD per node and hour; "spot" likewise, at its own price. Basis "memory":
+    `C = T × N × workers × M × q`, M the GiB that each worker uses, q in USD per GiB and hour.
 
     Args:
         pricing: Basis and prices.
@@ -35,8 +65,80 @@ def train_cost_usd(
 
     Returns:
         USD.
+
+    Raises:
+        ValueError: The basis needs more than this; see `bill`.
     """
     node_hours = nodes * train_time_s / SECONDS_PER_HOUR
     if pricing.basis == "node-hour":
         return node_hours * pricing.usd_per_node_hour
-    return node_hours * workers_per_node * peak_memory_bytes / GIB * pricing.usd_per_gib_hour
+    if pricing.basis == "spot":
+        return node_hours * pricing.usd_per_spot_node_hour
+    if pricing.basis == "memory":
+        return node_hours * workers_per_node * peak_memory_bytes / GIB * pricing.usd_per_gib_hour
+    raise ValueError(f"basis {pricing.basis!r} is not paid by node, time and memory alone")
+
+
+def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: NodePower | None) -> Bill:
+    """Expected wall time and cost of trainings on one kind of nodes.
+
+    Args:
+        usage: The trainings.
+        cluster: Prices, time limit, and what a node has; without partitions (see `ClusterSpec.parts`).
+        training: `checkpoint_minutes`, where the user sets it.
+        power: Of a node; None where unknown.
+
+    Raises:
+        InputError: The basis is energy, and no power is known.
+    """
+    pricing = cluster.pricing
+    between_s = _between_preemptions_s(pricing, usage.nodes)
+    interval_s = _checkpoint_s(pricing, training, between_s)
+    work_s = usage.train_time_s
+    if pricing.basis == "spot":
+        write_s, restart_s = pricing.checkpoint_write_s, pricing.restart_s
+        work_s = spot.expected_time_s(work_s, interval_s, between_s, write_s=write_s, restart_s=restart_s)
+    limited = under_time_limit(work_s, cluster.train_minutes * 60.0, interval_s, pricing.restart_s)
+    wall_s = np.minimum(limited.time_s, FOREVER_S)
+    kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue) if power else np.full_like(wall_s, np.nan)
+    cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
+    return Bill(wall_s, limited.requeues, cost, kwh, interval_s)
+
+
+def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | None) -> Array:
+    pricing = cluster.pricing
+    if pricing.basis == "energy":
+        if power is None:
+            message = "no measurement has the power of a node; give it in watts, or choose another pricing.basis"
+            raise InputError(message, key="pricing.watts_per_node")
+        return kwh * pricing.usd_per_kwh
+    if pricing.basis == "tres":
+        units = billing.billing_per_node(pricing, billing.node_resources(cluster).tres)
+        price = 1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit
+        return usage.nodes * usage.train_time_s / SECONDS_PER_HOUR * (units * price)
+    return train_cost_usd(pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes)
+
+
+def _between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
+    """Mean seconds between two preemptions of a job."""
+    between_s = pricing.preemption_hours * SECONDS_PER_HOUR
+    return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
+
+
+def _checkpoint_s(pricing: PricingSpec, training: TrainingSpec, between_s: Array) -> Array:
+    if pricing.basis == "spot" and training.checkpoint_minutes is None:
+        return spot.best_interval_s(pricing.checkpoint_write_s, between_s)
+    return np.full_like(between_s, training.checkpoint_s)
+
+
+def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
+    """What the prices of one kind of nodes assume and the user should know."""
+    pricing = cluster.pricing
+    found = list(billing.node_resources(cluster).assumed) if pricing.basis == "tres" else []
+    if pricing.basis == "spot":
+        whose = "a node" if pricing.preempted == "node" else "the job"
+        found.append(f"spot nodes: {whose} is preempted every {pricing.preemption_hours:g} hours on average")
+    if power is not None and (pricing.basis == "energy" or power.measured):
+        source = "measured" if power.measured else "as pricing.watts_per_node says"
+        found.append(f"a node draws {power.watts:.0f} W ({source}), the site {pricing.pue:g} times as much")
+    return found

@@ -1,18 +1,20 @@
-"""Robust fits on relative error with non-negative coefficients, and intervals around them; for time and memory.
+"""Robust fits on relative error with bounded coefficients, and intervals around them; for time and memory.
 
 The residual of a row is `weight × (predicted / observed − 1)`: errors of 10 ms and of 10 s count by their share. The
-loss is soft L1, so that a single disturbed measurement does not drag the model along.
+loss is soft L1, so that a single disturbed measurement does not drag the model along. What is believed of a coefficient
+beforehand counts like a row of its own, `belief × (coefficient − believed)`, squared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
 
@@ -22,7 +24,18 @@ ROBUST_FROM = 0.05  # relative residuals above this count linearly, not squared
 # search: 7.5–14 %). With no degrees of freedom left the interval is this belief; with many it is forgotten.
 PRIOR_ERROR = 0.1
 PRIOR_ROWS = 2.0
+TOLERANCE = 1e-8  # relative, of cost, coefficients and gradient: where a search ends
+OUTLIER_FROM = 2.0  # in standard deviations: larger residuals count as this large in the spread, not in full
+MEDIAN_OF_NORMAL = 0.6745  # median of |x| for a standard normal x
+PLAUSIBLE = 0.05  # a coefficient's own uncertainty is at most 1 / this times the spread, where it explains a whole row
 IDENTIFIED_FROM = 1e-3  # share of a column that the other columns must leave unexplained
+
+
+class Scatter(NamedTuple):
+    """What is believed of the relative error of a single row before any residual is seen."""
+
+    error: float  # standard deviation
+    rows: float  # as many measurements would outweigh it
 
 
 class Fit(NamedTuple):
@@ -32,6 +45,7 @@ class Fit(NamedTuple):
     residuals: Array  # (n,), predicted / observed − 1, without weights
     leverage: Array  # (n,), how much each row draws its own prediction, 0 to 1
     covariance: Array  # (p, p), per unit of relative variance; zero for pinned coefficients
+    cost: float = 0.0  # half the sum of what is minimized
 
 
 class Problem(NamedTuple):
@@ -40,7 +54,10 @@ class Problem(NamedTuple):
     evaluate: Callable[[Array], tuple[Array, Array]]
     observed: Array  # (n,), positive
     weights: Array  # (n,)
-    upper: Array  # (p,), largest value of each coefficient; the smallest is 0
+    upper: Array  # (p,), largest value of each coefficient
+    lower: Array | None = None  # (p,), smallest value; None: 0
+    believed: Array | None = None  # (p,), what is believed beforehand; None: nothing is
+    belief: Array | None = None  # (p,), how firmly: typical residual / standard deviation; 0: not at all
 
 
 def as_columns(*values: ArrayLike) -> list[Array]:
@@ -86,19 +103,22 @@ def _unexplained(column: Array, others: Array) -> float:
 def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.bool_]) -> Fit:
     """Minimize the robust relative error from each start, moving the free coefficients only; the best end wins."""
     ends = [_descend(problem, start, free) for start in starts]
-    coefficients, jacobian, _ = min(ends, key=lambda end: end[2])
+    coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
+    plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])  # bounds what no row can tell
+    jacobian = np.concatenate([jacobian, plausible])
     inverse = np.linalg.pinv(jacobian)  # J⁺; leverage is the diagonal of J J⁺, covariance J⁺ J⁺ᵀ
     covariance = np.zeros((len(free), len(free)))
     covariance[np.ix_(free, free)] = inverse @ inverse.T
-    leverage = np.einsum("ij,ji->i", jacobian, inverse)
-    return Fit(coefficients, predicted / problem.observed - 1.0, leverage, covariance)
+    leverage = np.einsum("ij,ji->i", jacobian, inverse)[: len(problem.observed)]
+    return Fit(coefficients, predicted / problem.observed - 1.0, leverage, covariance, cost)
 
 
 def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[Array, Array, float]:
-    """One local minimum: coefficients (p,), robust Jacobian (n, free p), cost."""
+    """One local minimum: coefficients (p,), robust Jacobian (n + beliefs, free p), cost."""
     scale = _scales(problem, start)[free]
     rows = problem.weights / problem.observed
+    beliefs = _Beliefs(problem, free)
 
     def expand(shares: Array) -> Array:
         coefficients = start.copy()
@@ -106,29 +126,58 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         return coefficients
 
     def residuals(shares: Array) -> Array:
-        return problem.weights * (problem.evaluate(expand(shares))[0] / problem.observed - 1.0)
+        coefficients = expand(shares)
+        of_rows = problem.weights * (problem.evaluate(coefficients)[0] / problem.observed - 1.0)
+        return np.concatenate([of_rows, beliefs.residuals(coefficients)])
 
     def jacobian(shares: Array) -> Array:
-        return problem.evaluate(expand(shares))[1][:, free] * rows[:, None] * scale
+        of_rows = problem.evaluate(expand(shares))[1][:, free] * rows[:, None] * scale
+        return np.concatenate([of_rows, beliefs.jacobian * scale])
 
     if not free.any():
-        return start, np.zeros((len(rows), 0)), float(np.sum(residuals(start[free]) ** 2))
+        return start, np.zeros((len(rows), 0)), 0.5 * float(np.sum(residuals(start[free]) ** 2))
+    lower = np.zeros(len(scale)) if problem.lower is None else problem.lower[free] / scale
     upper = problem.upper[free] / scale
-    first = np.clip(start[free] / scale, 1e-6, upper * (1 - 1e-6))  # the method needs a start inside the bounds
+    margin = 1e-6 * np.where(np.isfinite(upper), upper - lower, 1.0)  # the method needs a start inside the bounds
+    first = np.clip(start[free] / scale, lower + margin, upper - margin)
     end = least_squares(
         residuals,
         first,
         jacobian,
-        bounds=(0.0, upper),
-        loss="soft_l1",
+        bounds=(lower, upper),
+        loss=partial(_soft_l1, len(rows)),
         f_scale=ROBUST_FROM,
-        ftol=1e-10,
-        xtol=1e-10,
-        gtol=1e-10,
+        ftol=TOLERANCE,
+        xtol=TOLERANCE,
+        gtol=TOLERANCE,
         max_nfev=200,
     )
-    shares = np.where(end.x < 1e-9, 0.0, end.x)  # the method stops just inside the bounds
+    shares = np.where((end.x < 1e-9) & (lower == 0.0), 0.0, end.x)  # the method stops just inside the bounds
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
+
+
+class _Beliefs:
+    """Residuals of what is believed of the free coefficients."""
+
+    def __init__(self, problem: Problem, free: NDArray[np.bool_]) -> None:
+        count = len(free)
+        firmness = np.zeros(count) if problem.belief is None else problem.belief
+        self.mean = np.zeros(count) if problem.believed is None else problem.believed
+        self.rows = np.flatnonzero((firmness > 0.0) & free)
+        self.firmness = firmness[self.rows]
+        self.jacobian = np.zeros((len(self.rows), int(free.sum())))
+        self.jacobian[np.arange(len(self.rows)), (np.cumsum(free) - 1)[self.rows]] = self.firmness
+
+    def residuals(self, coefficients: Array) -> Array:
+        return self.firmness * (coefficients - self.mean)[self.rows]
+
+
+def _soft_l1(robust: int, squares: Array) -> Array:
+    """Loss and two derivatives by squared residuals in units of ROBUST_FROM: soft L1, from row `robust` on plain."""
+    root = np.sqrt(1.0 + squares)
+    loss = np.stack([2.0 * (root - 1.0), 1.0 / root, -0.5 / root**3])
+    loss[0, robust:], loss[1, robust:], loss[2, robust:] = squares[robust:], 1.0, 0.0
+    return loss
 
 
 def _scales(problem: Problem, start: Array) -> Array:
@@ -138,25 +187,62 @@ def _scales(problem: Problem, start: Array) -> Array:
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
 
 
-def relative_spread(fit: Fit, rows: NDArray[np.bool_], relative_gradients: Array, level: float) -> Array:
+def relative_spread(
+    fit: Fit,
+    rows: NDArray[np.bool_],
+    relative_gradients: Array,
+    level: float,
+    *,
+    unseen: Array | float = 0.0,
+    prior: Scatter | None = None,
+) -> Array:
     """Half-width, in logarithms, of the interval that holds a new measurement with probability `level`.
 
-    `t × σ × sqrt(1 + g C gᵀ)`: Student's t on the degrees of freedom that the rows leave, σ from their residuals and
-    the prior belief (inverse gamma), g the gradient of the prediction's logarithm (m, p), C the covariance of the fit.
+    `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave, σ from their
+    residuals and the prior belief (inverse gamma), g the gradient of the prediction's logarithm (m, p), C the
+    covariance of the fit.
 
     Args:
         fit: The fit.
         rows: Which rows (n,) are of the predicted kind; only their residuals count.
         relative_gradients: (m, p), the gradients at the new points over the predictions there.
         level: Probability between 0 and 1.
+        unseen: (m,) or scalar, variance of what no row could tell, in units of σ².
+        prior: What is believed of σ before any residual is seen; None: `PRIOR_ERROR`, as much as `PRIOR_ROWS` rows.
 
     Raises:
         ValueError: `level` is not between 0 and 1.
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level: expected a probability between 0 and 1, got {level}")
-    degrees = PRIOR_ROWS + max(0.0, float(np.sum(1.0 - fit.leverage[rows])))
-    variance = (PRIOR_ROWS * PRIOR_ERROR**2 + float(np.sum(fit.residuals[rows] ** 2))) / degrees
-    of_coefficients = np.einsum("ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients)
-    width = student_t.ppf(0.5 + level / 2.0, degrees) * np.sqrt(variance * (1.0 + of_coefficients))
+    degrees, variance = _spread_of(fit, rows, prior or Scatter(PRIOR_ERROR, PRIOR_ROWS))
+    of_coefficients = np.einsum("ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients, optimize=True)
+    width = stdtrit(degrees, 0.5 + level / 2.0) * np.sqrt(variance * (1.0 + of_coefficients + unseen))
     return np.asarray(width, dtype=np.float64)
+
+
+def _spread_of(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> tuple[float, float]:
+    """Degrees of freedom, and relative variance of a single row."""
+    degrees = prior.rows + max(0.0, float(np.sum(1.0 - fit.leverage[rows])))
+    residuals = np.abs(fit.residuals[rows])
+    largest = OUTLIER_FROM * max(float(np.median(residuals)), TOLERANCE) / MEDIAN_OF_NORMAL
+    squares = prior.rows * prior.error**2 + float(np.sum(np.minimum(residuals, largest) ** 2))
+    return degrees, squares / degrees
+
+
+def spread(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> float:
+    """Relative standard deviation of a single row."""
+    return float(np.sqrt(_spread_of(fit, rows, prior)[1]))
+
+
+def draws(
+    fit: Fit, rows: NDArray[np.bool_], bounds: tuple[Array, Array], prior: Scatter, *, count: int, seed: int
+) -> Array:
+    """Coefficients (count, p) drawn from the fit's uncertainty: Student's t around the fit, kept within the bounds."""
+    random = np.random.default_rng(seed)
+    degrees, variance = _spread_of(fit, rows, prior)
+    values, vectors = np.linalg.eigh(fit.covariance)
+    root = vectors * np.sqrt(np.maximum(values, 0.0))
+    normal = random.standard_normal((count, len(fit.coefficients))) @ root.T
+    scale = np.sqrt(variance * degrees / random.chisquare(degrees, (count, 1)))
+    return np.asarray(np.clip(fit.coefficients + scale * normal, *bounds))

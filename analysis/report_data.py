@@ -94,6 +94,18 @@ class RunContents(NamedTuple):
         """Configurations that ran out of memory, each once."""
         return sorted({item.configuration for item in self.measurements if is_out_of_memory(item)})
 
+    def of_chosen_partition(self) -> RunContents:
+        """The run as one partition sees it, that of the plan's choice; itself where the plan knows no partitions."""
+        name = self.plan.chosen.partition if self.plan else ""
+        if self.plan is None or not name:
+            return self
+        candidates = [item for item in self.plan.candidates if item.partition == name]
+        return self._replace(
+            cluster=self.cluster.part(name) if self.cluster else None,
+            measurements=[item for item in self.measurements if item.partition == name],
+            plan=self.plan.model_copy(update={"candidates": candidates}),
+        )
+
     @property
     def device(self) -> str:
         """`cuda` or `cpu`: from the cluster file, or else from the measurements."""
@@ -250,9 +262,11 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
 
 
 def find_candidate(plan: Plan | None, configuration: Configuration) -> Candidate | None:
-    """What the plan says of a configuration, if it is a candidate."""
-    candidates = plan.candidates if plan else []
-    return next((item for item in candidates if item.configuration == configuration), None)
+    """What the plan says of a configuration, if it is a candidate; of several partitions' that of the chosen one."""
+    if plan is None:
+        return None
+    found = [item for item in plan.candidates if item.configuration == configuration]
+    return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
 def trained_configuration(run: RunContents, training: Training) -> Configuration | None:

@@ -14,6 +14,7 @@ from tula_hpc.analysis.formatting import (
     format_percent,
     plural,
 )
+from tula_hpc.analysis.parts import of_part, prefixed
 from tula_hpc.analysis.report_data import (
     RunContents,
     Training,
@@ -24,6 +25,7 @@ from tula_hpc.analysis.report_data import (
     trained_configuration,
 )
 from tula_hpc.analysis.report_tables import format_time
+from tula_hpc.config import ClusterSpec
 from tula_hpc.records import Measurement, Plan
 
 SECONDS_PER_HOUR = 3600
@@ -120,9 +122,15 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
     """What the plan would warn of, had it been made."""
     if run.sweep is None:
         return []
-    summary, workers = summarize(run.measurements), run.cluster.workers_per_node if run.cluster else 1
-    doubts = cautions.about_measurements(summary, run.sweep, workers)
-    return doubts + cautions.about_missing(summary, run.sweep, workers, run.measurements, 0)
+    cluster = run.cluster or ClusterSpec()
+    found: list[str] = []
+    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+        rows = of_part(run.measurements, name)
+        summary = summarize(rows)
+        doubts = cautions.about_measurements(summary, run.sweep, part.workers_per_node)
+        doubts += cautions.about_missing(summary, run.sweep, part, rows)
+        found += [prefixed(name, doubt) for doubt in doubts]
+    return found
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:
@@ -159,7 +167,7 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
 def profiling_cost(run: RunContents) -> str:
     """Node-seconds of all profiles, and their price where nodes are paid by the hour."""
     profiles = [item for item in run.measurements if item.stage == "profile"]
-    node_seconds = sum(item.elapsed_s * item.nodes for item in profiles)
+    node_seconds = sum(item.node_seconds or item.elapsed_s * item.nodes for item in profiles)
     text = (
         f"{format_number(node_seconds)} node-seconds ({format_number(node_seconds / SECONDS_PER_HOUR, 2)} node-hours)"
     )

@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement
+
+if TYPE_CHECKING:
+    from tula_hpc.analysis.adaptive import AdaptiveSearch
 
 ATTEMPTS = 2  # a configuration that fails so often, for other reasons than memory, is given up
 
@@ -35,9 +39,9 @@ def propose(
     """Configurations to profile next; none when the search is done.
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the fewest and on the most
-    nodes. Memory does not depend on the number of nodes, so that a local batch that ran out of memory rules out itself
-    and all larger ones everywhere; "partial" then takes the next smaller one. A configuration that failed for another
-    reason is proposed once more, then given up.
+    nodes, "adaptive" what the model needs to decide, see `adaptive`. Memory does not depend on the number of nodes, so
+    that a local batch that ran out of memory rules out itself and all larger ones everywhere; corners then move to the
+    next smaller one. A configuration that failed for another reason is proposed once more, then given up.
 
     Args:
         sweep: Bounds and mode.
@@ -49,9 +53,18 @@ def propose(
     fitting = _below_bound(candidates(search, cluster.workers_per_node), measurements)
     if trusted_batch is not None and not any(is_usable(row) for row in measurements):
         fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
-    wanted = fitting if search.mode == "full" else _corners(fitting)
     done = _settled(measurements)
+    if search.mode == "adaptive":
+        return _adaptive(sweep, cluster, fitting).propose(measurements, frozenset(done))
+    wanted = fitting if search.mode == "full" else _corners(fitting)
     return [configuration for configuration in wanted if configuration not in done]
+
+
+def _adaptive(sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]) -> AdaptiveSearch:
+    from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim  # late: it pulls in the numeric libraries
+
+    aim = Aim(sweep.objective.kind, by_memory=cluster.pricing.basis == "memory")
+    return AdaptiveSearch(fitting, aim, sweep.search.max_profiles, sweep.search.form)
 
 
 def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:

@@ -92,7 +92,8 @@ def grid(sizes: Iterable[int] = (1, 2, 4), batches: Iterable[int] = (32, 64, 128
 
 
 def sweep(objective: str = "knee", workload: dict[str, Any] | None = None, **search: Any) -> SweepSpec:
-    tables = {"name": "test", "objective": {"kind": objective}, "search": search, "workload": workload or {"epochs": 5}}
+    bounds = {"mode": "partial"} | search  # so that a plan over the corners is complete
+    tables = {"name": "test", "objective": {"kind": objective}, "search": bounds, "workload": workload or {"epochs": 5}}
     return SweepSpec.model_validate(tables)
 
 

@@ -14,6 +14,7 @@ from tula_hpc.records import (
     Candidate,
     Configuration,
     EpochMetrics,
+    Knee,
     Measurement,
     MemoryUse,
     Plan,
@@ -180,6 +181,7 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
 
 def plan(candidates: Sequence[Candidate], **changes: object) -> Plan:
     """A plan that chose the candidate of 4 nodes with the second largest batch that fits."""
+    candidates = with_front(candidates)
     fitting = sorted((item for item in candidates if item.feasible), key=lambda item: (item.nodes, item.global_batch))
     fields: dict[str, object] = {
         "objective": "knee",
@@ -196,12 +198,26 @@ def plan(candidates: Sequence[Candidate], **changes: object) -> Plan:
             },
             "memory": {"parameters": {"fixed_bytes": 520 * MIB, "bytes_per_sample": 5.4 * MIB}},
         },
+        "knee": Knee(global_batch=420.0, interval_90=(360.0, 500.0)),
         "warnings": [],
         "dataset_samples": DATASET_SAMPLES,
         "epochs": EPOCHS,
         "memory_limit_bytes": MEMORY_LIMIT,
     }
     return Plan.model_validate(fields | changes)
+
+
+def with_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, those of the Pareto front marked."""
+    feasible = [item for item in candidates if item.feasible]
+    return [
+        item.model_copy(update={"pareto": item.feasible and not any(_beats(other, item) for other in feasible)})
+        for item in candidates
+    ]
+
+
+def _beats(other: Candidate, item: Candidate) -> bool:
+    return other != item and other.train_time_s <= item.train_time_s and other.cost <= item.cost
 
 
 def make_run(root: Path, *, stage: str = "train", epochs_done: int = EPOCHS, seed: int = 0) -> RunDirectory:

@@ -31,8 +31,8 @@ from tula_hpc.analysis.figures_labels import spread
 from tula_hpc.analysis.figures_steps import parts_of
 from tula_hpc.analysis.figures_style import SIZES, size_style
 from tula_hpc.analysis.figures_training import training_marks
-from tula_hpc.analysis.report_data import RunContents, predicted, read_run
-from tula_hpc.records import Candidate, Configuration, Event, RunDirectory, StepTimes, append_record
+from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
+from tula_hpc.records import Candidate, Configuration, Event, Knee, RunDirectory, StepTimes, append_record
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -102,6 +102,55 @@ def test_predictions_are_those_of_the_plan(run: RunContents, drawings: dict[str,
         assert [row["feasible"] == "true" for row in line] == [item.feasible for item in run.plan.candidates]
         chosen = [int(row["global_batch_samples"]) for row in line if row["chosen"] == "true"]
         assert chosen == [run.plan.chosen.global_batch]
+
+
+def test_the_front_of_the_plan_is_joined_and_every_candidate_is_there(
+    run: RunContents, drawings: dict[str, Drawing]
+) -> None:
+    assert run.plan is not None
+    table = rows(drawings["pareto"])
+    assert len(table) == len(run.plan.candidates)
+    front = sorted((float(row["cost"]), float(row["wall_time_s"])) for row in table if row["pareto"] == "true")
+    assert front == sorted((item.cost, item.train_time_s) for item in run.plan.pareto)
+    joined = [sorted(zip(*line.get_data(), strict=True)) for line in lines_of(drawings["pareto"])]
+    assert front in joined
+    assert [row["chosen"] for row in table].count("true") == 1
+
+
+def test_a_plan_without_a_front_has_no_figure_of_it(run: RunContents) -> None:
+    assert run.plan is not None
+    old = [item.model_copy(update={"pareto": False}) for item in run.plan.candidates]
+    plain = run._replace(plan=run.plan.model_copy(update={"candidates": old}))
+    assert isinstance(FIGURES["pareto"](plain), Missing)
+
+
+def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> None:
+    assert run.plan is not None
+    knee = run.plan.knee
+    assert knee is not None
+    assert knee.interval_90 is not None
+    drawing = drawn(run, "epoch_time")
+    assert any(list(line.get_xdata()) == [knee.global_batch] * 2 for line in lines_of(drawing))
+    to_data = drawing.figure.axes[0].transData.inverted()
+    spans = [patch.get_window_extent().transformed(to_data) for patch in drawing.figure.axes[0].patches]
+    assert any((span.x0, span.x1) == pytest.approx(knee.interval_90) for span in spans)
+    assert f"{knee.interval_90[0]:,.0f} to {knee.interval_90[1]:,.0f}" in drawing.caption
+    none = run.plan.model_copy(update={"knee": Knee(global_batch=None)})
+    assert "no knee" in drawn(run._replace(plan=none), "epoch_time").caption
+
+
+def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunContents) -> None:
+    assert run.plan is not None
+    named = [item.model_copy(update={"partition": "a"}) for item in run.plan.candidates]
+    other = [item.model_copy(update={"partition": "b", "step_time_s": 9.0}) for item in run.plan.candidates]
+    chosen = run.plan.chosen.model_copy(update={"partition": "a"})
+    both = run._replace(plan=run.plan.model_copy(update={"candidates": [*other, *named], "chosen": chosen}))
+    alone = both._replace(cluster=None).of_chosen_partition()
+    assert alone.plan is not None
+    assert alone.plan.candidates == named
+    assert alone.measurements == []
+    assert find_candidate(both.plan, chosen.configuration) == chosen
+    assert run.of_chosen_partition() is run
 
 
 def test_the_curve_holds_the_numbers_of_the_csv(drawings: dict[str, Drawing]) -> None:
@@ -234,7 +283,7 @@ def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str
 @pytest.mark.parametrize(
     ("stage", "missing"),
     [
-        ("profile", {"cost", "prediction_error", "training", "sensitivity"}),
+        ("profile", {"cost", "pareto", "prediction_error", "training", "sensitivity"}),
         ("plan", {"training", "sensitivity"}),
     ],
 )
@@ -246,7 +295,7 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: s
 
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
-    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "cost", "memory"}
+    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "cost", "pareto", "memory"}
 
 
 @pytest.mark.parametrize("name", list(FIGURES))

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.memory import UNBOUNDED_BATCH, MemoryModel
+from tests.planning_data import memory, ok, oom
+from tula_hpc.analysis.aggregate import Summary, summarize
+from tula_hpc.analysis.memory import SEGMENT_BYTES, UNBOUNDED_BATCH, MemoryModel, estimate_error, fit_memory
+from tula_hpc.records import Footprint, Measurement
 
 MIB = 1024**2
 BATCHES = np.array([8.0, 16.0, 32.0, 64.0, 128.0])
@@ -99,3 +102,119 @@ def test_shapes_and_mistakes() -> None:
         MemoryModel().fit([8, 16], [0, 1])
     with pytest.raises(ValueError, match="local_batch: expected at least one"):
         MemoryModel().fit([], [])
+
+
+def test_memory_that_ran_out_raises_the_line_above_the_limit() -> None:
+    peaks = 100 * MIB + MIB * BATCHES
+    limit = 700 * MIB
+    plain = MemoryModel().fit(BATCHES, peaks)
+    assert plain.predict(512) < limit
+    model = MemoryModel().fit(BATCHES, peaks, 512, oom_limit_bytes=limit)
+    assert np.all(model.predict([512, 513, 4096]) > limit)
+    assert model.predict(300) > plain.predict(300)
+    assert model.oom_local_batch_ == 512
+    assert not model.oom_contradicts_
+    assert model.max_batch(limit) < 512
+    assert model.max_batch(4 * limit) > 512  # a larger device may hold what a smaller one could not
+
+
+def test_memory_that_ran_out_for_another_reason_bounds_but_does_not_bend() -> None:
+    peaks = 100 * MIB + MIB * BATCHES
+    model = MemoryModel().fit(BATCHES, peaks, [256], oom_limit_bytes=[50_000 * MIB])
+    assert model.oom_contradicts_
+    np.testing.assert_allclose(model.predict(BATCHES), peaks, rtol=1e-3)
+    assert model.max_batch(50_000 * MIB) == 255
+
+
+def test_a_bound_that_the_line_keeps_changes_nothing() -> None:
+    peaks = 100 * MIB + MIB * BATCHES
+    model = MemoryModel().fit(BATCHES, peaks, 512, oom_limit_bytes=600 * MIB)
+    assert model.parameters_ == MemoryModel().fit(BATCHES, peaks).parameters_
+
+
+@laws
+@given(st.integers(129, 4096), st.integers(1 * MIB, 10**12), st.floats(0.5, 2.0))
+def test_whatever_ran_out_lies_above_its_limit_and_memory_never_falls(batch: int, limit: int, spread: float) -> None:
+    peaks = (100 * MIB + MIB * BATCHES) * np.array([1.0, spread, 1.0, 1.0, 1 / spread])
+    model = MemoryModel().fit(BATCHES, peaks, [batch], oom_limit_bytes=[limit])
+    assert model.predict(batch) > limit
+    assert np.all(np.diff(model.predict(np.arange(1, 5000))) >= 0)
+    assert model.max_batch(limit) < batch
+
+
+def test_the_step_of_the_optimizer_makes_a_floor_for_small_batches() -> None:
+    static, gradients = 400 * MIB, 200 * MIB
+    batches = np.array([1.0, 2.0, 4.0, 64.0, 128.0, 256.0])
+    peaks = np.maximum(static + gradients + 50 * MIB, static + 20 * MIB + 4 * MIB * batches)
+    model = MemoryModel().fit(batches, peaks, static_bytes=static, gradient_bytes=gradients)
+    np.testing.assert_allclose(
+        model.predict([1, 3, 8, 100, 1000]), [650 * MIB] * 3 + [820 * MIB, 4420 * MIB], rtol=0.01
+    )
+    assert np.all(model.predict(np.arange(1, 100)) >= static + gradients)
+
+
+@pytest.mark.parametrize("bucket", [0, 90 * MIB])
+def test_what_several_workers_need_more_is_learned(bucket: int) -> None:
+    workers = np.array([1, 1, 2, 2, 4, 4])
+    batches = np.array([64, 128, 32, 64, 16, 32])
+    peaks = 300 * MIB + 2 * MIB * batches + bucket * (workers > 1)
+    model = MemoryModel().fit(batches, peaks, static_bytes=100 * MIB, gradient_bytes=50 * MIB, workers=workers)
+    assert model.predict(100, 1) == pytest.approx(500 * MIB, rel=0.01)
+    assert model.predict(100, [2, 16]) == pytest.approx(500 * MIB + bucket, rel=0.01)
+
+
+def test_after_a_single_worker_alone_the_gradients_buckets_are_expected_for_several() -> None:
+    model = MemoryModel().fit(BATCHES, 300 * MIB + MIB * BATCHES, static_bytes=100 * MIB, gradient_bytes=50 * MIB)
+    assert "bucket_bytes" in model.pinned_
+    assert model.predict(64, 2) - model.predict(64, 1) == pytest.approx(50 * MIB)
+
+
+def test_divided_states_shrink_with_the_workers_that_hold_them() -> None:
+    states, workers = 600 * MIB, np.array([2, 2, 4, 4])
+    batches = np.array([32, 64, 16, 32])
+    peaks = 200 * MIB + states // workers + MIB * batches
+    model = MemoryModel().fit(batches, peaks, static_bytes=100 * MIB, sharded_bytes=states // workers, workers=workers)
+    assert model.predict(32, 8) == pytest.approx((232 + 75) * MIB, rel=0.01)
+    assert np.all(np.diff(model.predict(32, [2, 4, 8, 16])) < 0)
+
+
+@laws
+@given(ratio=st.floats(1.0, 1.4), slack=st.integers(0, 100 * MIB))
+def test_what_the_allocator_reserves_is_told_apart(ratio: float, slack: int) -> None:
+    allocated = 500 * MIB + 7 * MIB * BATCHES
+    reserved = np.ceil((ratio * allocated + slack) / SEGMENT_BYTES) * SEGMENT_BYTES
+    model = MemoryModel().fit(BATCHES, reserved, allocated_bytes=allocated)
+    np.testing.assert_allclose(model.predict(BATCHES), reserved, rtol=0.01)
+    assert np.all(model.predict([5, 77, 300]) % SEGMENT_BYTES == 0)
+    assert model.parameters_["bytes_per_sample"] == pytest.approx(7 * MIB, rel=1e-3)  # of what tensors hold
+    assert model.max_batch(float(model.predict(77))) >= 77
+
+
+def summary(*rows: Measurement) -> Summary:
+    return summarize(rows)
+
+
+def test_a_summary_is_fitted_with_what_counting_tells() -> None:
+    rows = [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 64, 128)]
+    model = fit_memory(summary(*rows, oom(1, 1024)), limit_bytes=2000 * MIB)
+    assert model.parameters_["static_bytes"] == 280 * MIB  # baseline, parameters, optimizer
+    assert model.predict(64, 1) == pytest.approx(ok(1, 64).memory.reserved_bytes, rel=0.01)  # type: ignore[union-attr]
+    assert model.predict(1024, 1) > 2000 * MIB
+
+
+def test_counts_that_cannot_be_are_left_aside() -> None:
+    rows = [ok(1, batch, memory=memory(batch, parameter_bytes=10**12)) for batch in (32, 64)]
+    assert fit_memory(summary(*rows)).predict(64) == pytest.approx(rows[1].memory.reserved_bytes, rel=0.01)  # type: ignore[union-attr]
+
+
+def footprint(scale: float) -> Footprint:
+    peaks = {b: round(scale * ok(1, b).memory.reserved_bytes) for b in (32, 64, 128, 256)}  # type: ignore[union-attr]
+    counts = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample"), 1)
+    return Footprint(**counts, fixed_bytes=1, peaks=peaks)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1.6])
+def test_the_estimates_error_is_relative_to_what_was_measured(scale: float) -> None:
+    profiles = summary(ok(1, 32), ok(1, 100), ok(1, 1024)).profiles
+    assert estimate_error(footprint(scale), profiles) == pytest.approx(abs(scale - 1), abs=1e-3)
+    assert estimate_error(footprint(scale), ()) is None

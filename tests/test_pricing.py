@@ -1,24 +1,39 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.pricing import train_cost_usd
-from tula_hpc.config import GIB, PricingSpec
+from tula_hpc.analysis.energy import NodePower, node_power
+from tula_hpc.analysis.pricing import FOREVER_S, Bill, Usage, assumptions, bill, train_cost_usd
+from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
+from tula_hpc.errors import InputError
 
 HOUR_S = 3600.0
 amounts = st.floats(0.1, 1e6)
 
 
+def usage(*, nodes: float = 1.0, hours: float = 1.0, workers: float = 1.0, peak: float = GIB) -> Usage:
+    return Usage(*(np.array([value]) for value in (nodes, workers, hours * HOUR_S, peak)))
+
+
+def priced(needs: Usage, power: NodePower | None = None, *, minutes: float | None = None, **pricing: Any) -> Bill:
+    spec = ClusterSpec.model_validate({"pricing": pricing, "train_minutes": 10**6})
+    return bill(needs, spec, TrainingSpec(checkpoint_minutes=minutes), power)
+
+
 def test_one_node_for_one_hour_costs_its_price() -> None:
     assert train_cost_usd(PricingSpec(usd_per_node_hour=2.48), 1.0, HOUR_S, 8.0, 1e9) == pytest.approx(2.48)
+    assert priced(usage(), usd_per_node_hour=2.48).cost == pytest.approx(2.48)
 
 
 def test_one_gibibyte_for_one_hour_costs_its_price() -> None:
     pricing = PricingSpec(basis="memory", usd_per_gib_hour=0.15)
     assert train_cost_usd(pricing, 1.0, HOUR_S, 1.0, float(GIB)) == pytest.approx(0.15)
+    assert priced(usage(), basis="memory").cost == pytest.approx(0.15)
 
 
 @given(nodes=amounts, seconds=amounts, workers=amounts, peak=amounts, factor=st.floats(1.0, 100.0))
@@ -38,11 +53,105 @@ def test_cost_is_proportional_to_what_is_paid_for(
     assert more == pytest.approx(factor * train_cost_usd(by_memory, nodes, seconds, workers, peak))
 
 
-def test_arrays_give_what_their_elements_give() -> None:
-    pricing = PricingSpec(basis="memory")
-    nodes, seconds, workers, peak = np.array([[1.0, 2.0], [10.0, 20.0], [4.0, 1.0], [1e9, 2e9]])
-    each = [
-        train_cost_usd(pricing, *column)
-        for column in zip(*map(np.ndarray.tolist, (nodes, seconds, workers, peak)), strict=True)
+BASES: list[dict[str, Any]] = [
+    {"basis": "node-hour"},
+    {"basis": "memory"},
+    {"basis": "tres", "tres_weights": "CPU=1,Mem=0.25G"},
+    {"basis": "spot"},
+    {"basis": "energy"},
+]
+
+
+@pytest.mark.parametrize("pricing", BASES, ids=lambda pricing: str(pricing["basis"]))
+def test_columns_give_what_their_elements_give(pricing: dict[str, Any]) -> None:
+    columns = np.array([[1.0, 2.0, 64.0], [4.0, 1.0, 8.0], [1e3, 2e6, 1e5], [1e9, 2e9, 4e9]])
+    power = NodePower(300.0, measured=True)
+    together = priced(Usage(*columns), power, **pricing)
+    each = [priced(Usage(*column[:, None]), power, **pricing) for column in columns.T]
+    for name in Bill._fields:
+        np.testing.assert_allclose(getattr(together, name), [getattr(one, name)[0] for one in each])
+
+
+@pytest.mark.parametrize("pricing", BASES, ids=lambda pricing: str(pricing["basis"]))
+def test_cost_and_time_rise_with_nodes_and_time(pricing: dict[str, Any]) -> None:
+    power = NodePower(300.0, measured=True)
+    base = priced(usage(nodes=2, hours=10), power, **pricing)
+    longer, wider = (priced(usage(nodes=n, hours=h), power, **pricing) for n, h in ((2, 20), (4, 10)))
+    assert longer.cost > base.cost
+    assert wider.cost > base.cost
+    assert longer.wall_time_s > base.wall_time_s
+
+
+def test_service_units_are_billing_times_hours_and_have_a_price_only_if_given() -> None:
+    weights: dict[str, Any] = {"basis": "tres", "tres_weights": "CPU=4"}
+    assert priced(usage(nodes=3, hours=2), **weights).cost == pytest.approx(3 * 2 * 4)
+    assert priced(usage(nodes=3, hours=2), **weights, usd_per_unit=0.5).cost == pytest.approx(12)
+    assert PricingSpec.model_validate(weights).currency == "SU"
+    assert PricingSpec.model_validate(weights | {"usd_per_unit": 0.5}).currency == "USD"
+
+
+def test_a_requeued_training_pays_for_what_it_repeats() -> None:
+    spec = ClusterSpec.model_validate({"train_minutes": 60, "pricing": {"restart_s": 100.0}})
+    paid = bill(usage(hours=1.5), spec, TrainingSpec(checkpoint_minutes=10), None)
+    assert paid.requeues == 1
+    assert paid.wall_time_s == pytest.approx(1.5 * HOUR_S + 100 + 300)
+    assert paid.cost == pytest.approx(float(paid.wall_time_s[0]) / HOUR_S)
+
+
+def test_nodes_are_preempted_as_often_as_there_are_nodes() -> None:
+    lost = {
+        (nodes, who): float(priced(usage(nodes=nodes, hours=50), basis="spot", preempted=who).wall_time_s[0])
+        for nodes in (1, 16)
+        for who in ("node", "job")
+    }
+    assert lost[1, "node"] == lost[1, "job"] == lost[16, "job"] < lost[16, "node"]
+    per_node = priced(usage(nodes=16, hours=50), basis="spot", preemption_hours=16.0)
+    per_job = priced(usage(nodes=16, hours=50), basis="spot", preemption_hours=1.0, preempted="job")
+    assert per_node._replace(energy_kwh=per_job.energy_kwh) == per_job
+
+
+def test_on_spot_nodes_the_best_interval_is_used_unless_the_user_sets_one() -> None:
+    needs = usage(nodes=4, hours=100)
+    best, mine = priced(needs, basis="spot"), priced(needs, basis="spot", minutes=120.0)
+    assert mine.checkpoint_s == 7200
+    assert best.checkpoint_s < 7200
+    assert best.wall_time_s < mine.wall_time_s
+    assert priced(needs).checkpoint_s == 300
+
+
+def test_what_never_ends_has_a_finite_price() -> None:
+    paid = priced(usage(nodes=1e6, hours=100), basis="spot")
+    assert paid.wall_time_s == FOREVER_S
+    assert np.all(np.isfinite(paid.cost))
+
+
+def test_energy_is_known_with_every_basis_and_paid_by_one() -> None:
+    power = NodePower(500.0, measured=True)
+    by_hour = priced(usage(nodes=2, hours=3), power, pue=1.5)
+    assert by_hour.energy_kwh == pytest.approx(2 * 3 * 0.5 * 1.5)
+    assert by_hour.cost == pytest.approx(6.0)
+    by_kwh = priced(usage(nodes=2, hours=3), power, basis="energy", pue=1.5, usd_per_kwh=0.2)
+    assert by_kwh.cost == pytest.approx(4.5 * 0.2)
+    assert np.isnan(priced(usage()).energy_kwh)
+    with pytest.raises(InputError, match=r"pricing\.watts_per_node"):
+        priced(usage(), basis="energy")
+
+
+def test_measured_power_goes_before_the_stated_figure() -> None:
+    from tests.planning_data import grid
+    from tula_hpc.analysis.aggregate import summarize
+
+    pricing = PricingSpec(watts_per_node=100.0)
+    rows = [
+        row.model_copy(update={"watts_per_node": watts}) for row, watts in zip(grid(), (0, 200, 400, 300), strict=False)
     ]
-    np.testing.assert_allclose(train_cost_usd(pricing, nodes, seconds, workers, peak), each)
+    assert node_power(summarize(rows).profiles, pricing) == NodePower(300.0, measured=True)
+    assert node_power(summarize(grid()).profiles, pricing) == NodePower(100.0, measured=False)
+    assert node_power(summarize(grid()).profiles, PricingSpec()) is None
+
+
+def test_what_prices_assume_is_said() -> None:
+    spot = ClusterSpec.model_validate({"pricing": {"basis": "spot", "preemption_hours": 6}})
+    assert "every 6 hours" in assumptions(spot, None)[0]
+    assert assumptions(ClusterSpec(), None) == []
+    assert "450 W (measured)" in assumptions(ClusterSpec(), NodePower(450.0, measured=True))[0]

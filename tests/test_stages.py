@@ -11,7 +11,7 @@ from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages import Sweep, _settled, next_candidate, plan_stage
+from tula_hpc.stages import Sweep, next_candidate, plan_stage
 
 LARGE, *SMALLER = (
     candidate(Configuration(4, 1, local_batch)).model_copy(update={"feasible": True}) for local_batch in (64, 32, 16, 8)
@@ -52,15 +52,6 @@ def test_fallbacks_shrink_and_end(run: RunDirectory) -> None:
         next_candidate(PLAN, run, 9)
     with pytest.raises(StageError, match="max_fallbacks"):
         next_candidate(PLAN, run, 3)
-
-
-def test_failures_of_an_earlier_command_may_have_been_mended(run: RunDirectory) -> None:
-    failed = {"status": "failed", "failure": "bug", "nodes": 1, "workers_per_node": 1, "local_batch": 8}
-    for finished_at in (100.0, 300.0):
-        record = Measurement.model_validate({**failed, "finished_at": finished_at})
-        append_record(run.profile / "n1-b8-0.jsonl", record)
-    append_record(run.profile / "n1-b64-0.jsonl", oom(64))
-    assert [m.status for m in _settled(run, started=200.0)] == ["oom", "failed"]
 
 
 def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:

@@ -99,14 +99,49 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
 
 
-def test_dry_run_prints_arrays_hours_and_scripts_and_creates_nothing(
+def dry_run(sweep_file: Path, capsys: pytest.CaptureFixture[str], *options: str, more: str = "") -> str:
+    cluster = sweep_file.parent / "c.toml"
+    cluster.write_text(f'name = "c"\nexecutor = "slurm"\nprofile_minutes = 30\n{more}')
+    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *options]) == 0
+    assert {path.name for path in sweep_file.parent.iterdir()} == {"small.toml", "c.toml"}
+    return capsys.readouterr().out
+
+
+def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = sweep_file.parent / "c.toml"
-    cluster.write_text('name = "c"\nexecutor = "slurm"\nprofile_minutes = 30\n')
-    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "N=2: local batches 16, 32" in out
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full")
+    assert "N=2: local batches 16, 32, in one job" in out
+    assert "at most 1.50 node-hours" in out  # (1 + 2 nodes) x 0.5 h
+    assert out.count("#!/bin/bash") == 3  # a job for each size and the training
+    assert "--array" not in out
+
+
+def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.pack=never")
+    assert "N=2: local batches 16, 32, in an array of 2 jobs" in out
     assert "at most 3.00 node-hours" in out  # (1 + 2 nodes) x 2 batches x 0.5 h
-    assert out.count("#!/bin/bash") == 3  # two arrays and the training
-    assert {path.name for path in sweep_file.parent.iterdir()} == {"small.toml", "c.toml"}
+    assert out.count("#SBATCH --array=0-1%1") == 2
+
+
+def test_dry_run_of_all_sizes_in_one_allocation(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.nest=true")
+    assert "2×16, 1×32, 2×32, 1×64, all in one job on 2 nodes" in out
+    assert "at most 1.00 node-hours" in out
+    assert out.count("#!/bin/bash") == 2
+
+
+def test_dry_run_of_an_adaptive_search_says_where_it_starts(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=adaptive", "--set", "search.max_batch=1024")
+    assert "12 candidates; adaptive search starts with 3 and measures at most 8 of them" in out
+
+
+def test_dry_run_of_a_cluster_with_parts(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = '[[partitions]]\npartition = "old"\n[[partitions]]\npartition = "new"\nmax_nodes = 1\n'
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full", more=tables)
+    assert "partition 'old': 4 candidates" in out
+    assert "partition 'new': 2 candidates" in out
+    assert out.count("#SBATCH --partition=old") == 3
+    assert out.count("#SBATCH --partition=new") == 2

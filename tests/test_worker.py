@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tula_hpc.allocation import place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.profiler import measure
+from tula_hpc.power import Power
+from tula_hpc.profiler import NodePower, measure
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker, reference_share
 
@@ -81,3 +83,69 @@ def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, node
     assert 1 <= share <= local_batch
     assert share >= min(2, local_batch)
     assert share * nodes <= max(small, 2 * nodes)
+
+
+def test_a_second_batch_takes_over_the_all_reduce_that_the_first_one_timed() -> None:
+    shared = {1: 0.25}  # as if a job of one worker had one
+    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared)
+    assert measurement.times is not None
+    assert measurement.times.allreduce_time_s == 0.25
+    assert "allreduce" not in measurement.samples
+
+
+class FakePower:
+    """A node that draws 200 W besides its GPUs."""
+
+    gpus_w: float | None = None
+
+    def start(self) -> FakePower:
+        return self
+
+    def stop(self) -> Power:
+        return Power(200.0, self.gpus_w)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_rank", "exclusive", "watts"),
+    [(1, 0, True, 200.0), (1, 1, True, 0.0), (1, 0, False, 0.0), (2, 0, True, 0.0)],
+    ids=["alone", "another worker reads it", "shared node", "emulated nodes"],
+)
+def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, local_rank: int, exclusive: bool, watts: float
+) -> None:
+    monkeypatch.setattr("tula_hpc.profiler.PowerMeter", FakePower)
+    worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
+    worker.configuration = CONFIGURATION._replace(nodes=nodes)
+    worker.env = ALONE._replace(local_rank=local_rank)
+    power = NodePower(ClusterSpec(exclusive=exclusive), worker)
+    power.start()
+    power.stop()
+    assert power.mean() == watts
+
+
+def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tula_hpc.profiler.PowerMeter", FakePower)
+    worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
+    worker.device = torch.device("cuda")
+    power = NodePower(ClusterSpec(), worker)
+    power.start()
+    power.stop()
+    assert power.mean() == 0.0
+
+
+@pytest.mark.parametrize(("on_slurm", "by_node"), [(False, True), (True, True), (True, False)])
+def test_the_workers_of_the_first_nodes_are_counted_anew(on_slurm: bool, by_node: bool) -> None:
+    """Three nodes with two workers each, numbered node by node or round the nodes; locally, nodes are emulated."""
+    places = []
+    for rank in range(6):
+        node, local_rank = divmod(rank, 2) if by_node else (rank % 3, rank // 3)
+        env = ALONE._replace(rank=rank, world_size=6, hosts=("a", "b", "c"), on_slurm=on_slurm)
+        env = env._replace(node_rank=node, local_rank=local_rank) if on_slurm else env._replace(local_rank=rank)
+        place = place_among(env, nodes=2, workers_per_node=2)
+        assert (place is None) == (node == 2)
+        places += [place] if place else []
+    assert sorted(place.rank for place in places) == [0, 1, 2, 3]
+    assert places[0].rank == 0  # it decides, and writes
+    assert all(place.world_size == 4 and place.hosts == ("a", "b") for place in places)
+    if on_slurm:
+        assert all(place.rank // 2 == place.node_rank for place in places)

@@ -11,19 +11,30 @@ import difflib
 import importlib.util
 import json
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
+from tula_hpc.tres import parse_weights
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
 GIB = 1024**3
+CHECKPOINT_MINUTES = 5.0  # between two checkpoints, where neither the user nor a spot price says otherwise
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 SlurmWord = Annotated[
@@ -51,6 +62,8 @@ class WorkloadSpec(Spec):
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     channels_last: bool = False
+    activation_checkpointing: bool = False  # keep only the blocks' inputs, compute the rest again in the backward pass
+    zero_stage: Literal[0, 1] = 0  # 1: each worker keeps its share of the optimizer's states
     augment: bool = True
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(default=0.05, gt=0)
@@ -103,15 +116,20 @@ class SearchSpec(Spec):
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
     min_batch: int = Field(default=32, ge=1)  # global batch
     max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
-    mode: Literal["adaptive", "full", "partial"] = "partial"
-    pack: Literal["auto", "always", "never"] = (
-        "auto"  # configurations of one N in one job; auto: only on the local executor
-    )
+    mode: Literal["adaptive", "full", "partial"] = "adaptive"
+    max_profiles: int = Field(default=8, ge=3, le=100_000)  # adaptive search ends at so many configurations
+    form: Literal[
+        "auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"
+    ] = "auto"  # of the step-time model
+    pack: Literal["auto", "always", "never"] = "auto"  # configurations of one N in one job; auto: always
+    nest: bool = False  # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
+    estimate: bool = True  # of memory, without running a step, before the first profile where a limit is known
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)
     max_steps: int = Field(default=100, ge=5, le=100_000)
     max_seconds: float = Field(default=60.0, gt=0)  # per configuration and timed quantity
     ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the median's 95 % interval is narrower, relative
+    noise_steps: int = Field(default=0, ge=0, le=10_000)  # train so many before the gradient noise is measured
 
     @field_validator("cluster_sizes")
     @classmethod
@@ -126,13 +144,47 @@ class SearchSpec(Spec):
             raise ValueError(f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}")
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}")
+        if self.nest and self.pack == "never":
+            raise ValueError('nest: true measures everything in one job, which pack = "never" forbids')
         return self
+
+    @property
+    def packed(self) -> bool:
+        """Whether one job measures several configurations."""
+        return self.pack != "never"
 
 
 class ObjectiveSpec(Spec):
-    """`[objective]`: what the chosen configuration minimizes."""
+    """`[objective]`: what the chosen configuration minimizes, and the constraints it keeps."""
 
-    kind: Literal["knee", "time", "cost"] = "knee"
+    kind: Literal["knee", "time", "cost", "weighted"] = "knee"
+    time_weight: float = Field(default=1.0, ge=0)  # exponents of kind = "weighted": least time^a × cost^b
+    cost_weight: float = Field(default=1.0, ge=0)
+    deadline_hours: float | None = Field(default=None, gt=0)  # of expected wall time; also "12h", "90m", "2d"
+    budget: float | None = Field(default=None, gt=0)  # in the unit of the prices: USD, or SU
+    max_global_batch: int | None = Field(default=None, ge=1)
+
+    @field_validator("deadline_hours", mode="before")
+    @classmethod
+    def _with_unit(cls, value: object) -> object:
+        return _hours(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> ObjectiveSpec:
+        if self.time_weight + self.cost_weight == 0:
+            raise ValueError("time_weight: expected more than 0 for it or for cost_weight")
+        return self
+
+
+_HOURS = {"s": 1 / 3600, "m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
+
+
+def _hours(text: str) -> float:
+    """Hours from a duration such as "12h", "90 min" or "2d"."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|d)\s*", text)
+    if match is None:
+        raise ValueError(f'expected hours, or a duration such as "12h", "90m" or "2d", got {_shown(text)}')
+    return float(match[1]) * _HOURS[match[2]]
 
 
 class TrainingSpec(Spec):
@@ -147,9 +199,25 @@ class TrainingSpec(Spec):
     static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
     update_interval_epochs: float = Field(default=1.0, gt=0)
     log_interval_steps: int = Field(default=10, ge=1)
-    checkpoint_minutes: float = Field(default=5.0, gt=0)
+    checkpoint_minutes: float | None = Field(default=None, gt=0)  # None: the best for spot prices, else 5
     max_requeues: int = Field(default=20, ge=0)
     max_fallbacks: int = Field(default=3, ge=0)  # after OOM, relaunch smaller at most so often
+    drift: bool = True  # hold measured step times against the plan's prediction
+    drift_minutes: float = Field(default=1.0, gt=0)  # beyond its interval for so long: an event says so
+    replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
+
+    @property
+    def gradient_copies(self) -> int:
+        """Gradients' worth of memory on top of a plain step while AGS updates its scale.
+
+        The reference gradient, and factors of the same size from the last update where each element has its own.
+        """
+        return 0 if self.method != "ags" else 2 if self.granularity == "element" else 1
+
+    @property
+    def checkpoint_s(self) -> float:
+        """Seconds between two checkpoints; the planner's choice is filled in when training is submitted."""
+        return 60.0 * (CHECKPOINT_MINUTES if self.checkpoint_minutes is None else self.checkpoint_minutes)
 
     @model_validator(mode="after")
     def _bounds(self) -> TrainingSpec:
@@ -176,11 +244,67 @@ class SweepSpec(Spec):
 
 
 class PricingSpec(Spec):
-    """`[pricing]`: what a node or its memory costs per hour."""
+    """`[pricing]`: what training costs; `basis` says which of the prices counts."""
 
-    basis: Literal["node-hour", "memory"] = "node-hour"
+    basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
     usd_per_node_hour: float = Field(default=1.0, ge=0)
     usd_per_gib_hour: float = Field(default=0.15, ge=0)
+    # tres: Slurm's billing
+    tres_weights: dict[str, float] = {}  # per core, MiB, GPU, …; as text or table like slurm.conf's
+    max_tres: bool = False  # PriorityFlags=MAX_TRES
+    usd_per_unit: float | None = Field(default=None, ge=0)  # of a billing unit and hour; None: cost in service units
+    node_cpus: int | None = Field(default=None, ge=1)  # what a whole node has, for exclusive jobs
+    node_memory_gb: float | None = Field(default=None, gt=0)
+    node_gpus: int | None = Field(default=None, ge=0)
+    # spot
+    usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
+    preemption_hours: float = Field(default=24.0, gt=0)  # mean time between preemptions
+    preempted: Literal["node", "job"] = "node"  # whether that time is of a node or of the whole job
+    # energy
+    watts_per_node: float | None = Field(default=None, gt=0)  # where no measurement has it
+    usd_per_kwh: float = Field(default=0.15, ge=0)
+    pue: float = Field(default=1.2, ge=1)  # power usage effectiveness: all that the site draws over what the nodes draw
+    # interruptions, whatever the basis
+    checkpoint_write_s: float = Field(default=5.0, ge=0)
+    restart_s: float = Field(default=60.0, ge=0)  # from the start of a job to its first step
+
+    @field_validator("tres_weights", mode="before")
+    @classmethod
+    def _as_in_slurm_conf(cls, value: object) -> object:
+        return parse_weights(value) if isinstance(value, str | dict) else value
+
+    @model_validator(mode="after")
+    def _billable(self) -> PricingSpec:
+        if self.basis == "tres" and not self.tres_weights:
+            example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", as `scontrol show partition` has them'
+            raise ValueError(f'tres_weights: basis = "tres" needs the billing weights, for example {example}')
+        return self
+
+    @property
+    def currency(self) -> str:
+        """USD, or SU: service units, that is billing units times hours, where they have no price."""
+        return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"
+
+
+class PartitionSpec(Spec):
+    """`[[partitions]]`: one kind of nodes; what is left out is as in the rest of the cluster file."""
+
+    partition: SlurmWord
+    device: Literal["cpu", "cuda"] | None = None
+    max_nodes: int | None = Field(default=None, ge=1, le=65_536)
+    workers_per_node: int | None = Field(default=None, ge=1, le=64)
+    cpus_per_worker: int | None = Field(default=None, ge=1, le=1024)
+    memory_gb: float | None = Field(default=None, gt=0)
+    device_memory_gb: float | None = Field(default=None, gt=0)
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    gres: SlurmWord | None = None
+    constraint: SlurmWord | None = None
+    pricing: dict[str, Any] = {}  # keys of [pricing]
+
+    def overrides(self) -> dict[str, Any]:
+        """The keys that are given, except the prices."""
+        return self.model_dump(exclude_none=True, exclude={"pricing"})
 
 
 class ClusterSpec(Spec):
@@ -210,9 +334,13 @@ class ClusterSpec(Spec):
     sbatch: dict[SlurmWord, SlurmWord | int | bool] = {}  # further sbatch options, by long name
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line] = {}
     pricing: PricingSpec = PricingSpec()
+    partitions: tuple[PartitionSpec, ...] = ()  # several kinds of nodes, each planned with its own measurements
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSpec:
+        if self.partitions:
+            _check_partitions(self)
+            return self
         if (
             self.device == "cuda"
             and self.executor == "slurm"
@@ -222,12 +350,61 @@ class ClusterSpec(Spec):
             raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
         return self
 
+    def parts(self) -> tuple[ClusterSpec, ...]:
+        """One complete cluster for each of `partitions`; itself where there are none."""
+        return tuple(_part(self, table) for table in self.partitions) or (self,)
+
+    def part(self, name: str) -> ClusterSpec:
+        """The part of that partition, "" for a cluster without `partitions`, as `Candidate.partition` has it.
+
+        Raises:
+            InputError: There is no such partition.
+        """
+        if not name and not self.partitions:
+            return self
+        for table in self.partitions:
+            if table.partition == name:
+                return _part(self, table)
+        raise InputError(f"no partition {name!r} among the [[partitions]]", key="partitions")
+
+    def part_names(self) -> tuple[str, ...]:
+        """What `Measurement.partition` and `Candidate.partition` say, in the order of `parts()`."""
+        return tuple(table.partition for table in self.partitions) or ("",)
+
     @property
     def memory_limit_bytes(self) -> int | None:
         """What one worker may use, bytes: the GPU's memory, or its share of the node's; None where unknown."""
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
         return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+
+
+def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:
+    """The cluster as one partition sees it.
+
+    Raises:
+        ValueError: A mistake in the table (pydantic's ValidationError is one).
+    """
+    own = cluster.model_dump(exclude={"partitions", "pricing"}) | table.overrides()
+    pricing = cluster.pricing.model_dump() | table.pricing
+    return ClusterSpec.model_validate(own | {"pricing": pricing})
+
+
+def _check_partitions(cluster: ClusterSpec) -> None:
+    names = cluster.part_names()
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"partitions: {twice!r} stands there twice")
+    currencies = set()
+    for table in cluster.partitions:
+        try:
+            currencies.add(_part(cluster, table).pricing.currency)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ValueError(f"partitions: {table.partition}: {key}: {_words(first)}") from None
+    if len(currencies) > 1:
+        raise ValueError("partitions: some are priced in USD and some in SU, which cannot be compared")
 
 
 S = TypeVar("S", bound=Spec)
@@ -256,23 +433,39 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
     Raises:
         InputError: Too many nodes, a precision that the device lacks, or no candidate between the batch bounds.
     """
-    largest = max(sweep.search.cluster_sizes)
-    if largest > cluster.max_nodes:
-        message = f"{largest} nodes, but {cluster_file} has max_nodes = {cluster.max_nodes}"
+    parts = cluster.parts()
+    largest, allowed = max(sweep.search.cluster_sizes), max(part.max_nodes for part in parts)
+    if largest > allowed:
+        message = f"{largest} nodes, but {cluster_file} has max_nodes = {allowed}"
         raise InputError(message, source=sweep_file, key="search.cluster_sizes")
-    if sweep.workload.precision == "fp16" and cluster.device == "cpu":
+    if sweep.workload.precision == "fp16" and any(part.device == "cpu" for part in parts):
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
     if sweep.workload.samples is not None and sweep.search.max_batch > sweep.workload.samples:
         message = f"{sweep.search.max_batch} is above workload.samples = {sweep.workload.samples}"
         raise InputError(message, source=sweep_file, key="search.max_batch")
-    for nodes in sweep.search.cluster_sizes:
-        if not local_batches(sweep.search, nodes, cluster.workers_per_node):
-            message = (
-                f"no batch between {sweep.search.min_batch} and {sweep.search.max_batch} gives each of "
-                f"{nodes * cluster.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
-            )
-            raise InputError(message, source=sweep_file, key="search.min_batch")
+    for part in parts:
+        for nodes in cluster_sizes(sweep.search, part):
+            if not local_batches(sweep.search, nodes, part.workers_per_node):
+                message = (
+                    f"no batch between {sweep.search.min_batch} and {sweep.search.max_batch} gives each of "
+                    f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
+                )
+                raise InputError(message, source=sweep_file, key="search.min_batch")
+
+
+def cluster_sizes(search: SearchSpec, part: ClusterSpec) -> tuple[int, ...]:
+    """The cluster sizes of a search that a partition has nodes for; perhaps none."""
+    return tuple(nodes for nodes in search.cluster_sizes if nodes <= part.max_nodes)
+
+
+def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
+    """The sweep with the cluster sizes that a partition has nodes for; None where it has too few for any."""
+    sizes = cluster_sizes(sweep.search, part)
+    if sizes == sweep.search.cluster_sizes:
+        return sweep
+    search = sweep.search.model_copy(update={"cluster_sizes": sizes})
+    return sweep.model_copy(update={"search": search}) if sizes else None
 
 
 def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list[int]:
@@ -340,6 +533,7 @@ def _override(tables: dict[str, Any], text: str) -> None:
 
 # pydantic's error types in the words of a TOML file
 _EXPECTED = {
+    "extra_forbidden": "unknown key",
     "model_type": "expected a table",
     "dict_type": "expected a table",
     "tuple_type": "expected a list in brackets",
@@ -378,9 +572,14 @@ def _explain(kind: type[Spec], path: Path, item: Mapping[str, Any]) -> str:
             location = location[:-2]  # what follows names the key
         message = f"{_shown(item['input'])} holds characters that are not allowed here"
         return _line(path, location, f"{message} (pattern {item['ctx']['pattern']})")
+    return _line(path, location, f"{_words(item)}, got {_shown(item['input'])}")
+
+
+def _words(item: Mapping[str, Any]) -> str:
+    """What was expected, or a validator's own words."""
     words = _EXPECTED.get(item["type"])
     expected = item["msg"] if words is None else words.format(**item.get("ctx", {}))
-    return _line(path, location, f"{expected}, got {_shown(item['input'])}")
+    return str(expected).removeprefix("Value error, ")
 
 
 def _line(path: Path, location: Sequence[str], message: str) -> str:
@@ -403,9 +602,12 @@ def _shown(value: object) -> str:
 
 def _fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
     for part in location:
-        inner = kind.model_fields[part].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            kind = inner
+        if part.isdigit():  # place in a list of tables
+            continue
+        annotation = kind.model_fields[part].annotation
+        for inner in (annotation, *get_args(annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                kind = inner
     return list(kind.model_fields)
 
 

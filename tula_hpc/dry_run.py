@@ -1,45 +1,98 @@
-"""What `--dry-run` prints: the arrays, an upper bound of node-hours, and the sbatch scripts."""
+"""What `--dry-run` prints: the first jobs, an upper bound of their node-hours, and the sbatch scripts."""
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.launch import Launcher
+from tula_hpc.profile_stage import Part, allocated_nodes, first_wave, parts_of
 from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.stages import Sweep
+
+
+class Wave(NamedTuple):
+    """Configurations that are measured in allocations of one size: in one job, or in a job for each."""
+
+    nodes: int
+    configurations: tuple[Configuration, ...]
+    tasks: int
 
 
 def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
     """Text for the user; nothing is created and no scheduler is asked."""
-    from tula_hpc.analysis.search import candidates, propose
-
-    wpn = cluster.workers_per_node
-    proposed = propose(spec, cluster, [])
-    lines = [
-        f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}",
-        f"{len(candidates(spec.search, wpn))} candidates, {len(proposed)} to profile ({spec.search.mode} search):",
-    ]
-    launcher = Launcher(cluster, RunDirectory(root), f"tula-{spec.name}")
-    scripts: list[str] = []
-    hours = 0.0
-    for nodes, group in groupby(sorted(proposed), key=lambda c: c.nodes):
-        array = list(group)
-        hours += nodes * len(array) * cluster.profile_minutes / 60
-        lines.append(f"  N={nodes}: local batches {', '.join(str(c.local_batch) for c in array)}")
-        scripts += _script(launcher, cluster, "profile", array)
-    largest = max(spec.search.cluster_sizes)
-    lines.append(f"profiling: at most {hours:.2f} node-hours ({cluster.profile_minutes} min is the limit of a task)")
-    hours = largest * cluster.train_minutes / 60
-    lines.append(f"training: at most {hours:.2f} node-hours per submission, if {largest} nodes are chosen")
-    scripts += _script(launcher, cluster, "train", [Configuration(largest, wpn, 1)])
+    head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
+    lines, scripts = [head], []
+    for part in parts_of(Sweep(spec, cluster, RunDirectory(root))):
+        waves = _waves(part)
+        lines += [*_profiling(part, waves), _training(part)]
+        scripts += [*_profile_scripts(part, waves), *_train_script(part)]
     return "\n".join([*lines, *scripts]) + "\n"
 
 
-def _script(launcher: Launcher, cluster: ClusterSpec, stage: str, array: list[Configuration]) -> list[str]:
-    if cluster.executor == "local":
-        return []
-    minutes = cluster.profile_minutes if stage == "profile" else cluster.train_minutes
-    nodes = array[0].nodes
-    text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=len(array))
-    return [f"\n# ---- {stage}, N={nodes}, {len(array)} task(s) ----", text]
+def _waves(part: Part) -> list[Wave]:
+    """What the search proposes first, by size of allocation, as if all could be submitted together."""
+    everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
+    packed = part.spec.search.packed
+    return [
+        Wave(allocated_nodes(part.spec, group), group, 1 if packed else len(group))
+        for group in first_wave(part.spec, everything, part.propose())
+    ]
+
+
+def _profiling(part: Part, waves: Sequence[Wave]) -> Iterator[str]:
+    from tula_hpc.analysis.search import candidates
+
+    search, minutes = part.spec.search, part.cluster.profile_minutes
+    every = len(candidates(search, part.cluster.workers_per_node))
+    first = sum(len(wave.configurations) for wave in waves)
+    where = f"partition {part.name!r}: " if part.name else ""
+    if search.mode == "adaptive":
+        most = min(search.max_profiles, every)
+        yield f"{where}{every} candidates; adaptive search starts with {first} and measures at most {most} of them:"
+    else:
+        yield f"{where}{every} candidates, {first} to profile ({search.mode} search):"
+    yield from _jobs(search.nest, waves)
+    hours = sum(wave.nodes * wave.tasks for wave in waves) * minutes / 60
+    yield f"profiling: at most {hours:.2f} node-hours for these jobs ({minutes} min is the limit of each)"
+    if search.mode == "adaptive":
+        yield "  a job goes on with what the search wants next, where that is cheaper than a new job; other jobs follow"
+
+
+def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
+    for wave in waves:
+        how = "in one job" if wave.tasks == 1 else f"in an array of {wave.tasks} jobs"
+        if nest:
+            shown = ", ".join(f"{c.nodes}×{c.local_batch}" for c in wave.configurations)
+            yield f"  nodes × local batch {shown}, all {how} on {wave.nodes} nodes"
+        else:
+            yield f"  N={wave.nodes}: local batches {', '.join(str(c.local_batch) for c in wave.configurations)}, {how}"
+
+
+def _training(part: Part) -> str:
+    largest, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
+    return (
+        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {largest} nodes "
+        f"{'of this partition ' if part.name else ''}are chosen"
+    )
+
+
+def _profile_scripts(part: Part, waves: Iterable[Wave]) -> Iterator[str]:
+    for wave in waves:
+        title = f"profile, N={wave.nodes}, {wave.tasks} task(s)"
+        minutes = part.cluster.profile_minutes
+        yield from _script(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
+
+
+def _train_script(part: Part) -> Iterator[str]:
+    nodes, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
+    title = f"train, N={nodes}, 1 task(s)"
+    yield from _script(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)
+
+
+def _script(launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int) -> Iterator[str]:
+    if launcher.cluster.executor == "slurm":
+        yield f"\n# ---- {title} ----"
+        yield launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -40,6 +42,20 @@ def join_job() -> WorkerEnvironment:
         hosts=tuple(job.hostnames),
         on_slurm=_started_by_slurm(),
     )
+
+
+def job_started_at() -> float:
+    """Unix time at which Slurm started this job, where it says so (since 22.05); else when this process started."""
+    if _started_by_slurm() and (started := os.environ.get("SLURM_JOB_START_TIME")):
+        return float(started)
+    return _process_started_at()
+
+
+def _process_started_at() -> float:
+    """Since the kernel's boot in clock ticks: the 22nd field of /proc/self/stat; the 2nd may hold blanks."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def restart_count() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.records import Configuration
+from tula_hpc.env import join_job
+from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
 
 
 class Requeueable:
@@ -26,25 +28,61 @@ class Requeueable:
 
 @dataclass(frozen=True)
 class ProfileJob(Requeueable):
-    """Measures configurations of one cluster size, one after another.
+    """Measures configurations in one allocation, one after another.
 
     Attributes:
         sweep: The frozen sweep.
-        cluster: The frozen cluster.
-        configurations: All of one N; what the output already holds is not measured again after a requeue.
-        output: JSON Lines file that this task alone appends to.
+        cluster: The frozen cluster, or that part of it which is measured.
+        configurations: The first to be measured; what the output already holds is not measured again after a requeue.
+        output: JSON Lines file that this job alone appends to.
+        nodes: Of the allocation. A configuration of fewer runs on the first of them.
+        partition: Which part of the cluster it is, see `Measurement.partition`.
+        asks: Whether to go on, after the list, with what the search proposes for these nodes.
+        smaller: Whether that may be on fewer of them: not while other jobs run, which may measure the same.
+        since: Failures before this time do not count for the search, see `counted`.
+        trusted_batch: For the search, see `propose`.
+        submitted_at: Unix time.
     """
 
     sweep: SweepSpec
     cluster: ClusterSpec
     configurations: tuple[Configuration, ...]
     output: Path
+    nodes: int
+    partition: str = ""
+    asks: bool = False
+    smaller: bool = False
+    since: float = 0.0
+    trusted_batch: int | None = None
+    submitted_at: float = 0.0
 
     def __call__(self) -> int:
         """Measure and append; every worker of the job calls this. Returns how many configurations are on record."""
-        from tula_hpc.profiler import run_profile
+        from tula_hpc.agenda import Agenda
 
-        return run_profile(self)
+        env = join_job()
+        agenda = Agenda(self, env)  # says that the job began, before torch is imported, which takes seconds
+        from tula_hpc.session import run_profile
+
+        return run_profile(self, env, agenda)
+
+    def recorded(self) -> list[Measurement]:
+        """What this job has written so far."""
+        return read_records(Measurement, with_rank_files(self.output)).records
+
+    def known(self) -> list[Measurement]:
+        """All that the run has measured on this part of the cluster, as far as it counts for the search."""
+        everything = read_records(Measurement, sorted(self.output.parent.glob("*.jsonl"))).records
+        return counted(everything, self.partition, self.since)
+
+
+def counted(measurements: Iterable[Measurement], partition: str, since: float) -> list[Measurement]:
+    """Those that count for the search on one part of the cluster.
+
+    A failure before `since`, in an earlier run of the command, may have been mended.
+    """
+    own = (m for m in measurements if m.partition == partition)
+    return [m for m in own if m.status != "failed" or m.finished_at >= since]
 
 
 @dataclass(frozen=True)
@@ -57,6 +95,7 @@ class TrainJob(Requeueable):
         configuration: Nodes, workers per node and local batch to train with.
         root: The run directory.
         label: Name of this training inside the run directory.
+        partition: Which part of the cluster it is, see `Candidate.partition`.
     """
 
     sweep: SweepSpec
@@ -64,6 +103,7 @@ class TrainJob(Requeueable):
     configuration: Configuration
     root: Path
     label: str = "main"
+    partition: str = ""
 
     def __call__(self) -> str:
         """Train; every worker calls this. Returns `finished`, or `stopped` if a stop came and a requeue was refused."""

@@ -203,7 +203,7 @@ def _describe(active: Mapping[str, slurm.JobState]) -> str:
     for state in active.values():
         reason = f" ({state.reason})" if state.state == "PENDING" and state.reason not in ("", "None") else ""
         words[state.state.lower() + reason] = words.get(state.state.lower() + reason, 0) + 1
-    return ", ".join(f"{count} {word}" for word, count in words.items())
+    return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"
 
 
 def _local_alive(job_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""What one profile task runs on its nodes: how a configuration is measured."""
+"""How a configuration is measured: a step and its parts apart, and memory."""
 
 from __future__ import annotations
 
@@ -14,51 +14,18 @@ from torch import Tensor
 
 from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.env import WorkerEnvironment, join_job
+from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure
-from tula_hpc.jobs import ProfileJob
-from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.records import (
-    Configuration,
-    Measurement,
-    MemoryUse,
-    StepTimes,
-    append_record,
-    rank_file,
-    read_records,
-)
+from tula_hpc.noise_probe import NoiseEstimate, probe_noise
+from tula_hpc.power import PowerMeter
+from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 from tula_hpc.timing import StoppingRule, median_interval, time_steps
-from tula_hpc.worker import Worker, backend_of, describe_versions, process_group
+from tula_hpc.worker import Worker, backend_of, describe_versions
+from tula_hpc.workloads.optimizers import own_states, shards
+
+SharedTimes = dict[int, float]  # bare all-reduce by world size, seconds: it does not depend on the batch
 
 BUCKET_BYTES = 25 * 1024**2  # DDP's default bucket: the bare all-reduce sends what DDP sends
-
-
-def run_profile(job: ProfileJob) -> int:
-    """Measure a job's configurations; see `ProfileJob`."""
-    env = join_job()
-    done = {measurement.configuration for measurement in read_records(Measurement, [job.output]).records}
-    with process_group(job.cluster, env):
-        for configuration in job.configurations:
-            if configuration not in done:
-                _measure_and_record(job, configuration, env)
-    return len(job.configurations)
-
-
-def _measure_and_record(job: ProfileJob, configuration: Configuration, env: WorkerEnvironment) -> None:
-    failure = measurement = None
-    try:
-        measurement = measure(job.sweep, job.cluster, configuration, env)
-    except (RuntimeError, MemoryError) as error:
-        failure = out_of_memory(error)
-        if failure is None:
-            raise
-    # outside the except block: the traceback keeps the tensors of the failed step alive
-    if failure is not None:
-        append_record(rank_file(job.output, env.rank), oom_record(job.cluster, configuration, env, failure))
-        # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
-        raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
-    if env.rank == 0 and measurement is not None:
-        append_record(job.output, measurement)
 
 
 def oom_record(
@@ -70,29 +37,45 @@ def oom_record(
 
 
 def measure(
-    sweep: SweepSpec, cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    configuration: Configuration,
+    env: WorkerEnvironment,
+    shared: SharedTimes | None = None,
 ) -> Measurement:
     """Measure one configuration: times apart by part of a step, and memory.
 
     Collective: every worker of the process group calls it; the result is whole on rank 0.
+
+    Args:
+        sweep: The workload, and how long to measure.
+        cluster: The device.
+        configuration: Nodes and local batch.
+        env: This worker's place among those that measure.
+        shared: What earlier configurations of the same job measured for this one too; what this one measures is added.
     """
     started = time.monotonic()
     memory = MemoryMeter(cluster)
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
-    profile = StepProfile(worker, _stopping_rule(sweep))
-    profile.run(memory)
+    profile = StepProfile(worker, _stopping_rule(sweep), {} if shared is None else shared)
+    power = NodePower(cluster, worker)
+    profile.run(memory, power)
     facts: dict[str, Any] = {
         **describe(configuration, cluster, env),
         "times": profile.times(),
         "memory": _largest(worker, memory.use(worker, profile.batch_bytes)),
+        "watts_per_node": power.mean(),
         "steps": len(profile.samples["step"]),
         "converged": profile.rule.converged(profile.samples["step"]),
         "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
+        "noise_scale": profile.noise.noise_scale,
+        "noise_samples": profile.noise.samples,
+        "noise_terms": profile.noise.terms,
         "dataset_samples": worker.samples,
         "updates_per_epoch": sweep.updates_per_epoch,
         "parameters": sum(p.numel() for p in worker.model.parameters()),
     }
-    del worker, profile
+    del worker, profile, power
     gc.collect()
     if cluster.device == "cuda":
         torch.cuda.empty_cache()
@@ -108,29 +91,34 @@ def _without_updates(sweep: SweepSpec) -> SweepSpec:
 class StepProfile:
     """Times a step and its parts. The learning rate is 0 throughout, so that no weight can diverge meanwhile."""
 
-    def __init__(self, worker: Worker, rule: StoppingRule) -> None:
+    def __init__(self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None) -> None:
         self.worker, self.rule = worker, rule
+        self.shared = {} if shared is None else shared
         self.samples: dict[str, list[float]] = {}
         self.batch_bytes = 0
+        self.noise = NoiseEstimate()
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
 
-    def run(self, memory: MemoryMeter) -> None:
-        """Warm up, then time whole steps (memory is metered here), and each part apart."""
+    def run(self, memory: MemoryMeter, power: NodePower) -> None:
+        """Warm up, then time whole steps (memory and power are metered here), and each part apart."""
         for _ in range(self.worker.sweep.search.warmup_steps):
             self.worker.train_step(*next(self.batches))
+        power.start()
         memory.start()
         self._time_whole_steps()
         memory.stop()
+        power.stop()
         inputs, targets = next(self.batches)
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time("optimizer", self._optimizer_step)
         if self.worker.sweep.training.method == "ags":
             self._time("update", lambda: self.worker.update_gradscale(inputs, targets))
-        if self.worker.env.world_size > 1:
+        if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
             self._time("allreduce", bare_all_reduce(self.worker))
+        self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
 
     def _time_whole_steps(self) -> None:
         waits: list[float] = []
@@ -160,6 +148,7 @@ class StepProfile:
         parts = ("data", "compute", "optimizer", "allreduce", "update")
         medians = [median_interval(self.samples[part]).median_s if part in self.samples else 0.0 for part in parts]
         data, compute, optimizer, allreduce, update = self.worker.agree(*medians)
+        allreduce = self.shared.setdefault(self.worker.env.world_size, allreduce)
         return StepTimes(
             step_time_s=whole.median_s,
             step_time_low_s=whole.low_s,
@@ -170,6 +159,37 @@ class StepProfile:
             allreduce_time_s=allreduce,
             update_time_s=update,
         )
+
+
+class NodePower:
+    """Mean power of the nodes over the timed steps, read by one worker of each; 0 where it is unknown.
+
+    It is the whole node's, so that it means something only where the job has its nodes to itself. Emulated nodes are
+    one machine.
+    """
+
+    def __init__(self, cluster: ClusterSpec, worker: Worker) -> None:
+        self.worker = worker
+        real = worker.configuration.nodes == 1 or worker.env.on_slurm
+        self.meter = PowerMeter() if worker.env.local_rank == 0 and cluster.exclusive and real else None
+        self.watts = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+        if self.meter is not None:
+            self.meter.start()
+
+    def stop(self) -> None:
+        """End. Where the GPUs that work cannot be read, the rest of the node says little about them."""
+        if self.meter is not None:
+            power = self.meter.stop()
+            blind = self.worker.device.type == "cuda" and power.gpus_w is None
+            self.watts = 0.0 if blind else power.watts
+
+    def mean(self) -> float:
+        """Watts, the mean over the nodes whose power is known. Collective."""
+        total, nodes = self.worker.total(self.watts, float(self.watts > 0))
+        return total / nodes if nodes else 0.0
 
 
 def bare_all_reduce(worker: Worker) -> Callable[[], None]:
@@ -219,13 +239,15 @@ class MemoryMeter:
 
     def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
         """All that is known of this worker's memory; `batch_bytes` is the size of one batch."""
+        states = _bytes(_optimizer_tensors(worker.optimizer))
         return MemoryUse(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.reserved_bytes,
             baseline_bytes=self.baseline_bytes,
             parameter_bytes=_bytes(worker.model.parameters()),
             gradient_bytes=_bytes(worker.parameters),
-            optimizer_bytes=_bytes(_optimizer_tensors(worker.optimizer)),
+            optimizer_bytes=states,
+            sharded_bytes=states if shards(worker.sweep.workload, worker.env.world_size) else 0,
             batch_bytes=batch_bytes * _batches_ready(worker),
         )
 
@@ -251,7 +273,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
             for inner in value:
                 yield from walk(inner)
 
-    return walk(optimizer.state_dict())
+    return walk(own_states(optimizer))
 
 
 def _batches_ready(worker: Worker) -> int:

@@ -5,6 +5,7 @@ JSON Lines files are append-only, one record a line. A torn last line (a writer 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import json
@@ -73,6 +74,42 @@ class MemoryUse(Record):
     gradient_bytes: int
     optimizer_bytes: int
     batch_bytes: int  # the loader's prefetched batches on the host
+    sharded_bytes: int = 0  # part of optimizer_bytes that the workers divide among them (ZeRO)
+
+
+class Footprint(Record):
+    """An estimate of one worker's memory from counting, before any step was run; bytes.
+
+    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with local batch b, once b
+    is so large that the peak lies in the backward pass. `peaks` is what the limit counts, at the powers of two.
+    """
+
+    schema_version: Literal[1] = 1
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int  # of one worker, its share under ZeRO
+    activation_bytes_per_sample: int
+    fixed_bytes: int
+    host_baseline_bytes: int = 0  # CPU: the process with its libraries, before the model
+    scaling_bytes: int = (
+        0  # AGS: reference gradient and scale factors, on top of `peaks` once training has updated them
+    )
+    peaks: dict[int, int]  # by local batch
+    limit_bytes: int | None = None  # of one worker, the margin taken off
+    largest_local_batch: int | None = None  # of `peaks`, within the limit; None: no limit, 0: none fits
+    world_size: int = 1  # workers that were assumed: the fewest of the search
+    counted_at: tuple[int, ...] = ()  # local batches
+    method: Literal["fake", "real"] = "fake"  # real: counted on small real batches, since the model needs values
+    assumptions: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def peak_bytes(self, local_batch: int) -> float:
+        """The estimate at any local batch: straight lines between the powers of two and beyond the last two."""
+        known = sorted(self.peaks)
+        right = min(max(1, bisect.bisect_left(known, local_batch)), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        slope = (self.peaks[high] - self.peaks[low]) / (high - low) if high > low else 0.0
+        return max(float(self.peaks[known[0]]), self.peaks[low] + slope * (local_batch - low))
 
 
 class Measurement(Record):
@@ -103,6 +140,12 @@ class Measurement(Record):
     job_id: str = ""
     finished_at: float = 0.0  # Unix time
     elapsed_s: float = 0.0  # of the whole profile of this configuration
+    partition: str = ""  # which of [[partitions]]; empty where the cluster has none
+    watts_per_node: float = 0.0  # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
+    node_seconds: float = 0.0  # elapsed_s × nodes of the job's allocation, those that only waited included
+    noise_scale: float = 0.0  # samples, tr(Σ)/|G|² at the weights that were profiled; 0: unknown
+    noise_samples: int = 0  # so many samples the estimate was made from
+    noise_terms: tuple[tuple[float, float], ...] = ()  # |G|² and tr(Σ) of each pass, unbiased, so of any sign
 
     @property
     def configuration(self) -> Configuration:
@@ -110,28 +153,57 @@ class Measurement(Record):
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
 
+class JobNote(Record):
+    """What a profile job says of itself while it runs: for its cost, and for whoever finds it dead.
+
+    A job that is requeued begins again: its notes then hold several runs, each from "began" on.
+    """
+
+    note: Literal["began", "ready", "measuring", "ended"]  # ready: all workers have met
+    time: float  # Unix time
+    job_id: str = ""
+    allocated_nodes: int = Field(default=1, ge=1)
+    submitted_at: float = 0.0
+    began_at: float = 0.0  # when the allocation was granted, as far as the job can tell
+    configuration: Configuration | None = None  # what it is about to measure
+    detail: str = ""
+
+
 class Candidate(Record):
     """One configuration with what the models say of it."""
 
+    partition: str = ""  # which of [[partitions]]; empty where the cluster has none
     nodes: int
     workers_per_node: int = 1
     local_batch: int
     global_batch: int
     step_time_s: float
     epoch_time_s: float
-    train_time_s: float
+    train_time_s: float  # steps alone
+    wall_time_s: float | None = None  # expected, with what restarts repeat; no waiting in the queue. This is paid for
     cost: float
-    currency: str = "USD"
+    currency: str = "USD"  # SU: service units, that is billing units times hours
+    energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
+    checkpoint_minutes: float | None = None  # interval between two checkpoints that training will use
     peak_memory_bytes: int
     interval_90: dict[str, tuple[float, float]] = {}
     feasible: bool = True
     measured: bool = False
     why: str = ""  # why it is not feasible
+    pareto: bool = False  # no feasible candidate is both faster and cheaper
 
     @property
     def configuration(self) -> Configuration:
         """The configuration alone."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+class Knee(Record):
+    """The knee of the curve of training time against global batch, and how sure the measurements make it."""
+
+    global_batch: float | None  # None: the curve has no knee
+    interval_90: tuple[float, float] | None = None  # over curves drawn from the fit's uncertainty, of those with a knee
+    share_without_knee: float = 0.0  # of those curves
 
 
 class Plan(Record):
@@ -143,6 +215,12 @@ class Plan(Record):
     reason: str  # one sentence: why this one
     candidates: list[Candidate]
     fallbacks: list[Candidate]  # ranked smaller batches for OOM, first to be tried first
+    candidates_total: int | None = None  # where candidates holds only the best of so many
+    runners_up: list[Candidate] = []  # what would have been chosen next, best first
+    binding: list[str] = []  # constraints that rule out a better candidate
+    knee: Knee | None = None
+    critical_batch: float | None = None  # samples; gradient noise scale, median over the measurements that have one
+    notes: list[str] = []  # what prices and times assume
     models: dict[str, Any]
     warnings: list[str] = []
     dataset_samples: int
@@ -150,6 +228,11 @@ class Plan(Record):
     memory_limit_bytes: int | None = None
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    @property
+    def pareto(self) -> list[Candidate]:
+        """The Pareto front of time and cost, fastest first."""
+        return sorted((c for c in self.candidates if c.pareto), key=lambda c: (c.train_time_s, c.cost))
 
 
 class Event(Record):
@@ -165,6 +248,9 @@ class Event(Record):
         "resumed",
         "checkpoint",
         "fell_back",
+        "drifted",
+        "recovered",
+        "replanned",
         "finished",
         "failed",
     ]
@@ -220,6 +306,11 @@ def rank_file(path: Path, rank: int) -> Path:
 def with_rank_files(path: Path) -> list[Path]:
     """Rank 0's file and those that other ranks wrote beside it."""
     return [path, *sorted(path.parent.glob(f"{path.stem}-r*.jsonl"))]
+
+
+def notes_file(path: Path) -> Path:
+    """The notes of the job that writes measurements to `path`."""
+    return path.with_suffix(".notes")
 
 
 def read_records(kind: type[R], paths: Iterable[Path]) -> ReadResult[R]:
@@ -328,10 +419,23 @@ class RunDirectory:
         """The frozen cluster."""
         return self.root / "cluster.toml"
 
+    def footprint_file(self, partition: str = "") -> Path:
+        """The estimate of memory before any profile, on one part of the cluster."""
+        name = f"footprint-{partition}" if partition else "footprint"
+        return self.root / f"{name.replace('/', '_')}.json"
+
     @property
     def plan_file(self) -> Path:
         """The plan."""
         return self.root / "plan.json"
+
+    def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
+        """Those estimates that are there and not damaged, by partition."""
+        found = {}
+        for name in partitions:
+            with contextlib.suppress(OSError, ValidationError):
+                found[name] = Footprint.model_validate_json(self.footprint_file(name).read_bytes())
+        return found
 
     @property
     def events_file(self) -> Path:
@@ -345,6 +449,10 @@ class RunDirectory:
     def measurements(self) -> ReadResult[Measurement]:
         """All measurements, in order of file name and line."""
         return read_records(Measurement, sorted(self.profile.glob("*.jsonl")))
+
+    def job_notes(self) -> list[JobNote]:
+        """What all profile jobs said of themselves, job by job."""
+        return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
 
     def events(self) -> list[Event]:
         """All events, in the order they were written."""
@@ -385,6 +493,11 @@ class TrainDirectory(NamedTuple):
         return self.root / "checkpoints"
 
     @property
+    def drift_file(self) -> Path:
+        """There while measured step times lie beyond the plan's prediction: a `Drift`."""
+        return self.root / "drift.json"
+
+    @property
     def result_file(self) -> Path:
         """Written once, at the end of training."""
         return self.root / "result.json"
@@ -406,6 +519,10 @@ class StepMetrics(Record):
     scale_mean: float | None = None
     scale_min: float | None = None
     scale_max: float | None = None
+    data_time_s: float | None = None  # part of step_time_s: rank 0's wait for the loader, mean
+    noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the updates of the scale so far
+    noise_gradient_square: float | None = None  # |G|² of the updates since the last line, unbiased, so of any sign
+    noise_trace: float | None = None  # tr(Σ) of the same updates
 
 
 class EpochMetrics(Record):
@@ -423,6 +540,33 @@ class EpochMetrics(Record):
     epoch_time_s: float  # training steps only; without evaluation and checkpoints
     steps: int  # steps in this epoch that epoch_time_s covers
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
+    noise_scale: float | None = None  # samples, as of the end of the epoch
+
+
+class StepParts(Record):
+    """Seconds of the parts of a step that are timed apart, the slowest worker's; None where one is not known."""
+
+    data_time_s: float | None = None  # waiting for the loader
+    compute_time_s: float | None = None  # forward and backward without synchronization
+    allreduce_time_s: float | None = None  # bare all-reduce of the gradient's bytes
+
+
+class Drift(Record):
+    """drift.json: a training whose step times lie beyond the plan's prediction, and which part it is."""
+
+    nodes: int
+    workers_per_node: int
+    local_batch: int
+    measured_s: float
+    predicted_s: float
+    part: str  # compute, network, loader or unknown
+    measured: StepParts
+    expected: StepParts
+
+    @property
+    def configuration(self) -> Configuration:
+        """What was trained with."""
+        return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
 
 class TrainResult(Record):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.jobs import ProfileJob, TrainJob
+from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
@@ -23,8 +23,6 @@ from tula_hpc.records import (
     TrainResult,
     append_record,
     read_metrics,
-    read_records,
-    with_rank_files,
     write_atomically,
 )
 
@@ -43,116 +41,26 @@ class Sweep(NamedTuple):
         """Submits this sweep's jobs; the name tells sweeps of one user apart in squeue."""
         return Launcher(self.cluster, self.run, f"tula-{self.spec.name}")
 
-    @property
-    def packed(self) -> bool:
-        """Whether one job measures all configurations of one N."""
-        pack = self.spec.search.pack
-        return pack == "always" or (pack == "auto" and self.cluster.executor == "local")
+    def on(self, partition: str) -> Sweep:
+        """The sweep on one part of the cluster; see `ClusterSpec.part`."""
+        return self._replace(cluster=self.cluster.part(partition))
 
 
-class Batch(NamedTuple):
-    """Configurations of one N on their way through the scheduler: one output file and job per group."""
-
-    groups: list[tuple[Configuration, ...]]
-    outputs: list[Path]
-    jobs: list[Submitted]
-
-
-def profile_stage(sweep: Sweep) -> None:
-    """Measure what the search proposes until it proposes nothing more.
-
-    Raises:
-        StageError: Nothing could be measured at all; the message holds the first failure's log.
-    """
-    from tula_hpc.analysis.search import propose
-
-    with stage_progress("profile") as progress:
-        _wait_for_earlier(sweep, "profile", lambda text: progress.update(0, 1, f"jobs submitted before: {text}"))
-        failures: list[Ended] = []
-        started = time.time()
-        while proposed := propose(sweep.spec, sweep.cluster, _settled(sweep.run, started)):
-            failures += _profile_round(sweep, proposed, progress)
-        measured = sweep.run.measurements().records
-        progress.update(len(measured), len(measured), f"{len(measured)} measurements")
-    if not any(m.status == "ok" for m in measured):
-        raise StageError(f"profile: nothing could be measured; {_why(failures)}")
-
-
-def _settled(run: RunDirectory, started: float) -> list[Measurement]:
-    """Measurements that count for the search: a failure of an earlier run of the command may have been mended since."""
-    return [m for m in run.measurements().records if m.status != "failed" or m.finished_at >= started]
-
-
-def _profile_round(sweep: Sweep, proposed: Sequence[Configuration], progress: StageProgress) -> list[Ended]:
-    """Submit one array per N, wait, and write a record for every configuration that left none.
-
-    Where jobs would disturb each other only the first array or job is submitted; the search then proposes anew, knowing
-    more (a batch that ran out of memory is not tried on more nodes).
-    """
-    total = len(sweep.run.measurements().records) + len(proposed)
-    batches = [_submit_profiles(sweep, configurations) for configurations in _first_wave(sweep, proposed)]
-    jobs = [job for batch in batches for job in batch.jobs]
-
-    def tick(text: str) -> None:
-        progress.update(len(sweep.run.measurements().records), total, text)
-
-    return _record_failures(sweep, batches, sweep.launcher.wait(jobs, tick))
-
-
-def _first_wave(sweep: Sweep, proposed: Sequence[Configuration]) -> list[list[Configuration]]:
-    """What is submitted together, by cluster size."""
-    by_nodes = [list(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
-    if sweep.cluster.executor == "local" and not sweep.packed:
-        return [by_nodes[0][:1]]
-    if sweep.cluster.executor == "local" or sweep.cluster.array_parallelism == 1:
-        return by_nodes[:1]
-    return by_nodes
-
-
-def _submit_profiles(sweep: Sweep, configurations: Sequence[Configuration]) -> Batch:
-    alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
-    groups = [tuple(configurations)] if sweep.packed else alone
-    outputs = [_new_output(sweep.run, group) for group in groups]
-    jobs = [ProfileJob(sweep.spec, sweep.cluster, group, out) for group, out in zip(groups, outputs, strict=True)]
-    nodes, minutes = configurations[0].nodes, sweep.cluster.profile_minutes
-    return Batch(groups, outputs, sweep.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=minutes))
-
-
-def _new_output(run: RunDirectory, group: Sequence[Configuration]) -> Path:
-    """A file that no other task writes to: n<N>-b<b>[-<b>]-<attempt>.jsonl."""
-    batches = sorted({group[0].local_batch, group[-1].local_batch})
-    stem = f"n{group[0].nodes}-b{'-'.join(map(str, batches))}"
-    taken = len(list(run.profile.glob(f"{stem}-*.jsonl")))
-    path = run.profile / f"{stem}-{taken}.jsonl"
-    path.touch(mode=0o600)
-    return path
-
-
-def _record_failures(sweep: Sweep, batches: Sequence[Batch], ended: Sequence[Ended]) -> list[Ended]:
-    """A record for the first configuration that a job left without one; those after it are proposed again."""
-    how = {end.job.job_id: end for end in ended}
-    failures = []
-    for batch in batches:
-        for group, output, job in zip(batch.groups, batch.outputs, batch.jobs, strict=True):
-            recorded = read_records(Measurement, with_rank_files(output)).records
-            missing = [c for c in group if c not in {m.configuration for m in recorded}]
-            if missing and not any(m.status == "oom" for m in recorded):
-                failures.append(how[job.job_id])
-                append_record(output, _failed(sweep.cluster, missing[0], how[job.job_id]))
-    return failures
-
-
-def _failed(cluster: ClusterSpec, configuration: Configuration, end: Ended) -> Measurement:
+def failed_measurement(
+    cluster: ClusterSpec, configuration: Configuration, end: Ended, partition: str = ""
+) -> Measurement:
+    """A record for a configuration that a job died of without writing one."""
     return Measurement(
         status="oom" if end.failure.is_oom else "failed",
         failure=end.failure,
-        detail=_last_line(end.log_tail),
+        detail=last_line(end.log_tail),
         nodes=configuration.nodes,
         workers_per_node=configuration.workers_per_node,
         local_batch=configuration.local_batch,
         exclusive=cluster.exclusive or cluster.executor == "local",
         job_id=end.job.job_id,
         finished_at=time.time(),
+        partition=partition,
     )
 
 
@@ -167,7 +75,7 @@ def jobs_left(sweep: Sweep) -> list[tuple[str, Submitted]]:
     ]
 
 
-def _wait_for_earlier(sweep: Sweep, stage: str, tick: Callable[[str], None]) -> None:
+def wait_for_earlier(sweep: Sweep, stage: str, tick: Callable[[str], None]) -> None:
     """Jobs that an interrupted run of the same command left behind are waited for, not submitted again."""
     jobs = [job for of_stage, job in jobs_left(sweep) if of_stage == stage]
     if jobs:
@@ -181,7 +89,8 @@ def plan_stage(sweep: Sweep) -> Plan:
     from tula_hpc.analysis.plan import make_plan
 
     measured = sweep.run.measurements()
-    plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
+    footprints = sweep.run.footprints(sweep.cluster.part_names())
+    plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
 
@@ -208,15 +117,15 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
     files = sweep.run.train(label)
     files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with stage_progress("train") as progress:
-        _wait_for_earlier(sweep, "train", _training_tick(sweep, label, progress))
+        wait_for_earlier(sweep, "train", _training_tick(sweep, label, progress))
         attempts = 0
         while not files.result_file.exists():
             candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
-            end = _train_once(sweep, candidate.configuration, label, progress)
+            end = _train_once(sweep, candidate, label, progress)
             attempts += 1
             _await_result(sweep.run, files.result_file, end.job)
             if not files.result_file.exists():
-                _after_failure(sweep, candidate.configuration, end, attempts)
+                _after_failure(sweep, candidate, end, attempts)
         result = TrainResult.model_validate_json(files.result_file.read_bytes())
         progress.update(result.epochs, result.epochs, f"test accuracy {result.test_accuracy:.1%}")
     return result
@@ -234,27 +143,41 @@ def _await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
     """The chosen configuration, or, after OOM, the first of it and its fallbacks that is below every failed batch.
 
+    Batches that ran out of memory on another part of the cluster do not count.
+
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
     """
-    failed = {m.local_batch for m in run.measurements().records if m.status == "oom" and m.stage == "train"}
+    records = run.measurements().records
+    failed = {(m.partition, m.local_batch) for m in records if m.status == "oom" and m.stage == "train"}
     if not failed:
         return plan.chosen
     if len(failed) > max_fallbacks:
         raise StageError(f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}")
-    smaller = [c for c in (plan.chosen, *plan.fallbacks) if c.local_batch < min(failed)]
-    if not smaller:
-        raise StageError(f"train: out of memory at local batch {min(failed)}, and plan.json has no smaller fallback")
-    return smaller[0]
+    for candidate in (plan.chosen, *plan.fallbacks):
+        if not any(part == candidate.partition and batch <= candidate.local_batch for part, batch in failed):
+            return candidate
+    smallest = min(batch for _, batch in failed)
+    raise StageError(f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback")
 
 
-def _train_once(sweep: Sweep, configuration: Configuration, label: str, progress: StageProgress) -> Ended:
-    job = TrainJob(sweep.spec, sweep.cluster, configuration, sweep.run.root, label)
-    minutes = sweep.cluster.train_minutes
-    submitted = sweep.launcher.submit([job], stage="train", nodes=configuration.nodes, minutes=minutes)
+def _train_once(sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress) -> Ended:
+    there = sweep.on(candidate.partition)
+    spec, at = _as_planned(sweep.spec, candidate), candidate.configuration
+    job = TrainJob(spec, there.cluster, at, sweep.run.root, label, candidate.partition)
+    minutes = there.cluster.train_minutes
+    submitted = there.launcher.submit([job], stage="train", nodes=candidate.nodes, minutes=minutes)
     tick = _training_tick(sweep, label, progress)
-    tick(f"submitted as job {submitted[0].job_id} at {configuration}")
-    return sweep.launcher.wait(submitted, tick)[0]
+    tick(f"submitted as job {submitted[0].job_id} at {at}")
+    return there.launcher.wait(submitted, tick)[0]
+
+
+def _as_planned(spec: SweepSpec, candidate: Candidate) -> SweepSpec:
+    """The sweep with the plan's checkpoint interval, where the user left it open."""
+    if spec.training.checkpoint_minutes is not None or candidate.checkpoint_minutes is None:
+        return spec
+    training = spec.training.model_copy(update={"checkpoint_minutes": candidate.checkpoint_minutes})
+    return spec.model_copy(update={"training": training})
 
 
 def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callable[[str], None]:
@@ -264,12 +187,13 @@ def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callabl
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         seen = f"; test accuracy {metrics.epochs[-1].test_accuracy:.1%}" if metrics.epochs else ""
-        progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}")
+        drift = describe_drift(sweep.run.events())
+        progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}{drift}")
 
     return tick
 
 
-def _after_failure(sweep: Sweep, configuration: Configuration, end: Ended, attempts: int) -> None:
+def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, attempts: int) -> None:
     """Write down why training ended; return if another submission is worth it.
 
     Raises:
@@ -279,13 +203,13 @@ def _after_failure(sweep: Sweep, configuration: Configuration, end: Ended, attem
     failure = _training_failure(events, end)
     if failure.is_oom:
         if not any(event.event == "oom" for event in events):  # killed before it could say so
-            _record_training_oom(sweep, configuration, end)
-        sweep.run.log_event("fell_back", "train", detail=f"out of memory at {configuration}")
+            _record_training_oom(sweep, in_force(candidate, events), end)
+        sweep.run.log_event("fell_back", "train", detail=f"out of memory at {candidate.configuration}")
         return
-    sweep.run.log_event("failed", "train", failure=failure, job_id=end.job.job_id, detail=_last_line(end.log_tail))
+    sweep.run.log_event("failed", "train", failure=failure, job_id=end.job.job_id, detail=last_line(end.log_tail))
     again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
     if not again or attempts > sweep.spec.training.max_requeues:
-        raise StageError(f"train: {_why([end], failure)}")
+        raise StageError(f"train: {why([end], failure)}")
 
 
 def _training_failure(events: Sequence[Event], end: Ended) -> Failure:
@@ -297,10 +221,12 @@ def _training_failure(events: Sequence[Event], end: Ended) -> Failure:
     return Failure.PREEMPTED if stopped else end.failure
 
 
-def _record_training_oom(sweep: Sweep, configuration: Configuration, end: Ended) -> None:
-    record = _failed(sweep.cluster, configuration, end).model_copy(update={"stage": "train"})
-    append_record(sweep.run.profile / "train-main.jsonl", record)
-    sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(configuration))
+def _record_training_oom(sweep: Sweep, candidate: Candidate, end: Ended) -> None:
+    cluster = sweep.on(candidate.partition).cluster
+    record = failed_measurement(cluster, candidate.configuration, end, candidate.partition)
+    append_record(sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"}))
+    detail = str(candidate.configuration)
+    sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=detail)
 
 
 def report_stage(sweep: Sweep) -> list[Path]:
@@ -310,7 +236,8 @@ def report_stage(sweep: Sweep) -> list[Path]:
     return write_report(sweep.run)
 
 
-def _why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
+def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
+    """In words, with the end of the log: why the first of these jobs failed."""
     if not failures:
         return "see profile/*.jsonl for the reasons"
     first = failures[0]
@@ -319,6 +246,7 @@ def _why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     return f"{words} in job {first.job.job_id}\n{first.log_tail}{log}"
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """The last line that says anything, for a table."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else "no log was written"

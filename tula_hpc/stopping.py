@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Decision(NamedTuple):
 
     stop: bool
     save: bool
+    shared: tuple[float, ...] = ()  # the largest of each further value over the workers; empty between looks
 
 
 class Agreed:
@@ -47,26 +49,34 @@ class Agreed:
         worker: For the collective.
         stop: This worker's stop request.
         checkpoint_s: Seconds between checkpoints.
+        every_s: Seconds between looks.
     """
 
-    def __init__(self, worker: Agreement, stop: StopRequest, checkpoint_s: float) -> None:
-        self.worker, self.stop, self.checkpoint_s = worker, stop, checkpoint_s
+    def __init__(
+        self, worker: Agreement, stop: StopRequest, checkpoint_s: float, every_s: float = CHECK_EVERY_S
+    ) -> None:
+        self.worker, self.stop, self.checkpoint_s, self.every_s = worker, stop, checkpoint_s, every_s
         self.interval_steps = 1
         self.steps = 0
         self.started = self.saved = time.monotonic()
 
-    def decide(self) -> Decision:
-        """Call after every step, on every worker."""
+    def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
+        """Call after every step, on every worker.
+
+        Args:
+            values: Asked when it is time to look: further numbers of this worker, as many on every worker.
+        """
         self.steps += 1
         if self.steps % self.interval_steps:
             return Decision(stop=False, save=False)
         now = time.monotonic()
         step_s = (now - self.started) / self.steps
         due = now - self.saved >= self.checkpoint_s
-        stop, save, slowest_s = self.worker.agree(float(self.stop.received is not None), float(due), step_s)
+        mine = (float(self.stop.received is not None), float(due), step_s, *values())
+        stop, save, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
-            self.interval_steps = max(1, int(CHECK_EVERY_S / max(slowest_s, 1e-6)))
-        return Decision(stop=bool(stop), save=bool(stop or save))
+            self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
+        return Decision(bool(stop), bool(stop or save), tuple(shared))
 
     def mark_saved(self) -> None:
         """A checkpoint was written just now."""

@@ -1,4 +1,4 @@
-"""The table at the end of a sweep: the chosen configuration and its neighbours, predicted against measured."""
+"""The end of a sweep: the chosen configuration and its neighbours, predicted against measured; what profiling cost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from tula_hpc.records import Measurement, Plan, TrainResult
 LOG_WIDTH = 140  # columns where the output is no terminal
 
 
-def print_summary(plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None) -> None:
-    """Print the table with rich."""
+def print_summary(
+    plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None, profiling_cost: str = ""
+) -> None:
+    """Print the table with rich, and below it what profiling cost."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -28,3 +30,5 @@ def print_summary(plan: Plan, measurements: Sequence[Measurement], result: Train
     if not console.is_terminal:
         console.width = LOG_WIDTH
     console.print(table)
+    if profiling_cost:
+        console.print(f"profiling cost: {escape(profiling_cost)}", highlight=False)

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--until", choices=STAGES, default="report", help="stop after this stage")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print arrays, node-hours and sbatch scripts; submit nothing"
+        "--dry-run", action="store_true", help="print jobs, node-hours and sbatch scripts; submit nothing"
     )
     return parser
 
@@ -84,10 +84,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:
-    from tula_hpc import stages
+    from tula_hpc import profile_stage, stages
 
     if not stages.training_began(sweep.run):
-        stages.profile_stage(sweep)
+        profile_stage.profile_stage(sweep)
+        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
         return 0
     plan = stages.plan_stage(sweep)
@@ -97,9 +98,15 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         paths = stages.report_stage(sweep)
         from tula_hpc.summary import print_summary
 
-        print_summary(plan, sweep.run.measurements().records, result)
+        print_summary(plan, sweep.run.measurements().records, result, _profiling_cost(sweep))
         print(f"report: {next(path for path in paths if path.suffix == '.html')}")
     return 0
+
+
+def _profiling_cost(sweep: Sweep) -> str:
+    from tula_hpc.analysis.profiling_cost import describe
+
+    return describe(sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
 
 
 def _say_interrupted(sweep: Sweep) -> None:

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from tula_hpc import slurm
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.drift_guard import DriftGuard
+from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim import NO_READING, NoiseReading, TulaOptimizer
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
     EpochMetrics,
@@ -31,7 +33,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.schedule import learning_rate
-from tula_hpc.stopping import Agreed, StopRequest
+from tula_hpc.stopping import Agreed, Decision, StopRequest
 from tula_hpc.worker import Worker, process_group
 from tula_hpc.workloads import make_test_loader
 
@@ -45,7 +47,9 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
     outcome = ""
     try:
         with process_group(job.cluster, env):
-            outcome = Trainer(job, env, stop).run()
+            start = begin_drift_watch(job, env)
+            job = replace(job, configuration=start.configuration)
+            outcome = Trainer(job, env, stop, start).run()
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
         if failure is None:
@@ -59,7 +63,8 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
 
 def _record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     run = RunDirectory(job.root)
-    record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update={"stage": "train"})
+    where = {"stage": "train", "partition": job.partition}
+    record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update=where)
     append_record(rank_file(run.profile / f"train-{job.label}.jsonl", env.rank), record)
     run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
 
@@ -92,15 +97,17 @@ class Evaluation(NamedTuple):
 class Trainer:
     """One worker's training loop."""
 
-    def __init__(self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest) -> None:
+    def __init__(self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest, start: DriftStart) -> None:
         self.job, self.env, self.stop = job, env, stop
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
         self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
         self.samples_per_epoch = self.worker.samples
         self.store = CheckpointStore(self.files.checkpoints)
-        self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_minutes * 60)
+        self.guard = DriftGuard(self.worker, job, start)
+        self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_s, self.guard.look_every_s)
         self.window = StepWindow()
+        self.batch: tuple[Tensor, Tensor] | None = None  # of the last step
         self.restart_count = env.restart_count
         self.progress = self._restore()
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
@@ -127,12 +134,13 @@ class Trainer:
 
     def _train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """The rest of the current epoch in whole batches; False if all workers agreed to stop in the middle."""
-        batch = self.job.configuration.global_batch
+        size = self.job.configuration.global_batch
         self.window = StepWindow()
-        while self.progress.offset + batch <= self.samples_per_epoch:
+        while self.progress.offset + size <= self.samples_per_epoch:
             started = time.perf_counter()
             self._train_step(batches)
-            decision = self.agreed.decide()
+            decision = self.agreed.decide(self.guard.readings)
+            self.guard.clock.stop()
             if decision.save:
                 self.worker.synchronize_device()  # what the device still has to do is the steps' time, not the save's
             self.progress.epoch_time_s += time.perf_counter() - started
@@ -140,23 +148,42 @@ class Trainer:
                 self._save()
             if decision.stop:
                 return False
+            self._watch_drift(decision)
         return True
 
+    def _watch_drift(self, decision: Decision) -> None:
+        """Time that looking into a drift takes is no step's time."""
+        started = time.perf_counter()
+        if self.batch is not None:
+            self.guard.look(decision.shared, self.batch)
+        self.window.started += time.perf_counter() - started
+
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        progress, batch = self.progress, self.job.configuration.global_batch
+        progress, size = self.progress, self.job.configuration.global_batch
+        self.guard.clock.start()
         self._set_learning_rate()
-        inputs, targets = next(batches)
+        inputs, targets = self._next_batch(batches)
         # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have drawn
         torch.manual_seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
+        self.guard.count_update(self.worker.optimizer)
         loss = self.worker.train_step(inputs, targets)
-        progress.offset += batch
-        progress.samples_seen += batch
+        progress.offset += size
+        progress.samples_seen += size
         progress.step += 1
         progress.epoch_steps += 1
         self.epoch_loss += loss
         self.window.add(loss)
         if progress.step % self.job.sweep.training.log_interval_steps == 0 or self._epoch_ends():
             self._log_steps()
+
+    def _next_batch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        self.batch = None  # or two batches would be held while the step needs the most memory
+        started = time.perf_counter()
+        self.batch = batch = next(batches)
+        waited_s = time.perf_counter() - started
+        self.guard.clock.waited(waited_s)
+        self.window.waited_s += waited_s
+        return batch
 
     def _epoch_ends(self) -> bool:
         return self.progress.offset + self.job.configuration.global_batch > self.samples_per_epoch
@@ -171,12 +198,14 @@ class Trainer:
     def _log_steps(self) -> None:
         """One line for the steps since the last one. The device is waited for here, and only here."""
         progress, optimizer = self.progress, self.worker.optimizer
+        waited_s = self.window.waited_s
         mean_loss, steps, seconds = self.window.close()
         if not math.isfinite(mean_loss):
             raise StageError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
         if self.env.rank != 0:
             return
         statistics = optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else None
+        noise = self._noise()
         append_record(
             self.files.metrics_file,
             StepMetrics(
@@ -192,9 +221,17 @@ class Trainer:
                 scale_mean=statistics.scale_mean if statistics else None,
                 scale_min=statistics.scale_min if statistics else None,
                 scale_max=statistics.scale_max if statistics else None,
+                data_time_s=waited_s / steps,
+                noise_scale=_finite(noise.noise_scale),
+                noise_gradient_square=_finite(noise.recent_square),
+                noise_trace=_finite(noise.recent_trace),
             ),
             durable=False,
         )
+
+    def _noise(self) -> NoiseReading:
+        optimizer = self.worker.optimizer
+        return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
 
     @torch.no_grad()
     def _evaluate(self) -> Evaluation:
@@ -245,6 +282,7 @@ class Trainer:
             test_top5_accuracy=evaluation.top5_accuracy,
             epoch_time_s=progress.epoch_time_s,
             steps=progress.epoch_steps,
+            noise_scale=_finite(self._noise().noise_scale),
         )
 
     def _save(self) -> None:
@@ -252,10 +290,11 @@ class Trainer:
         if self.window.steps:
             self._log_steps()  # or the losses since the last line would be lost to a resumed run
         self.progress.epoch_loss = float(self.epoch_loss)
+        optimizer_state = self.worker.optimizer_state()
         if self.env.rank == 0:
             state = {
                 "model": self.worker.model.state_dict(),
-                "optimizer": self.worker.optimizer.state_dict(),
+                "optimizer": optimizer_state,
                 "scaler": self.worker.scaler.state_dict(),
                 "progress": asdict(self.progress),
                 "global_batch": self.job.configuration.global_batch,
@@ -378,6 +417,7 @@ class StepWindow:
     def __init__(self) -> None:
         self.steps = 0
         self.total: Tensor | None = None
+        self.waited_s = 0.0  # for the loader
         self.started = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
@@ -389,7 +429,7 @@ class StepWindow:
         """Mean loss, steps and seconds; and start anew."""
         mean = float(self.total) / self.steps if self.total is not None else math.nan
         result = (mean, self.steps, time.perf_counter() - self.started)
-        self.steps, self.total, self.started = 0, None, time.perf_counter()
+        self.steps, self.total, self.waited_s, self.started = 0, None, 0.0, time.perf_counter()
         return result
 
 

@@ -7,18 +7,21 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.workloads import build_workload, make_train_loader
+from tula_hpc.workloads.optimizers import base_optimizer, consolidate, shards
 
 # A peer that died is noticed by gloo at once and by srun -K1; this bounds the wait where neither helps.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -125,6 +128,11 @@ class Worker:
         self.scaler.update()
         return loss
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""
+        consolidate(self.optimizer)
+        return self.optimizer.state_dict() if self.env.rank == 0 else {}
+
     def share_buffers(self) -> None:
         """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
         if self.env.world_size > 1:
@@ -154,8 +162,14 @@ class Worker:
 
 
 @contextlib.contextmanager
-def process_group(cluster: ClusterSpec, env: WorkerEnvironment) -> Iterator[None]:
-    """torch.distributed for the length of a job: nccl on GPUs, gloo on CPUs; nothing for a single worker."""
+def process_group(cluster: ClusterSpec, env: WorkerEnvironment, store: Store | None = None) -> Iterator[None]:
+    """torch.distributed for the length of a job: nccl on GPUs, gloo on CPUs; nothing for a single worker.
+
+    Args:
+        cluster: The device.
+        env: Who this worker is among those of the group.
+        store: Where the workers meet; None: where the job's environment says.
+    """
     torch.set_num_threads(cluster.cpus_per_worker)
     if env.world_size == 1:
         yield
@@ -163,7 +177,8 @@ def process_group(cluster: ClusterSpec, env: WorkerEnvironment) -> Iterator[None
     device = pick_device(cluster, env.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend_of(cluster), timeout=COLLECTIVE_TIMEOUT)
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": env.rank, "world_size": env.world_size}
+    dist.init_process_group(backend_of(cluster), timeout=COLLECTIVE_TIMEOUT, **place)
     yield
     dist.destroy_process_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
 
@@ -191,7 +206,8 @@ def build_optimizer(
         configuration: Gives the large batch.
         samples: Training samples in an epoch; the scale's update interval is stated in epochs.
     """
-    base = build_base_optimizer(sweep.workload, parameters)
+    sharded = shards(sweep.workload, configuration.world_size)
+    base = base_optimizer(sweep.workload, parameters, sharded=sharded)
     training = sweep.training
     if training.method == "lbt":
         return base
@@ -209,13 +225,6 @@ def build_optimizer(
         static_scale=training.static_scale if training.method == "static" else None,
         update_interval=None if training.method == "static" else interval,
     )
-
-
-def build_base_optimizer(workload: WorkloadSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum, or AdamW."""
-    if workload.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=workload.lr, weight_decay=workload.weight_decay)
-    return torch.optim.SGD(parameters, lr=workload.lr, momentum=workload.momentum, weight_decay=workload.weight_decay)
 
 
 def reference_share(training: TrainingSpec, configuration: Configuration) -> int:

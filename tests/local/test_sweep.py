@@ -151,6 +151,7 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     records = RunDirectory(tmp_path / "run").measurements().records
+    assert len({m.configuration for m in records}) == len(records)  # what was measured before is not lost
     failed = [m for m in records if m.status == "oom"]
     assert failed
     assert all(m.failure is Failure.HOST_OOM for m in failed)

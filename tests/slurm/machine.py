@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
@@ -201,6 +201,25 @@ def kill_processes(place: str = "") -> None:
     wait_for(all_dead, 20, "the end of the cluster's processes")
 
 
+@contextmanager
+def busy_neighbours(host: str, count: int) -> Iterator[None]:
+    """Processes that compute on a host all the while, each with as large a claim to the host's CPU as all jobs have."""
+    folders = [hierarchies()[0] / "ttc" / host / f"busy{number}" for number in range(count)]
+    loops = []
+    try:
+        for folder in folders:
+            folder.mkdir()
+            loops.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            (folder / "cgroup.procs").write_text(str(loops[-1].pid))
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+        for folder in filter(Path.exists, folders):
+            wait_for(partial(_rmdir, folder), 10, f"{folder} to be empty")
+
+
 def remove_cgroups() -> None:
     """Remove the cluster's branch of every hierarchy; its processes must be gone."""
     for hierarchy in hierarchies():
@@ -231,8 +250,13 @@ def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
         _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
         _ip(f"-n {host} link set eth0 up")
         _ip(f"-n {host} link set lo up")
-        for end in (f"-n {host} qdisc add dev eth0", f"qdisc add dev ttc{number}"):
-            run("tc", *end.split(), *_shaping(rate_mbit).split())
+        shape_link(number, host, rate_mbit)
+
+
+def shape_link(number: int, host: str, rate_mbit: int) -> None:
+    """Give a host's link a rate, both ways, whatever it had before."""
+    for end in (f"-n {host} qdisc replace dev eth0", f"qdisc replace dev ttc{number}"):
+        run("tc", *end.split(), *_shaping(rate_mbit).split())
 
 
 def _shaping(rate_mbit: int) -> str:

@@ -226,6 +226,17 @@ class MiniCluster:
         self._launch(f"slurmd-{host}", "slurmd", "-D", "-N", host, place=host)
 
     @contextmanager
+    def slow_link(self, host: str, rate_mbit: int) -> Iterator[None]:
+        """A node's link at another rate, both ways, until the block ends."""
+        check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
+        number = self.hosts.index(host) + 1
+        machine.shape_link(number, host, rate_mbit)
+        try:
+            yield
+        finally:
+            machine.shape_link(number, host, self.rate_mbit)
+
+    @contextmanager
     def changed(self, **settings: bool | int) -> Iterator[MiniCluster]:
         """The running cluster with other settings of its controller, until the block ends; jobs and accounting survive.
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tula_hpc.optim.gradscale import RATIOS, GradScale, Granularity, StaticScale, default_s_max, multiply_where
-from tula_hpc.optim.sensitivity import Sensitivity
+from tula_hpc.optim.noise_scale import NoiseReading, NoiseScale
+from tula_hpc.optim.sensitivity import Sensitivity, squared_norm
 
 STATE_KEY = "tula"  # beside "state" and "param_groups" in state_dict()
 
@@ -90,6 +91,7 @@ class TulaOptimizer(Optimizer):
         self._adaptive = GradScale(granularity, *_bounds(small_batch, large_batch, s_min, s_max))
         self._scale = self._adaptive if static_scale is None else StaticScale(static_scale)
         self._sensitivity = Sensitivity(delta)
+        self._noise = NoiseScale()
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         # torch's own way to complete an optimizer that was not built from parameters: it adds the hook tables.
         # Optimizer.__init__ would replace the shared groups and state.
@@ -193,6 +195,7 @@ class TulaOptimizer(Optimizer):
             _require(len(gradients) == len(parameters), message)
         with torch.no_grad():
             self._adaptive.update(parameters, small_grads, large_grads)
+            self._observe_noise(small_grads, large_grads)
         self._steps_since_update = 0
 
     def set_batch(self, large_batch: int, small_batch: int | None = None) -> None:
@@ -215,6 +218,13 @@ class TulaOptimizer(Optimizer):
         scale = self._scale.summary(self._parameters())
         steps, self._steps_since_statistics = self._steps_since_statistics, 0
         return Statistics(sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, scaled_steps, steps)
+
+    def noise(self) -> NoiseReading:
+        """The gradient's noise scale, from the pairs of gradients that `update_gradscale` was given.
+
+        Starts the means of recent pairs anew. Waits for the device.
+        """
+        return self._noise.read()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the base does it."""
@@ -262,6 +272,13 @@ class TulaOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _observe_noise(self, small: Sequence[Tensor | None], large: Sequence[Tensor | None]) -> None:
+        """Both gradients are there anyway, so that the noise scale costs two norms."""
+        both = [(s, g) for s, g in zip(small, large, strict=True) if s is not None and g is not None]
+        if both:
+            norms = [squared_norm([pair[which] for pair in both], both[0][1].device) for which in (0, 1)]
+            self._noise.observe(norms[0], norms[1], self.small_batch, self.large_batch)
+
     def _gated(self, closure: Callable[[], float]) -> Callable[[], float]:
         def evaluate() -> float:
             loss = closure()
@@ -290,6 +307,7 @@ class TulaOptimizer(Optimizer):
             "steps_since_update": self._steps_since_update,
             "steps_since_statistics": self._steps_since_statistics,
             "sensitivity": self._sensitivity.state_dict(),
+            "noise": self._noise.state_dict(),
             "gradscale": [self._adaptive.factor(parameter) for parameter in self._parameters()],
         }
 
@@ -309,6 +327,7 @@ class TulaOptimizer(Optimizer):
         parameters = self._parameters()
         self._adaptive.load(parameters, own["gradscale"])
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
+        self._noise.load_state_dict(own.get("noise"), parameters[0].device)  # absent in older checkpoints
         self.steps = own["steps"]
         self._steps_since_update = own["steps_since_update"]
         self._steps_since_statistics = own["steps_since_statistics"]

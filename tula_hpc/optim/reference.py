@@ -38,26 +38,55 @@ def reference_gradient(
         parameters: Parameters in the optimizer's order.
         group: Process group of the average; the default group if None. Without torch.distributed nothing is exchanged.
         autocast: Context for forward pass and loss, for example `torch.autocast("cuda", torch.bfloat16)`.
-        loss_scale: The loss is multiplied and the gradient divided by it, so that small float16 gradients do not
-            vanish.
+        loss_scale: The loss is multiplied, the gradient divided by it, so that small float16 gradients do not vanish.
 
     Returns:
         A gradient of each parameter's shape and type, in order. None where the parameter is frozen, or where the loss
         does not depend on it on any worker.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         return [None] * len(parameters)
+    gradients = local_gradient(model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale)
+    with torch.no_grad():
+        found = _average(gradients, trainable, group)
+    of = dict(zip(trainable, found, strict=True))
+    return [of.get(parameter) for parameter in parameters]
+
+
+def local_gradient(
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    inputs: Any,
+    targets: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    autocast: AbstractContextManager[Any] | None = None,
+    loss_scale: float = 1.0,
+) -> list[Tensor | None]:
+    """This worker's own gradient, exchanged with nobody, and as traceless as `reference_gradient`, whose words apply.
+
+    Args:
+        model: The plain module.
+        loss: Called as `loss(output, targets)`; a mean over the batch.
+        inputs: A batch.
+        targets: Its targets.
+        parameters: At least one, all trainable.
+        autocast: Context for forward pass and loss.
+        loss_scale: The loss is multiplied and the gradient divided by it.
+
+    Returns:
+        For each parameter its gradient, or None where the loss does not depend on it.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _untouched_rng(parameters):
         with autocast or nullcontext():
             # the module's own buffers are swapped out for the copies meanwhile, and back afterwards whatever happens
             value = loss(functional_call(model, buffers, (inputs,)), targets)
-        gradients = torch.autograd.grad(value * loss_scale, trainable, allow_unused=True)
-    with torch.no_grad():
-        found = _average([None if g is None else g / loss_scale for g in gradients], trainable, group)
-    of = dict(zip(trainable, found, strict=True))
-    return [of.get(parameter) for parameter in parameters]
+        gradients = torch.autograd.grad(value * loss_scale, parameters, allow_unused=True)
+    if loss_scale == 1.0:
+        return list(gradients)
+    return [None if gradient is None else gradient / loss_scale for gradient in gradients]
 
 
 @contextmanager

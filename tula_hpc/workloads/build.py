@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.checkpointing import checkpoint_activations
 from tula_hpc.workloads.data import build_data
 from tula_hpc.workloads.entry_points import check_scores, is_entry_point
 from tula_hpc.workloads.models import build_model
@@ -46,4 +47,6 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     model = build_model(spec, data.classes, data.image_size)
     if is_entry_point(spec.model) or is_entry_point(spec.dataset):
         check_scores(spec, model, data.test, data.classes)
+    if spec.activation_checkpointing:
+        checkpoint_activations(model)
     return Workload(model, cross_entropy, data.train, data.test, data.classes, data.image_size)

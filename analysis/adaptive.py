@@ -1,0 +1,217 @@
+"""The adaptive search: profile where it changes the decision or the model is least sure, stop when the decision stands.
+
+It starts at cheap corners: the smallest and the largest local batch on the fewest nodes, and the smallest on the most.
+From then on the model's own uncertainty decides (D. MacKay, "Information-based objective functions for active data
+selection", 1992): of every candidate that was not measured, by how much would its measurement narrow the predictions
+that matter, for each node-second it costs? With Σ the covariance of all predictions, in units of a measurement's
+variance,
+
+    gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)        cost_j = N_j × (steps × t_j + start, on other nodes)
+
+w_i is how often candidate i belongs to the decision in predictions drawn from that uncertainty, plus a little for all.
+The search ends when those draws agree on the decision and what is chosen is known as well as a measurement would tell,
+or when `max_profiles` configurations were measured.
+
+Everything is a pure function of the measurements: replayed over recorded ones, it proposes the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.aggregate import Profile, is_usable, summarize
+from tula_hpc.analysis.performance import FormName, StepTimeModel, fit_step_time
+from tula_hpc.analysis.regression import Array
+from tula_hpc.records import Configuration, Measurement
+
+START_S = 20.0  # start of Python and torch and the rendezvous, when the nodes are not the last job's
+STEPS = 80.0  # of about one step's length that one profile takes, where none tells
+DRAWS = 200
+SEED = 0
+AT_LEAST = 3  # measurements, where there are so many candidates
+REGRET = 0.6  # mean loss of the decision over the draws below which it stands: of time or cost, in spreads of a
+LEAST_REGRET = 0.01  # measurement, and relative: what no measurement could tell apart is not worth one
+OCTAVES = 0.5  # likewise of the knee's batch
+KNOWN = 1.0  # largest variance of the decision's own prediction, in units of a single measurement's
+BASELINE = 0.1  # weight of a candidate that no draw decides for
+NEAR = 0.03  # candidates within this share of a draw's best belong to the decision
+MOST_POINTS = 400  # candidates that are looked at; of more, an even choice
+
+
+class Aim(NamedTuple):
+    """What the decision will be made by."""
+
+    kind: str = "knee"  # knee, time, cost, or weighted: whose both sides have to stand
+    by_memory: bool = False  # cost counts the memory in use, not only the nodes
+
+
+class AdaptiveSearch:
+    """Proposes what to profile next.
+
+    Args:
+        candidates: Configurations that may be profiled, all that are believed to fit.
+        aim: What the decision will be made by.
+        max_profiles: So many measured configurations end the search.
+        form: Of the step-time model.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Configuration],
+        aim: Aim = Aim(),  # noqa: B008 - immutable
+        max_profiles: int = 8,
+        form: FormName = "auto",
+    ) -> None:
+        self.candidates = sorted(candidates)
+        self.aim, self.max_profiles, self.form = aim, max_profiles, form
+
+    def propose(
+        self, measurements: Sequence[Measurement], given_up: frozenset[Configuration] = frozenset()
+    ) -> list[Configuration]:
+        """What to profile next, first things first; nothing when the search is done.
+
+        Args:
+            measurements: All so far, in any order.
+            given_up: Configurations that failed and are not to be tried again.
+        """
+        usable = [row for row in measurements if is_usable(row)]
+        measured = {row.configuration for row in usable}
+        open_ = [c for c in self.candidates if c not in measured and c not in given_up]
+        corners = [c for c in cheap_corners(self.candidates) if c in open_]
+        if corners or not open_ or len(measured) >= self.max_profiles:
+            return corners if len(measured) < self.max_profiles else []
+        if len(measured) < AT_LEAST:
+            return open_[:1]
+        return self._by_uncertainty(usable, open_)
+
+    def _by_uncertainty(self, usable: Sequence[Measurement], open_: Sequence[Configuration]) -> list[Configuration]:
+        profiles = summarize(usable).profiles
+        points = _thinned(self.candidates, keep={row.configuration for row in usable})
+        view = _View(points, profiles, fit_step_time(profiles, self.form), self.aim)
+        if view.decided:
+            return []
+        gains = view.gains(_latest_nodes(usable), _steps_per_profile(usable))
+        allowed = set(open_)
+        best = max(range(len(points)), key=lambda i: (points[i] in allowed, gains[i], points[i]))
+        return [points[best]] if points[best] in allowed else list(open_[:1])
+
+
+def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
+    """Smallest and largest local batch on the fewest nodes, the smallest on the most; each once, ascending."""
+    if not candidates:
+        return []
+    sizes = sorted({c.nodes for c in candidates})
+    few = sorted(c for c in candidates if c.nodes == sizes[0])
+    many = sorted(c for c in candidates if c.nodes == sizes[-1])
+    return sorted({few[0], few[-1], many[0]})
+
+
+class _View:
+    """What the model says of all candidates together, and how sure it is."""
+
+    def __init__(
+        self, points: Sequence[Configuration], profiles: Sequence[Profile], model: StepTimeModel, aim: Aim
+    ) -> None:
+        self.points, self.aim = points, aim
+        self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
+        self.step_s = model.predict(self.nodes, self.batch, self.per_node)
+        self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
+        self.memory = _memory_line(profiles, self.batch) if aim.by_memory else np.ones_like(self.batch)
+        self.spread = model.spread_
+        draws = _draws(self.covariance) * self.spread
+        self.drawn_s = self.step_s * np.exp(np.clip(draws, -3.0, 3.0))
+        self.decisions = [
+            _Decision(self, kind) for kind in (("time", "cost") if aim.kind == "weighted" else (aim.kind,))
+        ]
+
+    @property
+    def decided(self) -> bool:
+        """Whether the draws agree on every decision, and its own time is known."""
+        known = np.diag(self.covariance)
+        return all(d.regret <= d.enough and known[d.chosen] <= KNOWN for d in self.decisions)
+
+    def gains(self, latest_nodes: float | None, steps: float) -> Array:
+        """(m,), see the module's equation."""
+        weights = BASELINE + np.max([d.belongs for d in self.decisions], axis=0)
+        reduction = weights @ (self.covariance**2 / (1.0 + np.diag(self.covariance)))
+        start = np.where(self.nodes == latest_nodes, 0.0, START_S) if latest_nodes else START_S
+        return np.asarray(reduction / np.sqrt(self.nodes * (steps * self.step_s + start)))
+
+
+class _Decision:
+    """One objective over the candidates, as predicted and in each draw."""
+
+    def __init__(self, view: _View, kind: str) -> None:
+        time_s = np.concatenate([view.step_s[None], view.drawn_s]) / (view.nodes * view.per_node * view.batch)
+        if kind == "knee":
+            self._knee(view, time_s)
+        else:
+            self.enough = max(LEAST_REGRET, REGRET * view.spread)
+            self._least(time_s * (1.0 if kind == "time" else view.nodes * view.per_node * view.memory))
+
+    def _least(self, values: Array) -> None:
+        """Values (1 + draws, m), the prediction first."""
+        self.chosen = int(np.argmin(values[0]))
+        best = values[1:].min(axis=1)
+        self.regret = float(np.mean(values[1:, self.chosen] / best - 1.0))
+        self.belongs = np.mean(values[1:] <= best[:, None] * (1.0 + NEAR), axis=0)
+
+    def _knee(self, view: _View, time_s: Array) -> None:
+        batches, column = np.unique(view.nodes * view.per_node * view.batch, return_inverse=True)
+        fastest = np.stack([time_s[:, column == i].min(axis=1) for i in range(len(batches))], axis=1)
+        knees = knee_columns(batches, fastest)
+        octaves = np.abs(np.log2(batches[knees[1:]] / batches[knees[0]]))
+        at_knee = np.flatnonzero(column == knees[0])
+        self.chosen = int(at_knee[np.argmin(time_s[0, at_knee])])
+        self.regret, self.enough = float(np.mean(octaves)), OCTAVES
+        share = np.bincount(knees[1:], minlength=len(batches)) / len(octaves)
+        on_front = np.mean(time_s[1:] <= fastest[1:, column] * (1.0 + NEAR), axis=0)
+        self.belongs = on_front * (share[column] + 1.0) / 2.0
+
+
+def knee_columns(batches: Array, times: Array) -> NDArray[np.intp]:
+    """For each row of times (n, m) over ascending batches (m,): the column farthest below the chord of its envelope."""
+    envelope = np.minimum.accumulate(times, axis=1)
+    fall = np.maximum(envelope[:, :1] - envelope[:, -1:], 1e-300)
+    height = (envelope - envelope[:, -1:]) / fall
+    along = (batches - batches[0]) / max(batches[-1] - batches[0], 1e-300)
+    return np.asarray(np.argmax(1.0 - along - height, axis=1))
+
+
+def _draws(covariance: Array) -> Array:
+    """(DRAWS, m) of a normal distribution with this covariance; always the same."""
+    values, vectors = np.linalg.eigh(covariance)
+    normal = np.random.default_rng(SEED).standard_normal((DRAWS, len(values)))
+    return np.asarray(normal @ (vectors * np.sqrt(np.maximum(values, 0.0))).T)
+
+
+def _memory_line(profiles: Sequence[Profile], batch: Array) -> Array:
+    """Bytes over the local batch, roughly: a straight line through what was measured."""
+    batches = np.array([p.configuration.local_batch for p in profiles], dtype=np.float64)
+    used = np.array([p.memory.reserved_bytes for p in profiles], dtype=np.float64)
+    away = batches - batches.mean()
+    slope = float(away @ used) / max(float(away @ away), 1.0)
+    return np.asarray(np.maximum(used.mean() + slope * (batch - batches.mean()), 1.0))
+
+
+def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
+    """Nodes of the measurement that ended last: a job on as many may still be running."""
+    latest = max(usable, key=lambda row: row.finished_at)
+    return float(latest.nodes) if latest.finished_at > 0.0 else None
+
+
+def _steps_per_profile(usable: Sequence[Measurement]) -> float:
+    """How many of its steps a profile lasts, by those that were taken."""
+    lasted = [row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0]
+    return float(np.median(lasted)) if lasted else STEPS
+
+
+def _thinned(candidates: Sequence[Configuration], keep: set[Configuration]) -> list[Configuration]:
+    if len(candidates) <= MOST_POINTS:
+        return sorted({*candidates, *keep})
+    even = np.linspace(0, len(candidates) - 1, MOST_POINTS).round().astype(int)
+    return sorted({*(candidates[i] for i in even), *keep})

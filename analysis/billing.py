@@ -1,0 +1,80 @@
+"""Slurm's billing of a node: its trackable resources (TRES), each with its weight.
+
+    billing = Σ weight × count                       over the TRES of the job (slurm.conf(5), TRESBillingWeights)
+    billing = max(weight × count of cpu, mem, node, gres) + Σ of the others          with PriorityFlags=MAX_TRES
+
+Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair share does not;
+here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is billed N times a node. Licences,
+energy and burst buffers, which these jobs do not ask for, count nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tula_hpc.analysis.formatting import plural
+from tula_hpc.config import ClusterSpec, PricingSpec
+
+MIB_PER_GIB = 1024.0
+_GRES = re.compile(r"(?P<name>[^:,()]+)(:(?P<type>[^:,()\d][^:,()]*))?(:(?P<count>\d+))?")
+
+
+class NodeResources(NamedTuple):
+    """What a job is billed for on each of its nodes."""
+
+    tres: dict[str, float]  # counts by TRES name in lower case: cores, MiB, GPUs, …
+    assumed: tuple[str, ...]  # what had to be assumed, as sentences without a full stop
+
+
+def node_resources(cluster: ClusterSpec) -> NodeResources:
+    """What a job holds on each node; exclusive jobs hold all cores and GPUs, whatever they asked for.
+
+    Memory is what the job asks for, also on exclusive nodes (sbatch(1), --exclusive); without `memory_gb` the whole
+    node's.
+    """
+    pricing, workers = cluster.pricing, cluster.workers_per_node
+    tres = {"cpu": float(workers * cluster.cpus_per_worker), "mem": 0.0, "node": 1.0} | _gres(cluster)
+    assumed: list[str] = []
+    if cluster.exclusive:
+        _whole_node(tres, pricing, assumed)
+    memory_gb = cluster.memory_gb or pricing.node_memory_gb
+    if memory_gb is not None:
+        tres["mem"] = memory_gb * MIB_PER_GIB
+    elif pricing.tres_weights.get("mem"):
+        assumed.append("billing leaves out memory: set memory_gb or pricing.node_memory_gb")
+    return NodeResources(tres, tuple(assumed))
+
+
+def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]) -> None:
+    """All of the node's cores and GPUs, where the prices say how many; else what the job asks for."""
+    weighed = [name.partition(":")[0] for name, weight in pricing.tres_weights.items() if weight]
+    for name, key, whole in (("cpu", "node_cpus", pricing.node_cpus), ("gres/gpu", "node_gpus", pricing.node_gpus)):
+        asked = tres.get(name, 0.0)
+        if whole is not None:
+            of_kind = [other for other in tres if other.startswith(f"{name}:")]
+            tres.update(dict.fromkeys([name, *of_kind], float(whole)))
+        elif name in weighed:
+            what = plural(round(asked), "core" if name == "cpu" else "GPU")
+            assumed.append(f"billing assumes nodes of {what}, which is what a job asks for: set pricing.{key}")
+
+
+def _gres(cluster: ClusterSpec) -> dict[str, float]:
+    """Counts of generic resources on a node, by name and by name and type, as `gres = "gpu:a100:4"` asks for them."""
+    counts: dict[str, float] = {}
+    for match in _GRES.finditer(cluster.gres or ""):
+        name, kind, count = f"gres/{match['name'].lower()}", match["type"], float(match["count"] or 1)
+        for key in [name, f"{name}:{kind.lower()}"] if kind else [name]:
+            counts[key] = counts.get(key, 0.0) + count
+    if cluster.device == "cuda" and "gres/gpu" not in counts:
+        counts["gres/gpu"] = float(cluster.workers_per_node)
+    return counts
+
+
+def billing_per_node(pricing: PricingSpec, tres: dict[str, float]) -> float:
+    """Billing units of a node; see the equations above."""
+    weighted = {name: weight * tres.get(name, 0.0) for name, weight in pricing.tres_weights.items()}
+    if not pricing.max_tres:
+        return sum(weighted.values())
+    local = [value for name, value in weighted.items() if name in ("cpu", "mem", "node") or name.startswith("gres/")]
+    return max([0.0, *local]) + sum(weighted.values()) - sum(local)

@@ -1,0 +1,140 @@
+"""The knee of the curve of training time against global batch, and how sure the measurements make it.
+
+Larger batches shorten training ever less, while they cost memory and generalization. The knee is the batch beyond which
+more batch buys little time: with both axes normalized to 0 … 1, the point of the falling curve that lies farthest below
+the straight line between its ends (V. Satopää et al., "Finding a Kneedle in a Haystack", 2011). Axes are linear. Where
+several cluster sizes take turns the curve has several bends; the one farthest from the line is the knee. On a dense
+curve without noise that is what Kneedle finds. tests/test_knee.py holds it against the package kneed, which itself
+would take longer to import than a plan takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.table import CandidateTable
+from tula_hpc.records import Knee
+
+Array = NDArray[np.float64]
+# Seconds of training over place of the part, nodes, workers per node and local batch (not only whole ones): arrays of
+# one length n give (n,), or (draws, n) where the model is drawn from the fit's uncertainty.
+TrainTime = Callable[[int, Array, Array, Array], Array]
+
+CURVE_POINTS = 2001
+DRAWN_POINTS = 301  # of the curves drawn from the fit's uncertainty: over 7 octaves one point every 1.6 %
+MAX_LINES = 64  # cluster sizes that the curve is made of; of more, those that are fastest somewhere
+MIN_BATCHES = 3  # a curve through fewer global batches has no bend
+MIN_FALL = 0.05  # the least time must be this share below the time of the smallest batch
+MIN_BEND = 0.05  # distance from the straight line between the curve's ends, in units of its normalized axes
+
+
+class Curve(NamedTuple):
+    """Least training time over the global batch."""
+
+    global_batch: Array  # (n,), ascending
+    train_time_s: Array  # (n,) or (draws, n), never rising: the least time with this batch or a smaller one
+
+
+class Lines(NamedTuple):
+    """Cluster sizes, each between its smallest and its largest feasible global batch."""
+
+    part: Array
+    nodes: Array
+    workers_per_node: Array
+    smallest: Array
+    largest: Array
+
+
+def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_POINTS) -> Curve:
+    """Least training time over the global batch; each cluster size counts between its feasible extremes."""
+    low, high = lines.smallest.min(), lines.largest.max()
+    grid = np.geomspace(low, high, points if low < high else 1)
+    line, point = np.nonzero(
+        (grid >= lines.smallest[:, None] * (1 - 1e-9)) & (grid <= lines.largest[:, None] * (1 + 1e-9))
+    )
+    times = _evaluate(lines, line, grid[point], train_time_s)
+    least = np.full((*times.shape[:-1], len(grid)), np.inf)
+    for index in range(len(lines.nodes)):
+        mine = line == index
+        least[..., point[mine]] = np.minimum(least[..., point[mine]], times[..., mine])
+    covered = np.bincount(point, minlength=len(grid)) > 0
+    return Curve(grid[covered], np.minimum.accumulate(least[..., covered], axis=-1))
+
+
+def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: TrainTime) -> Array:
+    """Times of the lines at global batches, part by part."""
+    nodes, per_node = lines.nodes[line], lines.workers_per_node[line]
+    local, parts = batch / (nodes * per_node), lines.part[line]
+    pieces = {int(p): np.flatnonzero(parts == p) for p in np.unique(parts)}
+    found = {p: train_time_s(p, nodes[rows], per_node[rows], local[rows]) for p, rows in pieces.items()}
+    times = np.empty((*next(iter(found.values())).shape[:-1], len(line)))
+    for p, rows in pieces.items():
+        times[..., rows] = found[p]
+    return times
+
+
+def find_knees(curve: Curve) -> Array:
+    """Global batch at the knee of each curve, NaN for one that is flat or hardly bends; shape () or (draws,)."""
+    batches, times = curve
+    first, last = times[..., :1], times[..., -1:]
+    if len(batches) < MIN_BATCHES:
+        return np.full(times.shape[:-1], np.nan)
+    along = (batches - batches[0]) / (batches[-1] - batches[0])
+    height = (times - last) / np.where(first > last, first - last, 1.0)
+    bend = 1.0 - along - height
+    found = (first - last)[..., 0] >= MIN_FALL * first[..., 0]
+    found &= bend.max(axis=-1) >= MIN_BEND
+    return np.where(found, batches[np.argmax(bend, axis=-1)], np.nan)
+
+
+def lines_of(feasible: CandidateTable) -> Lines:
+    """The cluster sizes of feasible candidates; where there are very many, those that are fastest for some batch."""
+    key = (feasible.part << 25) | (feasible.nodes << 7) | feasible.workers_per_node
+    order = np.argsort(key, kind="stable")  # hardly more than a look where they are in order already
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    batches = feasible.global_batch[order]
+    ends = (np.minimum.reduceat(batches, starts), np.maximum.reduceat(batches, starts))
+    first = feasible.take(order[starts])
+    lines = Lines(*(c.astype(np.float64) for c in (first.part, first.nodes, first.workers_per_node, *ends)))
+    if len(starts) <= MAX_LINES:
+        return lines
+    kept = np.isin(key[order][starts], key[_fastest_rows(feasible)])
+    return Lines(*(column[kept] for column in lines))
+
+
+def _fastest_rows(feasible: CandidateTable) -> NDArray[np.intp]:
+    """Of each of `MAX_LINES` ranges of batches the fastest candidate."""
+    octaves = np.log2(feasible.global_batch)
+    width = (octaves.max() - octaves.min()) / (MAX_LINES - 1) or 1.0
+    range_of = ((octaves - octaves.min()) / width).astype(np.int64)
+    least = np.full(MAX_LINES, np.inf)
+    np.minimum.at(least, range_of, feasible.train_time_s)
+    return np.flatnonzero(feasible.train_time_s == least[range_of])
+
+
+def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | None) -> Knee | None:
+    """The knee of the fitted curve with its 90 % interval; None where there are too few global batches.
+
+    Args:
+        feasible: Feasible candidates.
+        nominal: The fitted model.
+        drawn: Models drawn from the fit's uncertainty; None leaves the interval out.
+    """
+    batches = feasible.global_batch
+    if not np.any((batches > batches.min()) & (batches < batches.max())):
+        return None
+    lines = lines_of(feasible)
+    knee = float(find_knees(lower_envelope(lines, nominal)))
+    at = None if np.isnan(knee) else knee
+    if drawn is None:
+        return Knee(global_batch=at)
+    knees = find_knees(lower_envelope(lines, drawn, DRAWN_POINTS))
+    share = float(np.mean(np.isnan(knees)))
+    if share == 1.0:
+        return Knee(global_batch=at, share_without_knee=share)
+    low, high = np.nanquantile(knees, [0.05, 0.95])
+    return Knee(global_batch=at, interval_90=(float(low), float(high)), share_without_knee=share)

@@ -1,0 +1,112 @@
+"""Each kind of nodes with its own measurements and models: what the candidates of a plan are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.candidates import fit_models
+from tula_hpc.analysis.energy import node_power
+from tula_hpc.analysis.grid import Grid, candidate_grid
+from tula_hpc.analysis.knee import Array, TrainTime
+from tula_hpc.analysis.performance import FormName
+from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import NotEnoughDataError
+from tula_hpc.records import Measurement
+
+DRAWS = 200  # models drawn from the fit's uncertainty
+SEED = 0  # the same measurements give the same plan
+
+
+class Fitted(NamedTuple):
+    """What can be planned."""
+
+    parts: tuple[Part, ...]
+    table: CandidateTable
+    warnings: tuple[str, ...]
+
+
+def fit_parts(sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]) -> Fitted:
+    """Fit models for every partition that has measurements enough, and predict its candidates.
+
+    Raises:
+        NotEnoughDataError: No partition has; the message says what the first one lacks.
+    """
+    parts: list[Part] = []
+    tables: list[CandidateTable] = []
+    warnings: list[str] = []
+    errors: list[NotEnoughDataError] = []
+    for name, spec in zip(cluster.part_names(), cluster.parts(), strict=True):
+        try:
+            part = _fit(name, spec, of_part(measurements, name), sweep.search.form)
+            grid, left_out = _plannable(sweep, part)
+        except NotEnoughDataError as error:
+            errors.append(error)
+            warnings.append(f"partition {name} is left out: {str(error).removeprefix('plan: ')}")
+            continue
+        tables.append(predict(len(parts), part, grid, sweep))
+        parts.append(part)
+        warnings += [prefixed(name, text) for text in left_out]
+    if not parts:
+        raise errors[0]
+    return Fitted(tuple(parts), stacked(tables), tuple(warnings))
+
+
+def of_part(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
+    """The measurements of one partition; all of them where the cluster has none."""
+    return [row for row in measurements if row.partition == name] if name else measurements
+
+
+def prefixed(name: str, text: str) -> str:
+    """The text with the name of its partition in front, where there is one."""
+    return f"{name}: {text}" if name else text
+
+
+def _fit(name: str, cluster: ClusterSpec, measurements: Sequence[Measurement], form: FormName) -> Part:
+    summary = summarize(measurements)
+    limit = None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)  # the rest may have been in use
+    models = fit_models(summary, limit, form)
+    return Part(name, cluster, summary, models, node_power(summary.profiles, cluster.pricing))
+
+
+def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
+    """The candidates that the measurements can say something about, and a warning about the others."""
+    wanted = candidate_grid(sweep.search, part.cluster)
+    sizes = {profile.configuration.nodes for profile in part.summary.profiles}
+    if not len(wanted.nodes):
+        raise NotEnoughDataError(f"plan: no candidate: it has only {part.cluster.max_nodes} nodes (max_nodes)")
+    if len(sizes) > 1:
+        return wanted, []
+    kept = wanted.take(np.isin(wanted.nodes, list(sizes)))
+    if not len(kept.nodes):
+        message = f"plan: only N={min(sizes)} was measured, which is not in search.cluster_sizes"
+        raise NotEnoughDataError(f"{message}; run the sweep again to profile the cluster sizes that are")
+    left = sorted({int(nodes) for nodes in np.unique(wanted.nodes)} - sizes)
+    names = ", ".join(f"N={nodes}" for nodes in left)
+    return kept, [f"only N={min(sizes)} was measured: nothing can be said about {names}"] if left else []
+
+
+def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
+    """Seconds of training by the fitted models."""
+
+    def train_time_s(place: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
+        part = parts[place]
+        return part.models.train_time_s(epochs * part.summary.dataset_samples, nodes, workers_per_node, local_batch)
+
+    return train_time_s
+
+
+def drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
+    """The same by models drawn from the uncertainty of each fit."""
+
+    def train_time_s(place: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
+        part = parts[place]
+        steps = epochs * part.summary.dataset_samples / (nodes * workers_per_node * local_batch)
+        model = part.models.step_time
+        return steps * model.samples(nodes, local_batch, workers_per_node, count=DRAWS, seed=SEED)
+
+    return train_time_s

@@ -1,0 +1,93 @@
+"""From measurements to a plan: models, predictions, prices, constraints, choice.
+
+Whatever computes with NumPy is imported late: `plan --help` and a mistake in its arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.records import Footprint, Measurement, Plan
+
+if TYPE_CHECKING:
+    from tula_hpc.analysis.objective import Choice
+    from tula_hpc.analysis.parts import Fitted
+
+RUNNERS_UP = 3
+
+
+def make_plan(
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    skipped_lines: int = 0,
+    footprints: Mapping[str, Footprint] | None = None,
+) -> Plan:
+    """Fit the models, predict every candidate, choose by the objective.
+
+    With measurements of a single cluster size, only that size is planned: one size says nothing about another. The
+    order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
+    and so does the error of the memory estimates by partition, `footprints`, where it is large.
+
+    Raises:
+        NotEnoughDataError: Too few measurements; the message says what is missing.
+        InfeasibleError: No candidate fits, or none keeps the constraints.
+        InputError: Prices that need what is not known.
+    """
+    from tula_hpc.analysis import cautions
+    from tula_hpc.analysis.constraints import constrain
+    from tula_hpc.analysis.estimates import with_estimates
+    from tula_hpc.analysis.feasibility import binding, require_feasible
+    from tula_hpc.analysis.noise import critical_batch
+    from tula_hpc.analysis.objective import choose
+    from tula_hpc.analysis.parts import drawn_time, fit_parts, fitted_time
+    from tula_hpc.analysis.pricing import assumptions
+
+    fitted = fit_parts(sweep, cluster, measurements)
+    fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
+    require_feasible(fitted, sweep.objective)
+    nominal = fitted_time(fitted.parts, sweep.workload.epochs)
+    drawn = drawn_time(fitted.parts, sweep.workload.epochs)
+    choice = choose(sweep.objective, fitted.table, nominal, drawn)
+    plan = _written(sweep, fitted, choice)
+    critical = critical_batch(measurements)
+    doubts = cautions.about_choice(choice.ranking[0], fitted)
+    doubts += cautions.about_batch(plan.chosen, critical)
+    doubts += cautions.about_interruptions(choice.ranking[0], fitted, sweep)
+    doubts += [text for part in fitted.parts for text in cautions.about_part(part, sweep, measurements)]
+    changes = {
+        "binding": binding(fitted, sweep.objective, choice, nominal),
+        "critical_batch": critical.batch if critical else None,
+        "notes": list(dict.fromkeys(note for part in fitted.parts for note in assumptions(part.cluster, part.power))),
+        "warnings": [*choice.warnings, *fitted.warnings, *doubts, *cautions.about_lines(skipped_lines)],
+    }
+    return with_estimates(plan.model_copy(update=changes), fitted, footprints or {})
+
+
+def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
+    """The plan without its warnings."""
+    from tula_hpc.analysis.writing import fallback_rows, written_records
+
+    fallbacks = fallback_rows(fitted.table, choice)
+    records = written_records(fitted, choice, fallbacks)
+    first, *others = (records[row] for row in choice.ranking[: 1 + RUNNERS_UP])
+    part = fitted.parts[fitted.table.part[choice.ranking[0]]]
+    described = part.models.describe()
+    if len(fitted.parts) > 1:
+        described["partitions"] = {other.name: other.models.describe() for other in fitted.parts}
+    return Plan(
+        objective=sweep.objective.kind,
+        chosen=first,
+        reason=f"{first.configuration}{f' on {part.name}' if part.name else ''}: {choice.reason}",
+        candidates=list(records.values()),
+        candidates_total=fitted.table.rows if fitted.table.rows > len(records) else None,
+        fallbacks=[records[row] for row in fallbacks],
+        runners_up=others,
+        knee=choice.knee,
+        models=described,
+        dataset_samples=part.summary.dataset_samples,
+        epochs=sweep.workload.epochs,
+        memory_limit_bytes=part.cluster.memory_limit_bytes,
+    )

@@ -1,0 +1,221 @@
+"""What profiling cost, in node-seconds and, apart from them, in time spent waiting for nodes.
+
+Told from the notes that profile jobs leave, by their own clock: from the start of the allocation to their last word.
+The scheduler's accounting knows a second or two more, in which the processes end. Beside it stands an estimate of what
+a full search would have cost with one job for each configuration, `Σ N·(s + e(c))` over the candidates c: s is the
+median of the measured start-ups, e(c) the time that c takes to measure, predicted where c was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
+from tula_hpc.analysis.formatting import format_duration, format_number, format_percent, plural
+from tula_hpc.analysis.search import candidates
+from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
+from tula_hpc.records import Configuration, JobNote, Measurement
+
+
+class JobRun(NamedTuple):
+    """One run of a profile job, on a clock of Unix seconds; a requeued job has several."""
+
+    nodes: int  # of the allocation
+    waited_from: float
+    began_at: float
+    ready_at: float  # when all workers had met; the end for a run that did not come so far
+    ended_at: float
+
+    @property
+    def node_seconds(self) -> float:
+        """Nodes × seconds of the allocation."""
+        return self.nodes * (self.ended_at - self.began_at)
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds from the start of the allocation until all workers had met: interpreter, torch, rendezvous."""
+        return self.ready_at - self.began_at
+
+
+class ProfilingCost(NamedTuple):
+    """What the profile jobs of a run cost."""
+
+    jobs: int  # runs, requeued ones counted again
+    node_seconds: float
+    startup_node_seconds: float  # part of node_seconds
+    measuring_node_seconds: float  # part of node_seconds; the rest went into proposals and changes of the group
+    queue_s: float  # in which at least one job waited and none ran
+    configurations: int  # measured
+
+
+class FullSearch(NamedTuple):
+    """An estimate of what a full search would have cost, one job for each configuration."""
+
+    jobs: int
+    node_seconds: float
+
+
+def job_runs(notes: Sequence[JobNote], measurements: Iterable[Measurement] = ()) -> list[JobRun]:
+    """The runs that the notes tell of.
+
+    Args:
+        notes: In the order in which they were written, job after job.
+        measurements: Tell how long a job lived that was killed without a word: the record that says so has the time.
+    """
+    jobs: dict[tuple[str, float], list[list[JobNote]]] = {}
+    for told in _split(notes):
+        jobs.setdefault((told[0].job_id, told[0].submitted_at), []).append(told)
+    recorded = [(row.job_id, row.finished_at) for row in measurements]
+    return [
+        run for (job_id, _), runs in jobs.items() for run in _runs(runs, [at for job, at in recorded if job == job_id])
+    ]
+
+
+def _runs(job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float]) -> Iterator[JobRun]:
+    """The runs of one job: a requeued one waits from the end of the run before."""
+    waited_from = job[0][0].submitted_at
+    for told, after in zip_longest(job, job[1:]):
+        until = after[0].time if after else math.inf
+        run = _job_run(told, waited_from, [at for at in recorded_at if at < until])
+        waited_from = run.ended_at
+        yield run
+
+
+def _split(notes: Iterable[JobNote]) -> Iterator[list[JobNote]]:
+    """The notes of each run; a run's first note is "began"."""
+    told: list[JobNote] = []
+    for note in notes:
+        if note.note == "began" and told:
+            yield told
+            told = []
+        told.append(note)
+    if told:
+        yield told
+
+
+def _job_run(told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float]) -> JobRun:
+    first, last = told[0], told[-1]
+    began_at = first.began_at or first.time
+    ended_at = max(last.time, began_at)
+    if last.note != "ended":
+        ended_at = max([ended_at, *recorded_at])
+    ready_at = next((note.time for note in told if note.note == "ready"), ended_at)
+    return JobRun(first.allocated_nodes, min(waited_from or began_at, began_at), began_at, ready_at, ended_at)
+
+
+def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]) -> ProfilingCost:
+    """What the profile jobs cost, those of all parts of the cluster together."""
+    runs = job_runs(notes, measurements)
+    profiles = [row for row in measurements if row.stage == "profile"]
+    return ProfilingCost(
+        jobs=len(runs),
+        node_seconds=sum(run.node_seconds for run in runs),
+        startup_node_seconds=sum(run.nodes * run.startup_s for run in runs),
+        measuring_node_seconds=sum(row.node_seconds for row in profiles),
+        queue_s=_only_waiting(runs),
+        configurations=len({(row.partition, row.configuration) for row in profiles if is_usable(row)}),
+    )
+
+
+def _only_waiting(runs: Sequence[JobRun]) -> float:
+    """Seconds in which a job waited and none ran: tasks of an array wait for each other, which is no queue."""
+    waiting = [(run.waited_from, run.began_at) for run in runs]
+    running = [(run.began_at, run.ended_at) for run in runs]
+    return _length([*waiting, *running]) - _length(running)
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, -math.inf
+    for low, high in sorted(intervals):
+        total += max(0.0, high - max(low, reached))
+        reached = max(reached, high)
+    return total
+
+
+def full_search(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+) -> FullSearch | None:
+    """The estimate of a full search over all candidates below the memory bound; None where nothing was measured.
+
+    Args:
+        sweep: Bounds of the search.
+        cluster: Its parts are added up.
+        measurements: All of the run.
+        notes: Of the run's profile jobs, for the time that a job takes to start.
+    """
+    startups = [run.startup_s for run in job_runs(notes, measurements)]
+    startup_s = median(startups) if startups else 0.0
+    jobs, node_seconds = 0, 0.0
+    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+        own = [row for row in measurements if row.partition == name and row.stage == "profile"]
+        wanted = _fitting(sweep_for(sweep, part), part, own)
+        if not wanted or not any(row.elapsed_s > 0 for row in own):
+            continue
+        elapsed_s = elapsed_times(own, wanted)
+        jobs += len(wanted)
+        node_seconds += sum(c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True))
+    return FullSearch(jobs, node_seconds) if jobs else None
+
+
+def _fitting(sweep: SweepSpec | None, part: ClusterSpec, measurements: Sequence[Measurement]) -> list[Configuration]:
+    bound = min((row.local_batch for row in measurements if is_out_of_memory(row)), default=math.inf)
+    every = [] if sweep is None else candidates(sweep.search, part.workers_per_node)
+    return [configuration for configuration in every if configuration.local_batch < bound]
+
+
+def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configuration]) -> list[float]:
+    """Seconds that measuring each configuration takes: as measured, else from a line through what was measured.
+
+    A measurement takes a number of steps, and a step has compute that is affine in the local batch b and a
+    synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with coefficients at least 0, fit
+    to relative errors.
+    """
+    known = {row.configuration: row.elapsed_s for row in measurements if is_usable(row) and row.elapsed_s > 0}
+    if not known:
+        return [0.0] * len(wanted)
+    scale = np.array(list(known.values()))
+    line, _ = nnls(_design(list(known)) / scale[:, None], np.ones(len(scale)))
+    predicted = _design(wanted) @ line
+    return [known.get(c, float(s)) for c, s in zip(wanted, predicted, strict=True)]
+
+
+def _design(configurations: Sequence[Configuration]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    return np.array([[1.0, c.local_batch, 1.0 - 1.0 / c.world_size] for c in configurations])
+
+
+def describe(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+) -> str:
+    """One sentence: what profiling cost, and what a full search would have; empty where no job left notes.
+
+    Args:
+        sweep: The run's sweep.
+        cluster: The run's cluster.
+        measurements: `RunDirectory.measurements().records`.
+        notes: `RunDirectory.job_notes()`.
+    """
+    cost = profiling_cost(measurements, notes)
+    if not cost.jobs:
+        return ""
+    total = max(cost.node_seconds, 1e-9)
+    text = (
+        f"{plural(cost.configurations, 'configuration')} in {plural(cost.jobs, 'job')}: "
+        f"{format_number(cost.node_seconds, 3)} node-seconds "
+        f"({format_percent(cost.startup_node_seconds / total)} of them starting up), "
+        f"and {format_duration(cost.queue_s) if cost.queue_s >= 0.5 else 'no time'} waiting for nodes"
+    )
+    full = full_search(sweep, cluster, measurements, notes)
+    if full is None:
+        return text
+    return (
+        f"{text}; a full search with a job for each of {plural(full.jobs, 'configuration')} would have cost an "
+        f"estimated {format_number(full.node_seconds, 3)} node-seconds"
+    )

@@ -1,0 +1,223 @@
+"""Candidates as NumPy columns: predicted, priced and ranked by the million; records only of those that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.aggregate import Summary
+from tula_hpc.analysis.candidates import Models
+from tula_hpc.analysis.energy import NodePower
+from tula_hpc.analysis.grid import Grid
+from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill
+from tula_hpc.config import GIB, ClusterSpec, SweepSpec
+from tula_hpc.records import Candidate
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class Why(IntEnum):
+    """Why a candidate is not feasible; 0 where it is."""
+
+    FEASIBLE = 0
+    SAMPLES = 1
+    OUT_OF_MEMORY = 2
+    MEMORY = 3
+    FOREVER = 4
+    DEADLINE = 5
+    BUDGET = 6
+    BATCH = 7
+
+
+FEASIBLE = Why.FEASIBLE
+WIDEST = 1e6  # far beyond what was measured an interval may have no upper end, which JSON cannot say
+
+
+class Part(NamedTuple):
+    """One kind of nodes, with what was measured and fitted there."""
+
+    name: str  # see `Candidate.partition`
+    cluster: ClusterSpec
+    summary: Summary
+    models: Models
+    power: NodePower | None
+
+
+class CandidateTable(NamedTuple):
+    """Candidates; columns of one length."""
+
+    part: Integers  # place among the parts
+    nodes: Integers
+    workers_per_node: Integers
+    local_batch: Integers
+    global_batch: Integers
+    step_time_s: Array
+    epoch_time_s: Array
+    train_time_s: Array
+    wall_time_s: Array
+    requeues: Array
+    cost: Array
+    energy_kwh: Array
+    checkpoint_s: Array
+    peak_bytes: Array
+    why: Integers
+    measured: NDArray[np.bool_]
+
+    @property
+    def rows(self) -> int:
+        """How many candidates there are."""
+        return len(self.part)
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> CandidateTable:
+        """Those rows."""
+        columns: list[Any] = [column[rows] for column in self]
+        return CandidateTable(*columns)
+
+
+def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
+    """All rows under one another."""
+    columns: list[Any] = [np.concatenate(column) for column in zip(*tables, strict=True)]
+    return tables[0] if len(tables) == 1 else CandidateTable(*columns)
+
+
+def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    """Predict and price configurations on one kind of nodes.
+
+    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale, and `train_time_s`
+    epochs times that.
+
+    Args:
+        place: Of the part among all.
+        part: The kind of nodes.
+        grid: At least one configuration.
+        sweep: Epochs, updates, checkpoints.
+    """
+    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    workers = nodes * per_node
+    models = part.models
+    step = models.step_time.predict(nodes, batch, per_node)
+    peak = np.ceil(models.memory.predict(batch, workers))
+    epoch = step * (part.summary.dataset_samples // grid.global_batch)
+    epoch += sweep.updates_per_epoch * models.update_time_s.predict(workers)
+    train = sweep.workload.epochs * epoch
+    paid = bill(Usage(nodes, per_node, train, peak), part.cluster, sweep.training, part.power)
+    return CandidateTable(
+        part=np.full(grid.nodes.shape, place, dtype=np.int64),
+        **grid._asdict(),
+        global_batch=grid.global_batch,
+        step_time_s=step,
+        epoch_time_s=epoch,
+        train_time_s=train,
+        wall_time_s=paid.wall_time_s,
+        requeues=paid.requeues,
+        cost=paid.cost,
+        energy_kwh=paid.energy_kwh,
+        checkpoint_s=paid.checkpoint_s,
+        peak_bytes=peak,
+        why=_why_not(part, grid, peak + _while_scaling(part.summary, sweep), paid.wall_time_s),
+        measured=_measured(part.summary, grid),
+    )
+
+
+def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
+    """The first reason against each; the user's own constraints come later (`constraints`)."""
+    bound, allowed = part.summary.oom_local_batch, allowed_bytes(part.cluster)
+    against = [
+        (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
+        (Why.OUT_OF_MEMORY, grid.local_batch >= bound if bound is not None else np.zeros(peak.shape, dtype=bool)),
+        (Why.MEMORY, peak > allowed),
+        (Why.FOREVER, wall_time_s >= FOREVER_S),
+    ]
+    return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
+
+
+def _while_scaling(summary: Summary, sweep: SweepSpec) -> int:
+    """Bytes that a training step needs on top of a profiled one when AGS updates its scale; profiles time it apart."""
+    return sweep.training.gradient_copies * max(row.memory.gradient_bytes for row in summary.profiles)
+
+
+def allowed_bytes(cluster: ClusterSpec) -> float:
+    """What a worker may use by plan: the limit less its margin; infinite where no limit is known."""
+    limit = cluster.memory_limit_bytes
+    return np.inf if limit is None else limit * (1.0 - cluster.memory_margin)
+
+
+def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
+    rows = np.array([profile.configuration for profile in summary.profiles], dtype=np.int64).reshape(-1, 3)
+    return np.isin(grid.keys(), Grid(*rows.T).keys())
+
+
+def as_records(table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]) -> list[Candidate]:
+    """Candidates to be written down, with their 90 % intervals.
+
+    All intervals are that of the step time, scaled.
+
+    Args:
+        table: The rows.
+        parts: What its column `part` refers to.
+        front: Which rows are on the Pareto front.
+    """
+    lows, highs = np.empty(table.rows), np.empty(table.rows)
+    for place, part in enumerate(parts):
+        mine = table.part == place
+        if mine.any():
+            rows = table.take(mine)
+            with np.errstate(over="ignore"):
+                ends = part.models.step_time.interval(rows.nodes, rows.local_batch, rows.workers_per_node)
+            lows[mine], highs[mine] = ends
+    relative = np.clip(np.stack([lows, highs]) / table.step_time_s, 0.0, WIDEST)
+    plain = zip(*(column.tolist() for column in (*table, front, *relative)), strict=True)
+    return [_record(CandidateTable(*row), parts, pareto, (low, high)) for *row, pareto, low, high in plain]
+
+
+def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]) -> Candidate:
+    """One row; its columns hold plain numbers here."""
+    part = parts[int(row.part)]
+    names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
+    numbers = {name: float(getattr(row, name)) for name in names}
+    kwh = float(row.energy_kwh)
+    return Candidate(
+        partition=part.name,
+        nodes=int(row.nodes),
+        workers_per_node=int(row.workers_per_node),
+        local_batch=int(row.local_batch),
+        global_batch=int(row.global_batch),
+        **numbers,
+        currency=part.cluster.pricing.currency,
+        energy_kwh=None if np.isnan(kwh) else kwh,
+        checkpoint_minutes=float(row.checkpoint_s) / 60.0,
+        peak_memory_bytes=int(row.peak_bytes),
+        interval_90={name: (value * ends[0], value * ends[1]) for name, value in numbers.items()},
+        feasible=int(row.why) == FEASIBLE,
+        measured=bool(row.measured),
+        why=_in_words(row, part),
+        pareto=pareto,
+    )
+
+
+def _in_words(row: CandidateTable, part: Part) -> str:
+    """Why a row is not feasible; empty if it is."""
+    match Why(int(row.why)):
+        case Why.SAMPLES:
+            return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
+        case Why.OUT_OF_MEMORY:
+            return f"local batch {part.summary.oom_local_batch} ran out of memory"
+        case Why.MEMORY:
+            return _too_much_memory(float(row.peak_bytes), part.cluster)
+        case Why.FOREVER:
+            return "interruptions and restarts would leave no time for work"
+        case Why.DEADLINE | Why.BUDGET | Why.BATCH as why:
+            return {Why.DEADLINE: "after the deadline", Why.BUDGET: "over the budget"}.get(why, "batch too large")
+    return ""
+
+
+def _too_much_memory(peak: float, cluster: ClusterSpec) -> str:
+    limit, allowed = cluster.memory_limit_bytes or 0, allowed_bytes(cluster)
+    margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * cluster.memory_margin:.3g} %"
+    updates = "" if peak > allowed else " and more while the gradient scale is updated"
+    return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"

@@ -1,0 +1,78 @@
+"""Public step times of six workloads on a 16-node GPU cluster, as columns; see `trace_errors`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.regression import Array
+
+WORKLOADS = ("imagenet", "cifar10", "yolov3", "deepspeech2", "bert", "ncf")
+
+
+class Trace(NamedTuple):
+    """Columns of one length."""
+
+    nodes: Array
+    workers: Array  # in all
+    local_batch: Array
+    step_s: Array
+    sync_s: Array  # part of step_s in which the computation waited for the all-reduce
+
+    @property
+    def per_node(self) -> Array:
+        """Workers per node, the mean where nodes differ."""
+        return self.workers / self.nodes
+
+    @property
+    def compute_s(self) -> Array:
+        """The step without synchronization."""
+        return self.step_s - self.sync_s
+
+    def only(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Trace:
+        """Some of the rows."""
+        return Trace(*(column[chosen] for column in self))
+
+
+def folder() -> Path:
+    """Where the traces are: TULA_SHARED_DATA, or the folder `shared/data` beside the project."""
+    root = os.environ.get("TULA_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")
+    return Path(root) / "traces"
+
+
+def read_trace(workload: str) -> Trace:
+    """All rows of one workload.
+
+    Raises:
+        FileNotFoundError: The traces are not here.
+    """
+    rows = [*_placements(folder() / workload), *_scalability(folder() / workload)]
+    return Trace(*np.array(rows, dtype=np.float64).T)
+
+
+def single_workers(trace: Trace) -> Trace:
+    """One worker a node, two nodes or more."""
+    return trace.only((trace.workers == trace.nodes) & (trace.nodes > 1))
+
+
+def _placements(path: Path) -> Iterator[tuple[float, ...]]:
+    with (path / "placements.csv").open() as file:
+        for row in csv.DictReader(file):
+            workers = [int(digit) for digit in row["placement"]]
+            yield len(workers), sum(workers), *_times(row)
+
+
+def _scalability(path: Path) -> Iterator[tuple[float, ...]]:
+    with (path / "scalability.csv").open() as file:
+        for row in csv.DictReader(file):
+            yield float(row["num_nodes"]), float(row["num_replicas"]), *_times(row)
+
+
+def _times(row: dict[str, str]) -> tuple[float, float, float]:
+    return float(row["local_bsz"]), float(row["step_time"]), float(row["sync_time"])

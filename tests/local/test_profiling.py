@@ -1,0 +1,87 @@
+"""Profile jobs on this machine: real processes and real collectives through submitit's local executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.profile_stage import profile_stage
+from tula_hpc.records import Configuration, JobNote, Measurement, RunDirectory, notes_file, read_records
+from tula_hpc.stages import Sweep
+
+WORKLOAD = {
+    "model": "tula_hpc.workloads.compact:compact_cnn",
+    "dataset": "digits",
+    "samples": 512,
+    "loader_workers": 0,
+}
+QUICK = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5, "min_batch": 32, "max_batch": 64, "mode": "full"}
+
+
+def profiled(root: Path, cluster: ClusterSpec, workload: dict[str, object], **search: object) -> RunDirectory:
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "search": {**QUICK, **search}})
+    run = RunDirectory(root / "run").create()
+    profile_stage(Sweep(spec, cluster, run))
+    return run
+
+
+def submitted(run: RunDirectory) -> list[int]:
+    """Nodes of each job."""
+    return [event.data["nodes"] for event in run.events() if event.event == "submitted"]
+
+
+def by_configuration(run: RunDirectory) -> dict[Configuration, Measurement]:
+    return {m.configuration: m for m in run.measurements().records}
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """1 and 2 nodes with two workers each, in one allocation of two nodes."""
+    cluster = ClusterSpec(workers_per_node=2)
+    sizes = {"cluster_sizes": [1, 2], "nest": True, "max_batch": 128, "min_batch": 64}
+    return profiled(tmp_path_factory.mktemp("nest"), cluster, dict(WORKLOAD), **sizes)
+
+
+def test_one_job_measures_all_sizes(nested: RunDirectory) -> None:
+    assert submitted(nested) == [2]
+    measured = by_configuration(nested)
+    assert set(measured) == {Configuration(n, 2, b // (2 * n)) for n in (1, 2) for b in (64, 128)}
+    assert all(m.status == "ok" and m.backend == "gloo" for m in measured.values())
+
+
+def test_a_smaller_size_pays_for_the_nodes_that_wait(nested: RunDirectory) -> None:
+    for m in nested.measurements().records:
+        assert m.node_seconds == pytest.approx(2 * m.elapsed_s)
+
+
+def test_the_bare_all_reduce_is_timed_once_for_each_size(nested: RunDirectory) -> None:
+    records = nested.measurements().records
+    for nodes in (1, 2):
+        times = {m.times.allreduce_time_s for m in records if m.nodes == nodes and m.times}
+        assert len(times) == 1
+        assert min(times) > 0
+        assert sum("allreduce" in m.samples for m in records if m.nodes == nodes) == 1
+
+
+def test_a_job_says_what_it_does_before_it_does_it(nested: RunDirectory) -> None:
+    notes = nested.job_notes()
+    assert [note.note for note in notes] == ["began", "ready", *["measuring"] * 4, "ended"]
+    assert [note.time for note in notes] == sorted(note.time for note in notes)
+    assert [note.configuration for note in notes[2:-1]] == [m.configuration for m in nested.measurements().records]
+    assert notes[0].submitted_at <= notes[0].began_at + 1  # /proc counts in hundredths of a second
+    assert notes[0].began_at <= notes[0].time
+
+
+def test_a_worker_that_is_killed_is_found_out(tmp_path: Path) -> None:
+    """Without a word, as the kernel kills: the note says what it was about to measure, and the rest is measured."""
+    cluster = ClusterSpec(setup=(f"export VICTIM={tmp_path / 'victim'}",))
+    mortal = {**WORKLOAD, "model": "tests.examples.mortal:build"}
+    run = profiled(tmp_path, cluster, mortal, cluster_sizes=[2])
+    first, second = run.measurements().records[0], run.measurements().records[1:]
+    assert (first.status, first.configuration) == ("ok", Configuration(2, 1, 16))
+    assert [(m.status, m.configuration) for m in second] == [(s, Configuration(2, 1, 32)) for s in ("failed", "ok")]
+    outputs = sorted(run.profile.glob("*.jsonl"))
+    ends = [read_records(JobNote, [notes_file(path)]).records[-1].note for path in outputs]
+    assert sorted(ends) == ["ended", "measuring"]

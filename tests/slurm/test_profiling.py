@@ -1,0 +1,85 @@
+"""How profiles are packed into jobs on the real cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.test_pipeline import sweep
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc.records import RunDirectory
+
+QUICK = """
+name = "quick"
+[workload]
+model = "tula_hpc.workloads.compact:compact_cnn"
+dataset = "digits"
+loader_workers = 0
+[search]
+estimate = false
+warmup_steps = 1
+min_steps = 5
+max_steps = 5
+"""
+
+
+class Profiled:
+    """A run directory, what the command said, and the jobs that it submitted."""
+
+    def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+        assert done.returncode == 0, done.stderr + done.stdout
+        self.run, self.said = RunDirectory(folder / "run"), done.stdout
+        self.jobs = [event for event in self.run.events() if event.event == "submitted"]
+
+
+def profile(folder: Path, cluster: MiniCluster, **search: object) -> Profiled:
+    settings = [option for key, value in search.items() for option in ("--set", f"search.{key}={value}")]
+    return Profiled(folder, sweep(QUICK, folder, cluster.environment, "--until", "profile", *settings))
+
+
+def test_a_job_goes_on_with_what_the_search_wants_next(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    found = profile(tmp_path, slurm_cluster, mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=512)
+    (job,) = found.jobs
+    records = found.run.measurements().records
+    assert all(m.status == "ok" and m.job_id == job.job_id for m in records)
+    notes = found.run.job_notes()
+    assert [note.configuration for note in notes if note.configuration] == [m.configuration for m in records]
+    assert (notes[-1].note, notes[-1].detail) == ("ended", "")
+    assert len({m.local_batch for m in records}) > 2  # it began with the smallest and the largest
+
+
+@pytest.fixture(scope="module")
+def nested(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    sizes = {"mode": "full", "cluster_sizes": [1, 3], "min_batch": 48, "max_batch": 128}
+    return profile(tmp_path_factory.mktemp("nested"), slurm_cluster, nest="true", **sizes)
+
+
+def test_in_one_allocation_smaller_sizes_run_on_its_first_nodes(nested: Profiled) -> None:
+    (job,) = nested.jobs
+    assert job.data["nodes"] == 3
+    records = nested.run.measurements().records
+    assert {(m.nodes, m.local_batch) for m in records} == {(1, 64), (1, 128), (3, 16), (3, 32)}
+    hosts = next(m.hosts for m in records if m.nodes == 3)
+    assert len(set(hosts)) == 3
+    for m in records:
+        assert (m.status, m.hosts) == ("ok", hosts[: m.nodes])
+        assert m.node_seconds == pytest.approx(3 * m.elapsed_s)
+        assert m.times is not None
+        assert (m.times.allreduce_time_s > 0) == (m.nodes > 1)
+
+
+def test_the_cost_counts_from_the_start_of_the_allocation(nested: Profiled) -> None:
+    began, ready = nested.run.job_notes()[:2]
+    assert 0 <= began.began_at - began.submitted_at < 60
+    assert began.began_at <= began.time < ready.time
+    assert "profiling cost: 4 configurations in 1 job" in nested.said
+
+
+def test_an_array_with_a_job_for_each_configuration(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    sizes = {"mode": "full", "cluster_sizes": [1], "min_batch": 64, "max_batch": 128}
+    found = profile(tmp_path, slurm_cluster, pack="never", **sizes)
+    assert [job.job_id.partition("_")[2] for job in found.jobs] == ["0", "1"]
+    assert len({job.job_id.partition("_")[0] for job in found.jobs}) == 1
+    assert {m.job_id for m in found.run.measurements().records} == {job.job_id for job in found.jobs}

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planning_data import cluster, failed, ok, oom, step_time_s, sweep, times
+from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim, cheap_corners, knee_columns
+from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.performance import fit_step_time
+from tula_hpc.analysis.search import candidates, propose
+from tula_hpc.config import SearchSpec
+from tula_hpc.records import Configuration, Measurement
+
+SEARCH = SearchSpec(cluster_sizes=(1, 2, 4, 8), min_batch=32, max_batch=2048)
+POINTS = candidates(SEARCH, 1)
+OBJECTIVES = ["time", "cost", "knee", "weighted"]
+
+
+def measure(configuration: Configuration, order: int, noise: float = 0.0, **changes: object) -> Measurement:
+    nodes, per_node, batch = configuration
+    factor = float(np.random.default_rng([nodes, batch]).lognormal(0.0, noise))
+    seconds = times(nodes, batch, step_time_s=step_time_s(nodes, batch) * factor)
+    return ok(nodes, batch, workers_per_node=per_node, times=seconds, finished_at=order + 1.0, **changes)
+
+
+def run(search: AdaptiveSearch, noise: float = 0.0) -> list[Measurement]:
+    rows: list[Measurement] = []
+    while proposed := search.propose(rows):
+        rows.append(measure(proposed[0], len(rows), noise))
+    return rows
+
+
+def test_it_starts_at_the_cheap_corners() -> None:
+    assert AdaptiveSearch(POINTS).propose([]) == [
+        Configuration(1, 1, 32),
+        Configuration(1, 1, 2048),
+        Configuration(8, 1, 4),
+    ]
+    assert cheap_corners([]) == []
+    assert cheap_corners(POINTS[:1]) == POINTS[:1]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
+    rows = run(AdaptiveSearch(POINTS, Aim(objective), max_profiles=len(POINTS)))
+    assert len(rows) <= len(POINTS) // 2
+    assert len({row.configuration for row in rows}) == len(rows)
+
+
+@settings(max_examples=10, deadline=None)
+@given(noise=st.floats(0.0, 0.05), objective=st.sampled_from(["time", "cost"]))
+def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objective: str) -> None:
+    rows = run(AdaptiveSearch(POINTS, Aim(objective)), noise)
+    assert len(rows) <= 8
+    model = fit_step_time(summarize(rows).profiles)
+    nodes, _, batch = np.array(POINTS, dtype=float).T
+    weight = (nodes if objective == "cost" else 1.0) / (nodes * batch)
+    true = np.array([step_time_s(c.nodes, c.local_batch) for c in POINTS]) * weight
+    assert true[np.argmin(model.predict(nodes, batch) * weight)] <= 1.05 * true.min()
+
+
+def test_the_same_measurements_get_the_same_answer_in_any_order() -> None:
+    rows: list[Measurement] = []
+    search = AdaptiveSearch(POINTS, Aim("knee"))
+    while proposed := search.propose(rows):
+        assert search.propose(rows[::-1]) == proposed == AdaptiveSearch(POINTS[::-1], Aim("knee")).propose(rows)
+        rows.append(measure(proposed[0], len(rows), 0.03))
+
+
+def test_so_many_measurements_are_enough_and_no_more_are_asked_for() -> None:
+    rows = run(AdaptiveSearch(POINTS, Aim("time"), max_profiles=4), noise=0.2)
+    assert len(rows) <= 4
+    assert AdaptiveSearch(POINTS, max_profiles=4).propose(rows) == []
+
+
+def test_noisy_measurements_are_followed_by_more_of_them() -> None:
+    clean, noisy = (len(run(AdaptiveSearch(POINTS, Aim("time"), max_profiles=12), noise)) for noise in (0.0, 0.15))
+    assert noisy > clean
+
+
+def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
+    """All of one cluster size is known: what is left to learn is elsewhere."""
+    known = [measure(c, 0) for c in POINTS if c.nodes in (1, 8)]
+    noisy = [row.model_copy(update={"finished_at": 0.0}) for row in known]
+    proposed = AdaptiveSearch(POINTS, Aim("cost"), max_profiles=99).propose(noisy)
+    assert all(c.nodes in (2, 4) for c in proposed)
+
+
+def test_failed_and_impossible_configurations_are_left_out() -> None:
+    spec = sweep("time", cluster_sizes=[1, 2, 4], min_batch=32, max_batch=1024, mode="adaptive")
+    out_of_memory = [oom(1, 1024), failed(4, 8), failed(4, 8)]
+    assert propose(spec, cluster(), []) == [Configuration(1, 1, 32), Configuration(1, 1, 1024), Configuration(4, 1, 8)]
+    proposed = propose(spec, cluster(), out_of_memory)
+    assert proposed == [Configuration(1, 1, 32), Configuration(1, 1, 512)]
+    more = propose(spec, cluster(), [*out_of_memory, ok(1, 32), ok(1, 512)])
+    assert more
+    assert Configuration(4, 1, 8) not in more
+
+
+def test_before_any_measurement_only_batches_that_an_estimate_trusts_are_tried() -> None:
+    spec = sweep("time", cluster_sizes=[1, 2], min_batch=32, max_batch=1024, mode="adaptive")
+    first = propose(spec, cluster(), [], trusted_batch=100)
+    assert max(c.local_batch for c in first) == 64
+    assert propose(spec, cluster(), [ok(1, 32), ok(1, 64)], trusted_batch=100) == [
+        Configuration(1, 1, 1024),
+        Configuration(2, 1, 16),
+    ]
+
+
+def test_the_knee_of_each_curve_is_the_point_farthest_below_its_chord() -> None:
+    batches = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    times_s = np.array([[10.0, 2.0, 1.5, 1.2, 1.0], [10.0, 9.0, 1.5, 1.2, 1.0], [10.0, 12.0, 1.5, 1.2, 1.0]])
+    assert knee_columns(batches, times_s).tolist() == [1, 2, 2]

@@ -1,0 +1,166 @@
+"""What a profile job measures next, and what it leaves behind for whoever finds it dead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import measurement
+from tula_hpc.agenda import Agenda
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import StageError
+from tula_hpc.jobs import ProfileJob
+from tula_hpc.profile_stage import died_of
+from tula_hpc.proposing import ask_search
+from tula_hpc.records import Configuration, JobNote, append_record, notes_file, rank_file, read_records
+
+LIST = (Configuration(2, 1, 8), Configuration(2, 1, 64))
+MORE = [Configuration(1, 1, 16), Configuration(2, 1, 16), Configuration(4, 1, 16)]
+RANK_0 = WorkerEnvironment(0, 2, 0, 0, "7", 0, ("here",), on_slurm=False)
+STARTUP_S = 10.0
+Ask = Callable[[ProfileJob], list[Configuration]]
+
+
+@pytest.fixture(autouse=True)
+def started_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tula_hpc.agenda.job_started_at", lambda: time.time() - STARTUP_S)
+
+
+def job(folder: Path, *, asks: bool = True, smaller: bool = True, minutes: int = 20, **search: object) -> ProfileJob:
+    spec = SweepSpec(name="x", search=SearchSpec.model_validate(search))
+    cluster = ClusterSpec(profile_minutes=minutes, signal_delay_s=1)
+    return ProfileJob(spec, cluster, LIST, folder / "n2-0.jsonl", 2, asks=asks, smaller=smaller, submitted_at=1.0)
+
+
+def finish(of: ProfileJob, configuration: Configuration, **fields: object) -> None:
+    append_record(of.output, measurement(configuration, 0, finished_at=time.time(), **fields))
+
+
+def work_off(of: ProfileJob, ask: Ask, **fields: object) -> list[Configuration]:
+    agenda, seen = Agenda(of, RANK_0, ask), []
+    fields = {"elapsed_s": 2 * STARTUP_S, **fields}
+    while (configuration := agenda.next()) is not None:
+        seen.append(configuration)
+        finish(of, configuration, **fields)
+    return seen
+
+
+def answers(*rounds: list[Configuration]) -> Ask:
+    left = iter([*rounds, []])
+    return lambda _: next(left)
+
+
+def notes(of: ProfileJob) -> list[JobNote]:
+    return read_records(JobNote, [notes_file(of.output)]).records
+
+
+def test_after_its_list_a_job_goes_on_with_what_its_nodes_can_measure(tmp_path: Path) -> None:
+    assert work_off(job(tmp_path), answers(MORE)) == [*LIST, MORE[1]]
+
+
+def test_in_one_allocation_for_all_sizes_it_measures_smaller_ones_too(tmp_path: Path) -> None:
+    assert work_off(job(tmp_path, nest=True), answers(MORE)) == [*LIST, *MORE[:2]]
+
+
+def test_a_smaller_size_is_measured_beside_idle_nodes_where_that_costs_less_than_a_job_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """2 nodes for e seconds against 1 node for a start and e seconds: the quicker ones stay."""
+    for elapsed_s, stays in ((0.9 * STARTUP_S, True), (1.2 * STARTUP_S, False)):
+        folder = tmp_path / str(stays)
+        folder.mkdir()
+        seen = work_off(job(folder), answers(MORE), elapsed_s=elapsed_s)
+        assert (MORE[0] in seen) == stays
+        assert MORE[1] in seen
+        assert MORE[2] not in seen  # more nodes than there are
+
+
+def test_where_other_jobs_run_a_job_keeps_to_its_size(tmp_path: Path) -> None:
+    assert work_off(job(tmp_path, smaller=False), answers(MORE), elapsed_s=0.1) == [*LIST, MORE[1]]
+
+
+def test_without_asking_only_the_list_is_measured(tmp_path: Path) -> None:
+    assert work_off(job(tmp_path, asks=False), answers(MORE)) == list(LIST)
+
+
+def test_what_is_on_record_is_not_measured_again_whoever_proposes_it(tmp_path: Path) -> None:
+    of = job(tmp_path)
+    finish(of, LIST[0])
+    assert work_off(of, answers(list(LIST), MORE)) == [LIST[1]]  # nothing new was proposed: it does not ask for ever
+
+
+def test_a_failing_search_ends_the_job_but_not_what_it_measured(tmp_path: Path) -> None:
+    def fail(_: ProfileJob) -> list[Configuration]:
+        raise StageError("no")
+
+    of = job(tmp_path)
+    assert work_off(of, fail) == list(LIST)
+    assert (notes(of)[-1].note, notes(of)[-1].detail) == ("ended", "no")
+
+
+def test_nothing_is_begun_that_the_time_limit_would_cut(tmp_path: Path) -> None:
+    assert work_off(job(tmp_path, minutes=1), answers(MORE), elapsed_s=40.0) == [LIST[0]]
+    assert died_of(LIST, tmp_path / "n2-0.jsonl") is None  # the rest is proposed again, not held against the job
+    (tmp_path / "long").mkdir()
+    assert work_off(job(tmp_path / "long", minutes=1), answers(MORE), elapsed_s=30.0) == [*LIST, MORE[1]]
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    of = job(tmp_path)
+    Agenda(of, RANK_0._replace(rank=1), answers())
+    assert not notes_file(of.output).exists()
+
+
+def killed_after(of: ProfileJob, steps: int) -> Configuration | None:
+    """What the job is held to have died of, when it is killed while it measures its n-th configuration."""
+    agenda = Agenda(of, RANK_0, answers(MORE))
+    for step in range(steps):
+        configuration = agenda.next()
+        if configuration is not None and step < steps - 1:
+            finish(of, configuration)
+    return died_of(LIST, of.output)
+
+
+@pytest.mark.parametrize(("steps", "blamed"), [(0, LIST[0]), (1, LIST[0]), (2, LIST[1]), (3, MORE[1]), (4, None)])
+def test_a_kill_is_held_against_what_was_being_measured(
+    tmp_path: Path, steps: int, blamed: Configuration | None
+) -> None:
+    assert killed_after(job(tmp_path), steps) == blamed
+
+
+def test_a_job_that_left_no_notes_is_held_against_the_first_of_its_list(tmp_path: Path) -> None:
+    assert died_of(LIST, tmp_path / "none.jsonl") == LIST[0]
+
+
+def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path: Path) -> None:
+    of = job(tmp_path)
+    Agenda(of, RANK_0, answers()).next()
+    append_record(rank_file(of.output, 1), measurement(LIST[0], status="oom"))
+    assert died_of(LIST, of.output) is None
+
+
+def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    of = job(tmp_path)
+    killed_after(of, 2)
+    assert work_off(of, answers(MORE)) == [LIST[1], MORE[1]]
+    assert [note.note for note in notes(of)].count("began") == 2
+
+
+def test_the_search_is_asked_in_a_process_of_its_own_and_sees_all_of_the_run(tmp_path: Path) -> None:
+    """A real one: it answers as it would here, from this job's file and those of others."""
+    of = job(tmp_path, mode="full", cluster_sizes=[1, 2], min_batch=32, max_batch=64)
+    assert ask_search(of) == [Configuration(n, 1, b // n) for n in (1, 2) for b in (32, 64)]
+    finish(of, Configuration(2, 1, 16))
+    append_record(tmp_path / "other.jsonl", measurement(Configuration(1, 1, 64)))
+    append_record(tmp_path / "part.jsonl", measurement(Configuration(1, 1, 32), partition="gpu"))
+    assert ask_search(of) == [Configuration(1, 1, 32), Configuration(2, 1, 32)]
+
+
+def test_a_search_that_breaks_says_why(tmp_path: Path) -> None:
+    broken = job(tmp_path).sweep.model_copy(update={"name": "not a name"})
+    with pytest.raises(StageError, match="the search failed in the job"):
+        ask_search(ProfileJob(broken, ClusterSpec(), LIST, tmp_path / "x.jsonl", nodes=2))

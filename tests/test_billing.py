@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_hpc.analysis.billing import billing_per_node, node_resources
+from tula_hpc.config import ClusterSpec, PricingSpec
+from tula_hpc.tres import parse_weights
+
+MIB_PER_GIB = 1024
+CONF = "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"
+
+
+def cluster(pricing: dict[str, Any], **more: Any) -> ClusterSpec:
+    return ClusterSpec.model_validate({"pricing": {"basis": "tres", "tres_weights": CONF, **pricing}, **more})
+
+
+def billing(spec: ClusterSpec) -> float:
+    return billing_per_node(spec.pricing, node_resources(spec).tres)
+
+
+def test_text_and_table_say_the_same() -> None:
+    table = {"CPU": 1.0, "Mem": "0.25G", "GRES/gpu": 2}
+    assert parse_weights(table) == parse_weights(CONF)
+    assert parse_weights(CONF) == {"cpu": 1.0, "mem": 0.25 / 1024, "gres/gpu": 2.0}
+    assert parse_weights(parse_weights(CONF)) == parse_weights(CONF)  # as it is frozen
+    assert parse_weights("") == parse_weights({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "weight"),
+    [
+        ("mem=.25", 0.25),  # slurm.conf(5): 8 GB are billed 2048 units
+        ("mem=.25M", 0.25),
+        ("mem=.25G", 0.25 / 1024),  # and here 2 units
+        ("mem=1t", 1 / 1024**2),
+        ("mem=1P", 1 / 1024**3),
+        ("mem=1K", 1.0),  # below the base unit: Slurm leaves the weight as it is
+        ("cpu=2K", 2 / 1024),
+        ("node=-1.5", -1.5),
+        ("gres/gpu:a100=3e1", 30.0),
+    ],
+)
+def test_suffixes_are_read_as_slurm_reads_them(text: str, weight: float) -> None:
+    (value,) = parse_weights(text).values()
+    assert value == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("text", ["CPU", "CPU=", "CPU=one", "CPU=1X", "CPU=1,cpu=2", "=1", "c pu=1", "CPU=inf"])
+def test_what_slurm_would_not_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|twice|no TRES|no weight"):
+        parse_weights(text)
+
+
+def test_a_node_is_billed_for_what_its_job_asks_for() -> None:
+    spec = cluster({}, exclusive=False, workers_per_node=2, cpus_per_worker=4, memory_gb=32, gres="gpu:2")
+    assert billing(spec) == pytest.approx(8 * 1.0 + 32 * 0.25 + 2 * 2.0)
+    assert node_resources(spec).assumed == ()
+
+
+def test_exclusive_jobs_are_billed_for_all_cores_and_gpus_but_the_memory_they_ask_for() -> None:
+    whole = {"node_cpus": 64, "node_memory_gb": 256, "node_gpus": 4}
+    spec = cluster(whole, workers_per_node=2, cpus_per_worker=4, memory_gb=32, gres="gpu:2")
+    assert billing(spec) == pytest.approx(64 + 32 * 0.25 + 4 * 2.0)
+    assert node_resources(spec).assumed == ()
+    assert billing(cluster(whole, gres="gpu:2")) == pytest.approx(64 + 256 * 0.25 + 4 * 2.0)
+
+
+def test_what_is_not_known_of_the_node_is_assumed_and_said() -> None:
+    said = " ".join(node_resources(cluster({}, workers_per_node=2, gres="gpu:1")).assumed)
+    for part in ("2 cores", "pricing.node_cpus", "1 GPU,", "pricing.node_gpus", "pricing.node_memory_gb"):
+        assert part in said
+
+
+def test_kinds_of_gpus_count_by_name_and_kind() -> None:
+    weights = {"tres_weights": "GRES/gpu:a100=5,GRES/gpu=1,GRES/nic=0.5,license/x=9"}
+    spec = cluster(weights, exclusive=False, gres="gpu:a100:4,nic")
+    assert billing(spec) == pytest.approx(4 * 5 + 4 * 1 + 0.5)
+    whole = cluster(weights | {"node_gpus": 8}, gres="gpu:a100:4,nic")
+    assert billing(whole) == pytest.approx(8 * 5 + 8 * 1 + 0.5)
+
+
+def test_max_tres_takes_the_largest_of_the_nodes_own() -> None:
+    spec = cluster({"max_tres": True}, exclusive=False, cpus_per_worker=16, memory_gb=32, gres="gpu:4")
+    assert billing(spec) == pytest.approx(max(16 * 1.0, 32 * 0.25, 4 * 2.0))
+
+
+counts = st.fixed_dictionaries({name: st.floats(0, 1000) for name in ("cpu", "mem", "gres/gpu")})
+
+
+@given(counts, st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
+def test_the_largest_is_at_most_the_sum_and_at_least_a_third(
+    tres: dict[str, float], cpu: float, mem: float, gpu: float
+) -> None:
+    weights = {"cpu": cpu, "mem": mem, "gres/gpu": gpu}
+    both = [PricingSpec(tres_weights=weights, max_tres=flag) for flag in (False, True)]
+    total, largest = (billing_per_node(pricing, tres) for pricing in both)
+    assert total / 3 - 1e-9 <= largest <= total + 1e-9

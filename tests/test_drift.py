@@ -1,0 +1,334 @@
+"""Drift: the detector's promises on noise, the part that is named, and choosing again. Numbers only."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.run_factory import candidate, compute_time_s, configurations, measurement, plan
+from tula_hpc.analysis.rerank import choose_again, drifted_step_s, knee_batch, slowed
+from tula_hpc.config import ObjectiveSpec
+from tula_hpc.drift import (
+    MARGIN,
+    NAMED_FROM,
+    THRESHOLD,
+    WARM_UP_LOOKS,
+    Detector,
+    Look,
+    Prediction,
+    Watch,
+    attribute,
+    describe_drift,
+    expected_parts,
+    in_force,
+    predict,
+    update_time_s,
+    windows_between_false_alarms,
+)
+from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
+
+PREDICTION = Prediction(step_time_s=0.1, low_s=0.09, high_s=0.11)
+EDGE_S = PREDICTION.high_s * MARGIN
+
+
+def noise(rng: random.Random, kind: str, sigma: float) -> Iterator[float]:
+    """Factors with median 1: lognormal, or lognormal with every tenth a pause of up to a hundredfold."""
+    while True:
+        pause = rng.uniform(2, 100) if kind == "pauses" and rng.random() < 0.1 else 1.0
+        yield pause * rng.lognormvariate(0.0, sigma)
+
+
+def first_verdict(detector: Detector, windows: Iterator[float], at_most: int) -> int | None:
+    return next((count for count in range(1, at_most + 1) if detector.observe(next(windows))), None)
+
+
+@pytest.mark.parametrize("kind", ["even", "pauses"])
+@given(seed=st.integers(0, 10**6), sigma=st.floats(0.001, 0.15), level=st.floats(0.92, 1.08))
+@settings(max_examples=25, deadline=None)
+def test_stationary_noise_within_the_interval_is_no_drift(kind: str, seed: int, sigma: float, level: float) -> None:
+    windows = (0.1 * level * factor for factor in noise(random.Random(seed), kind, sigma))
+    assert first_verdict(Detector(PREDICTION), windows, 2000) is None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.45])
+def test_false_alarms_are_as_rare_as_stated(share: float) -> None:
+    """Independent windows, so many of which lie beyond the edge; nothing else matters, as only the side counts."""
+    rng, runs = random.Random(1), 60
+    times = []
+    for _ in range(runs):
+        windows = (EDGE_S * (1.5 if rng.random() < share else 0.7) for _ in iter(int, 1))
+        times.append(first_verdict(Detector(PREDICTION), windows, 10**6) or 10**6)
+    mean = sum(times) / runs
+    assert mean > windows_between_false_alarms(share) * (1 - 3 / math.sqrt(runs))
+
+
+def test_the_stated_rates() -> None:
+    assert windows_between_false_alarms(0.5) == pytest.approx(((1 + 5**0.5) / 2) ** THRESHOLD)
+    rates = [windows_between_false_alarms(share) for share in (0.0, 0.05, 0.25, 0.5, 0.66)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[2] > 8e6
+    assert windows_between_false_alarms(2 / 3) == pytest.approx(1.0)
+
+
+@given(st.sampled_from([1.5, 3.0, 0.5]), st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_an_episode_is_one_event_at_its_beginning_and_one_at_its_end(ratio: float, seed: int) -> None:
+    rng, detector = random.Random(seed), Detector(PREDICTION)
+    levels = [1.0] * 50 + [ratio] * 100 + [1.0] * 100
+    verdicts = [(at, v) for at, level in enumerate(levels) if (v := detector.observe(0.1 * level * rng.gauss(1, 0.01)))]
+    assert [verdict for _, verdict in verdicts] == ["drifted", "recovered"]
+    assert [at for at, _ in verdicts] == [50 + THRESHOLD - 1, 150 + THRESHOLD - 1]
+
+
+def test_what_is_measured_is_the_level_of_the_episode() -> None:
+    detector = Detector(PREDICTION)
+    for level in [0.1] * 40 + [0.25] * THRESHOLD:
+        detector.observe(level)
+    assert detector.side == 1
+    assert detector.measured_s == 0.25
+
+
+@given(st.floats(1.0, MARGIN), st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_between_the_interval_and_its_margin_nothing_changes(factor: float, seed: int) -> None:
+    rng = random.Random(seed)
+    for side in (0, 1):
+        detector = Detector(PREDICTION, side)
+        beyond = [PREDICTION.high_s * min(MARGIN, max(1.0001, factor * rng.gauss(1, 0.001))) for _ in range(200)]
+        assert not any(detector.observe(window) for window in beyond)
+
+
+def test_an_episode_goes_on_after_a_restart() -> None:
+    detector = Detector(PREDICTION, side=1)
+    assert not any(detector.observe(0.2) for _ in range(100))
+    assert [detector.observe(0.1) for _ in range(THRESHOLD)][-1] == "recovered"
+
+
+# windows
+
+
+def watch(window_s: float) -> Watch:
+    return Watch(Detector(PREDICTION), window_s)
+
+
+def test_a_window_is_the_median_of_its_looks_so_a_pause_does_not_count() -> None:
+    watched = watch(5.0)
+    verdicts = [watched.observe(Look(10, 0.1 if look % 5 else 2.0, 0.001)) for look in range(500)]
+    assert not any(verdicts)
+    assert watched.data_time_s == 0.001
+
+
+def test_drift_is_noticed_after_about_the_time_that_was_asked_for() -> None:
+    for step_s, steps in ((0.2, 5), (30.0, 1)):
+        watched = Watch(Detector(Prediction(step_s / 2, step_s / 2, step_s / 2)), window_s=5.0)
+        looks = next(n for n in range(1, 1000) if watched.observe(Look(steps, step_s, 0.0)) is not None)
+        seconds = (looks - WARM_UP_LOOKS) * steps * step_s
+        assert seconds == pytest.approx(THRESHOLD * max(5.0, step_s), rel=0.01)
+
+
+def test_the_first_looks_do_not_count() -> None:
+    watched = watch(0.1)
+    for _ in range(WARM_UP_LOOKS):
+        watched.observe(Look(1, 50.0, 1.0))
+    assert not watched.detector.recent
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.floats(0.01, 1.0)), max_size=60))
+def test_all_workers_that_see_the_same_come_to_the_same_verdicts(looks: list[tuple[int, float]]) -> None:
+    one, other = watch(1.0), watch(1.0)
+    for steps, seconds in looks * 5:
+        assert one.observe(Look(steps, seconds, 0.0)) == other.observe(Look(steps, seconds, 0.0))
+
+
+# parts
+
+EXPECTED = StepParts(data_time_s=0.01, compute_time_s=0.06, allreduce_time_s=0.03)
+
+
+@given(st.sampled_from(["loader", "compute", "network"]), st.floats(1.2, 20), st.floats(-0.002, 0.002))
+def test_the_part_that_grew_is_named(part: str, factor: float, other: float) -> None:
+    names = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allreduce_time_s"}
+    extra = 0.05 * factor
+    changed = {name: getattr(EXPECTED, name) + (extra if name == names[part] else other) for name in names.values()}
+    assert attribute(StepParts(**changed), EXPECTED, extra + 2 * other) == part
+
+
+def test_a_deviation_that_no_part_explains_is_said_to_be_unknown() -> None:
+    almost = EXPECTED.model_copy(update={"compute_time_s": 0.06 + 0.9 * NAMED_FROM})
+    assert attribute(EXPECTED, EXPECTED, 1.0) == "unknown"
+    assert attribute(almost, EXPECTED, 1.0) == "unknown"
+    assert attribute(StepParts(compute_time_s=9.0), StepParts(), 1.0) == "unknown"
+
+
+def test_a_step_that_became_faster_has_a_part_that_became_faster() -> None:
+    faster = EXPECTED.model_copy(update={"allreduce_time_s": 0.005, "compute_time_s": 0.07})
+    assert attribute(faster, EXPECTED, -0.02) == "network"
+
+
+PROFILES = [measurement(c) for c in configurations(cluster_sizes=(1, 2, 4), batches=(64, 256, 1024))]
+
+
+def test_parts_of_a_measured_configuration_are_its_own() -> None:
+    row = PROFILES[4]
+    assert row.times is not None
+    parts = expected_parts(PROFILES, row.configuration)
+    assert parts.compute_time_s == row.times.compute_time_s
+    assert parts.allreduce_time_s == row.times.allreduce_time_s
+
+
+@given(st.integers(1, 2000), st.sampled_from([1, 2, 3, 4, 8]))
+def test_parts_of_others_lie_on_the_line_through_their_neighbours(local_batch: int, nodes: int) -> None:
+    """The synthetic cluster is affine in the batch; its ring is not affine in the workers, but monotone."""
+    parts = expected_parts(PROFILES, Configuration(nodes, 1, local_batch))
+    assert parts.compute_time_s == pytest.approx(0.004 + 0.0011 * local_batch)
+    assert parts.data_time_s == pytest.approx(0.003 + 0.00002 * local_batch)
+    two, four = (expected_parts(PROFILES, Configuration(n, 1, 64)).allreduce_time_s for n in (2, 4))
+    assert two is not None
+    assert four is not None
+    assert parts.allreduce_time_s == (0 if nodes == 1 else pytest.approx(two + (nodes - 2) * (four - two) / 2))
+
+
+def test_nothing_is_known_of_what_was_never_measured() -> None:
+    assert expected_parts([], Configuration(2, 1, 8)) == StepParts()
+    assert expected_parts(PROFILES, Configuration(2, 4, 8)).compute_time_s is None
+    assert update_time_s(PROFILES, 2) == 0.0
+
+
+# the plan's prediction
+
+
+def whole_plan(**changes: object) -> Plan:
+    return plan([candidate(configuration) for configuration in configurations()], **changes)
+
+
+def test_the_prediction_is_that_of_the_candidate_that_is_trained() -> None:
+    made = whole_plan()
+    chosen = predict(made, made.chosen.configuration)
+    fallback = predict(made, made.fallbacks[0].configuration)
+    assert chosen is not None
+    assert fallback is not None
+    assert chosen.step_time_s == made.chosen.step_time_s != fallback.step_time_s
+    assert (chosen.low_s, chosen.high_s) == pytest.approx((0.93 * chosen.step_time_s, 1.08 * chosen.step_time_s))
+    assert predict(made, Configuration(64, 1, 1)) is None
+    assert predict(made, made.chosen.configuration, "gpu") is None
+
+
+# choosing again
+
+PARTS = dict(zip(("network", "compute", "loader"), ("allreduce_time_s", "compute_time_s", "data_time_s"), strict=True))
+
+
+def drift_of(part: str, factor: float, at: Candidate, rows: list[Measurement]) -> Drift:
+    expected = expected_parts(rows, at.configuration)
+    was = getattr(expected, PARTS[part])
+    return Drift(
+        **at.configuration._asdict(),
+        measured_s=2.0,
+        predicted_s=1.0,
+        part=part,
+        measured=expected.model_copy(update={PARTS[part]: factor * was}),
+        expected=expected,
+    )
+
+
+def again(kind: str, part: str, factor: float, below: int | None = None) -> Candidate | None:
+    made = whole_plan()
+    there = [c for c in made.candidates if c.nodes == 4 and c.feasible]
+    least = {"time": min(there, key=lambda c: c.train_time_s), "cost": min(there, key=lambda c: c.cost)}
+    chosen = least.get(kind, made.chosen)
+    objective = ObjectiveSpec.model_validate({"kind": kind})
+    drift = drift_of(part, factor, chosen, PROFILES)
+    found = choose_again(
+        made, objective, chosen.configuration, drift, lambda c: expected_parts(PROFILES, c), below=below
+    )
+    assert found is None or (found.nodes == chosen.nodes and found.feasible)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["knee", "time", "cost", "weighted"])
+@pytest.mark.parametrize("part", ["network", "compute", "loader"])
+def test_without_a_change_the_choice_stands(kind: str, part: str) -> None:
+    made = whole_plan()
+    unchanged = again(kind, part, 1.0)
+    assert unchanged is not None
+    if kind in ("knee", "weighted"):
+        assert unchanged == made.chosen.model_copy(update={"interval_90": unchanged.interval_90})
+
+
+@pytest.mark.parametrize("kind", ["knee", "cost", "time"])
+def test_a_slow_network_never_makes_the_batch_smaller(kind: str) -> None:
+    batches = [found.global_batch for factor in (1, 3, 10, 100) if (found := again(kind, "network", factor))]
+    assert batches == sorted(batches)
+    assert len(batches) == 4
+
+
+def test_a_slow_network_makes_larger_batches_pay_that_did_not_pay_before() -> None:
+    """While computing prevails, time hardly falls with the batch: there is no knee, and a small batch will do."""
+    listed = [candidate(c) for c in configurations(cluster_sizes=(2,), batches=(256, 512, 1024))]
+    there = [slowed(c, compute_time_s(c.local_batch) / c.step_time_s) for c in listed]
+    made = plan(there, chosen=there[0])
+    assert knee_batch(there) is None
+    found = choose_again(
+        made,
+        ObjectiveSpec(kind="knee"),
+        there[0].configuration,
+        drift_of("network", 30.0, there[0], PROFILES),
+        lambda c: expected_parts(PROFILES, c),
+    )
+    assert found is not None
+    assert found.global_batch > there[0].global_batch
+    assert found.step_time_s > 1.5 * next(c.step_time_s for c in there if c.configuration == found.configuration)
+
+
+def test_a_batch_that_ran_out_of_memory_is_not_chosen_again() -> None:
+    found = again("time", "network", 100.0, below=64)
+    assert found is not None
+    assert found.local_batch < 64
+
+
+def test_an_unknown_part_changes_nothing() -> None:
+    made = whole_plan()
+    drift = drift_of("network", 3.0, made.chosen, PROFILES).model_copy(update={"part": "unknown"})
+    assert choose_again(made, ObjectiveSpec(), made.chosen.configuration, drift, lambda _: StepParts()) is None
+
+
+@given(st.floats(1.0, 50.0), st.sampled_from(list(PARTS)))
+def test_the_drifted_step_is_the_measured_one_where_it_was_measured(factor: float, part: str) -> None:
+    chosen = whole_plan().chosen
+    drift = drift_of(part, factor, chosen, PROFILES)
+    extra = getattr(drift.measured, PARTS[part]) - getattr(drift.expected, PARTS[part])
+    assert drifted_step_s(chosen, drift, drift.expected) == pytest.approx(chosen.step_time_s + extra)
+
+
+def test_what_is_paid_by_time_follows_the_step() -> None:
+    chosen = whole_plan().chosen.model_copy(update={"wall_time_s": 100.0})
+    twice = slowed(chosen, 2.0)
+    assert (twice.train_time_s, twice.cost, twice.wall_time_s) == (2 * chosen.train_time_s, 2 * chosen.cost, 200.0)
+    assert twice.energy_kwh is None
+    assert twice.interval_90["train_time_s"][1] == 2 * chosen.interval_90["train_time_s"][1]
+
+
+# words
+
+
+def event(name: str, **data: object) -> Event:
+    return Event.model_validate({"time": 0.0, "event": name, "stage": "train", "data": data})
+
+
+def test_progress_shows_an_open_episode_and_no_other() -> None:
+    drifted, recovered = event("drifted", ratio=1.9, part="network"), event("recovered", ratio=1.0, part="unknown")
+    assert describe_drift([]) == ""
+    assert "1.90" in describe_drift([drifted, event("checkpoint")])
+    assert "network" in describe_drift([drifted])
+    assert describe_drift([drifted, recovered]) == ""
+
+
+def test_the_batch_in_force_is_the_last_that_was_planned_anew() -> None:
+    chosen = whole_plan().chosen
+    assert in_force(chosen, [event("submitted")]) == chosen
+    assert in_force(chosen, [event("replanned", local_batch=8), event("replanned", local_batch=16)]).local_batch == 16

@@ -1,0 +1,45 @@
+"""The plan says how far the estimate before any profile was off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.planning_data import cluster, grid, peak_bytes, sweep
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.config import TrainingSpec
+from tula_hpc.records import Footprint, RunDirectory
+
+COUNTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample", "fixed_bytes")
+
+
+def footprint(scale: float) -> Footprint:
+    return Footprint(**dict.fromkeys(COUNTS, 1), peaks={b: round(scale * peak_bytes(b)) for b in (8, 64, 1024)})
+
+
+@pytest.mark.parametrize(("scale", "warned"), [(1.1, False), (0.6, True), (1.5, True)])
+def test_the_error_stands_beside_the_memory_model_and_a_large_one_is_a_warning(scale: float, warned: bool) -> None:
+    plan = make_plan(sweep(), cluster(), grid(), footprints={"": footprint(scale)})
+    assert plan.models["memory"]["estimate_error_median"] == pytest.approx(abs(scale - 1), abs=0.01)
+    assert any("estimate of memory" in text for text in plan.warnings) == warned
+
+
+def test_without_an_estimate_nothing_is_said_of_it() -> None:
+    assert "estimate_error_median" not in make_plan(sweep(), cluster(), grid()).models["memory"]
+
+
+def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
+    limit_gb = (peak_bytes(128) / 0.9 + 1) / 1024**3  # a step at 128 samples just fits
+    limited = cluster(memory_gb=limit_gb)
+    training = [TrainingSpec.model_validate({"method": method}) for method in ("lbt", "ags")]
+    specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]
+    largest = [max(c.local_batch for c in make_plan(s, limited, grid()).candidates if c.feasible) for s in specs]
+    assert largest == [128, 64]
+
+
+def test_damaged_estimates_are_none(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.footprint_file().write_text(footprint(1.0).model_dump_json())
+    run.footprint_file("gpu/a").write_text("{")
+    assert list(run.footprints(["", "gpu/a", "absent"])) == [""]

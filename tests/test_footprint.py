@@ -1,0 +1,214 @@
+"""The estimate of memory before any profile: what is counted, and how it is asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tula_hpc import footprint as client
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.records import Footprint
+from tula_hpc.workloads.footprint import estimate_footprint, main
+from tula_hpc.workloads.rehearsal import Counts, Shapes, count
+from tula_hpc.workloads.tracking import AllocationTracker
+
+SHAPES = Shapes((3, 32, 32), 10, 32)
+FLOAT = 4
+COMPACT = "tula_hpc.workloads.compact:compact_cnn"
+
+
+@cache
+def counts(model: str = COMPACT, world: int = 1, device: str = "cpu", **workload: Any) -> Counts:
+    return count(WorkloadSpec(model=model, **workload), SHAPES, world, device, (128, 512), fake=True)
+
+
+def sweep(**workload: Any) -> SweepSpec:
+    fields = {"model": COMPACT, "dataset": "synthetic", **workload}
+    search = {"cluster_sizes": [2, 4], "min_batch": 32, "max_batch": 1024}
+    return SweepSpec.model_validate({"name": "x", "workload": fields, "search": search})
+
+
+def test_a_tracker_counts_storages_once_and_until_they_are_freed() -> None:
+    with AllocationTracker() as tracker:
+        kept = torch.zeros(1000)
+        tracker.watch()
+        view = kept.view(10, 100)[2:]
+        large = torch.ones(5000)
+        del large
+        small = view + 1.0
+        peak = tracker.peak()
+    assert peak.live_bytes == (1000 + 5000) * FLOAT
+    assert peak.blocks == (5000 * FLOAT,)
+    assert small.shape == (8, 100)
+
+
+def test_counting_on_fake_tensors_equals_counting_on_real_ones() -> None:
+    workload = WorkloadSpec(model=COMPACT)
+    fake, real = (count(workload, SHAPES, 1, "cpu", (2, 4), fake=kind) for kind in (True, False))
+    assert fake == real
+
+
+def test_parameters_states_and_gradients_are_counted_as_they_are() -> None:
+    model_bytes = 10_000  # at least: the compact model has millions
+    sgd, adamw, plain = counts(), counts(optimizer="adamw"), counts(momentum=0.0)
+    assert sgd.parameters == sgd.gradients == sgd.optimizer > model_bytes
+    assert adamw.optimizer >= 2 * adamw.parameters
+    assert plain.optimizer == 0
+
+
+def test_states_are_divided_under_zero() -> None:
+    whole, half, eighth = counts(world=1), counts(world=2, zero_stage=1), counts(world=8, zero_stage=1)
+    assert whole.optimizer > half.optimizer >= eighth.optimizer
+    assert half.optimizer < 0.8 * whole.optimizer
+    assert counts(world=1, zero_stage=1) == whole
+
+
+def test_several_workers_keep_their_gradients_through_the_whole_step() -> None:
+    alone, several = counts(), counts(world=2)
+    assert alone.fixed < several.fixed <= alone.fixed + alone.gradients
+    assert several.per_sample == pytest.approx(alone.per_sample, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("option", "smallest", "largest"),
+    [
+        ({"precision": "bf16"}, 0.4, 0.9),
+        ({"channels_last": True}, 0.9, 1.2),
+    ],
+    ids=str,
+)
+def test_options_change_the_activations(option: dict[str, Any], smallest: float, largest: float) -> None:
+    assert smallest < counts(**option).per_sample / counts().per_sample < largest
+
+
+def dropping(classes: int, image_size: int) -> nn.Module:
+    """For `model = "tests.test_footprint:dropping"`."""
+    head = nn.Linear(3 * image_size**2, classes)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(), head)
+
+
+def test_dropout_keeps_a_smaller_mask_on_cuda() -> None:
+    cpu, cuda = (counts(f"{__name__}:dropping", device=device) for device in ("cpu", "cuda"))
+    assert cuda.per_sample < 0.9 * cpu.per_sample
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> None:
+    open_ended = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device}))
+    batches, peaks = list(open_ended.peaks), list(open_ended.peaks.values())
+    assert batches == [8, 16, 32, 64, 128, 256, 512]
+    assert all(low < high for low, high in pairwise(peaks))
+    assert open_ended.largest_local_batch is None
+    assert open_ended.world_size == 2
+    key = "device_memory_gb" if device == "cuda" else "memory_gb"
+    needed = (peaks[3] + open_ended.scaling_bytes + 1) / 0.9 / 1024**3
+    limited = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: needed + 0.02}))
+    assert limited.largest_local_batch == 64
+    tiny = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: 0.001}))
+    assert tiny.largest_local_batch == 0
+
+
+class Branching(nn.Module):
+    """A model that looks at values."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if float(images.sum()) > 1e9:
+            images = images * 0.5
+        output: Tensor = self.head(images.flatten(1))
+        return output
+
+
+def branching(classes: int, image_size: int) -> nn.Module:
+    """For `model = "tests.test_footprint:branching"`."""
+    return Branching(classes)
+
+
+def test_a_model_that_needs_values_is_counted_on_real_tensors() -> None:
+    found = estimate_footprint(sweep(model=f"{__name__}:branching", dataset="digits"), ClusterSpec())
+    assert found.method == "real"
+    assert any("real tensors" in text for text in found.assumptions)
+    assert found.parameter_bytes == (3 * 8 * 8 + 1) * 10 * FLOAT
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([1, 2, 4, 8, 64, 512]), st.integers(1, 10**12), min_size=1), st.integers(1, 4096)
+)
+def test_between_the_powers_of_two_lie_straight_lines(peaks: dict[int, int], batch: int) -> None:
+    rising = dict(zip(sorted(peaks), sorted(peaks.values()), strict=True))
+    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample", "fixed_bytes")
+    found = Footprint(**dict.fromkeys(names, 0), peaks=rising)
+    assert all(found.peak_bytes(known) == pytest.approx(peak) for known, peak in rising.items())
+    assert found.peak_bytes(batch) <= found.peak_bytes(batch + 1) * (1 + 1e-9)
+
+
+def files(folder: Path, model: str = COMPACT, cluster: str = "memory_gb = 4.0") -> tuple[Path, Path]:
+    content = f'name = "x"\n[workload]\nmodel = "{model}"\ndataset = "synthetic"\n'
+    (folder / "sweep.toml").write_text(content)
+    (folder / "cluster.toml").write_text(f'name = "c"\n{cluster}\n')
+    return folder / "sweep.toml", folder / "cluster.toml"
+
+
+def test_the_command_prints_a_table_or_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_file, cluster_file = map(str, files(tmp_path, cluster="memory_gb = 0.9"))
+    assert main([sweep_file, "--cluster", cluster_file]) == 0
+    table = capsys.readouterr().out
+    assert "parameters" in table
+    assert "too large" in table
+    assert main([sweep_file, "--cluster", cluster_file, "--json"]) == 0
+    assert Footprint.model_validate(json.loads(capsys.readouterr().out)).limit_bytes == int(0.9 * int(0.9 * 1024**3))
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(files(tmp_path, model="resnet17")[0])]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "resnet17" in said
+
+
+def test_the_client_gives_the_record(tmp_path: Path) -> None:
+    found = client.estimate(*files(tmp_path), timeout_s=120)
+    assert found.footprint is not None, found.reason
+    assert found.trusted_batch == found.footprint.largest_local_batch
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "reason"),
+    [
+        ("import sys; sys.exit('no such thing')", 60.0, "no such thing"),
+        ("print('{}')", 60.0, "is damaged"),
+        ("import time; time.sleep(60)", 0.2, "took more than"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60.0, "exit code -9"),
+    ],
+    ids=["fails", "damaged", "late", "killed"],
+)
+def test_whatever_goes_wrong_is_a_reason_and_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, reason: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = client.estimate(*files(tmp_path), timeout_s=timeout_s)
+    assert found.footprint is None
+    assert found.trusted_batch is None
+    assert reason in found.reason
+
+
+def test_a_python_that_cannot_be_started_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    assert "could not be started" in client.estimate(*files(tmp_path)).reason

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kneed import KneeLocator
+
+from tests.table_factory import Row, hyperbola, rows_of, table_of
+from tula_hpc.analysis.knee import (
+    MAX_LINES,
+    Array,
+    Curve,
+    Lines,
+    TrainTime,
+    find_knees,
+    knee_of,
+    lines_of,
+    lower_envelope,
+)
+
+laws = settings(max_examples=15, deadline=None)
+POWERS = [2**k for k in range(5, 13)]
+
+
+def envelope(rows: list[Row], law: TrainTime) -> Curve:
+    return lower_envelope(lines_of(table_of(rows)), law)
+
+
+@laws
+@given(st.floats(0.001, 100.0), st.floats(0.0, 1.0), st.integers(4, 10))
+def test_the_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(fixed: float, share: float, octaves: int) -> None:
+    """T = α/B + β has slope −1 on axes normalized to its ends exactly where B² = B_min · B_max."""
+    batches = np.geomspace(32, 32 * 2**octaves, 3001)
+    knee = float(find_knees(Curve(batches, fixed / batches + share * fixed / 4096)))
+    assert knee == pytest.approx(32 * 2 ** (octaves / 2), rel=0.01)
+
+
+@laws
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(1e-5, 1e-2)), min_size=1, max_size=4), st.integers(3, 9))
+def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octaves: int) -> None:
+    """Envelopes of several cluster sizes have several knees; ours is the one of theirs that bends most."""
+    batches = np.geomspace(32, 32 * 2**octaves, 1001)
+    each = [(fixed + slope * batches / 2**k) / batches for k, (fixed, slope) in enumerate(steps)]
+    curve = Curve(batches, np.minimum.accumulate(np.min(each, axis=0)))
+    mine = float(find_knees(curve))
+    theirs = KneeLocator(*curve, curve="convex", direction="decreasing", online=True).all_knees
+    if np.isnan(mine):
+        return
+    along = (batches - batches[0]) / (batches[-1] - batches[0])
+    times = curve.train_time_s
+    bend = 1 - along - (times - times[-1]) / (times[0] - times[-1])
+    best = max(theirs, key=lambda knee: bend[np.searchsorted(batches, knee)])
+    assert mine == pytest.approx(best)
+
+
+def test_many_curves_give_what_each_gives() -> None:
+    batches = np.geomspace(32, 4096, 301)
+    curves = np.stack([1 / batches + share for share in (0.0, 0.001)] + [np.full_like(batches, 2.0)])
+    together = find_knees(Curve(batches, curves))
+    each = [float(find_knees(Curve(batches, curve))) for curve in curves]
+    np.testing.assert_array_equal(together, each)
+    assert np.isnan(together[2])
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        np.full(100, 5.0),
+        np.linspace(1.0, 5.0, 100),
+        np.linspace(5.0, 1.0, 100),
+        5.0 - np.linspace(0.0, 2.0, 100) ** 2,
+        np.linspace(1.03, 1.0, 100) ** 2,
+    ],
+    ids=["flat", "rising", "straight", "concave", "nearly flat"],
+)
+def test_a_curve_that_does_not_bend_has_no_knee(times: Array) -> None:
+    assert np.isnan(find_knees(Curve(np.linspace(32, 4096, 100), np.minimum.accumulate(times))))
+
+
+def test_the_envelope_takes_the_fastest_cluster_size_at_every_batch_and_never_rises() -> None:
+    law = hyperbola(1.0, 0.01)
+    batches, times = envelope([*rows_of(law, 1, [32, 1024]), *rows_of(law, 4, [8, 64])], law)
+    assert (batches[0], batches[-1]) == (pytest.approx(32), pytest.approx(1024))
+    assert np.all(np.diff(times) <= 0)
+    one, four = (law(0, np.full_like(batches, n), np.ones_like(batches), batches / n) for n in (1.0, 4.0))
+    inside = batches <= 4 * 64
+    np.testing.assert_allclose(times[inside], np.minimum(one, four)[inside])
+    assert np.all(times <= one + 1e-12)
+
+
+def test_a_gap_between_the_sizes_is_no_candidate_area() -> None:
+    law = hyperbola(1.0)
+    batches, _ = envelope([*rows_of(law, 1, [32, 64]), *rows_of(law, 4, [256, 512])], law)
+    assert not np.any((batches > 65) & (batches < 1023))
+
+
+def test_each_kind_of_nodes_follows_its_own_law() -> None:
+    def law(part: int, nodes: Array, workers: Array, batch: Array) -> Array:
+        return hyperbola(1.0 if part == 0 else 0.1)(0, nodes, workers, batch)
+
+    lines = Lines(*np.array([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [32.0, 64.0], [512.0, 256.0]]))
+    batches, times = lower_envelope(lines, law)
+    before, after = batches < 63, batches > 65
+    np.testing.assert_allclose(times[before], 1.0 / batches[before])
+    np.testing.assert_allclose(times[after], np.maximum(0.1 / batches[after], 0.1 / 256), rtol=0.02)
+
+
+def test_of_very_many_sizes_those_that_are_fastest_make_the_curve() -> None:
+    law = hyperbola(1.0, 0.01)
+    many = [row for nodes in range(1, 201) for row in rows_of(law, nodes, POWERS)]
+    lines = lines_of(table_of(many))
+    assert len(lines.nodes) < len(many)
+    assert 200.0 in lines.nodes
+    full = lines_of(table_of(many[: 8 * MAX_LINES]))
+    assert len(full.nodes) == MAX_LINES
+    knee = float(find_knees(lower_envelope(lines, law)))
+    every = [lower_envelope(Lines(*np.array([[0.0], [n], [1.0], [32.0 * n], [4096.0 * n]])), law) for n in (1.0, 200.0)]
+    assert every[0].global_batch[0] <= knee <= every[1].global_batch[-1]
+
+
+def drawn(spread: float) -> TrainTime:
+    """Hyperbolas whose compute differs between draws."""
+    slopes = 0.002 * np.exp(spread * np.random.default_rng(0).standard_normal(200))
+
+    def train_time_s(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
+        world = nodes * workers
+        return (0.05 + slopes[:, None] * batch + 0.1 * (1 - 1 / world)) / (world * batch)
+
+    return train_time_s
+
+
+def test_the_interval_holds_the_knee_and_grows_with_the_uncertainty() -> None:
+    """Several sizes: with one the knee of a hyperbola does not depend on its coefficients."""
+    sure, unsure, nominal = drawn(0.01), drawn(0.5), drawn(0.0)
+    law: TrainTime = lambda *args: nominal(*args)[0]  # noqa: E731 - the first of equal curves
+    feasible = table_of([row for nodes in (1, 2, 4) for row in rows_of(law, nodes, POWERS)])
+    narrow, wide = knee_of(feasible, law, sure), knee_of(feasible, law, unsure)
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.global_batch == wide.global_batch
+    assert narrow.interval_90 is not None
+    assert wide.interval_90 is not None
+    low, high = narrow.interval_90
+    assert narrow.global_batch == pytest.approx((low + high) / 2, rel=0.1)
+    assert wide.interval_90[1] - wide.interval_90[0] > high - low
+    assert knee_of(feasible, law, unsure) == wide
+
+
+def test_curves_without_a_knee_are_counted() -> None:
+    def half(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
+        bent = hyperbola(1.0)(0, nodes, workers, batch)
+        return np.stack([bent, np.full_like(bent, 5.0)])
+
+    feasible = table_of(rows_of(hyperbola(1.0), 1, POWERS))
+    knee = knee_of(feasible, hyperbola(1.0), half)
+    assert knee is not None
+    assert knee.share_without_knee == 0.5
+    assert knee.interval_90 is not None
+
+
+def test_two_batches_make_no_knee() -> None:
+    law = hyperbola(1.0)
+    assert knee_of(table_of(rows_of(law, 1, [32, 4096])), law, None) is None
+    assert knee_of(table_of(rows_of(law, 1, [64])), law, None) is None

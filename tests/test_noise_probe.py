@@ -1,0 +1,98 @@
+"""The noise scale at profiling against the covariance of all samples' gradients, taken one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from tula_hpc import noise_probe
+from tula_hpc.analysis.noise import critical_batch
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.noise_probe import NoiseEstimate, probe_noise
+from tula_hpc.profiler import measure
+from tula_hpc.records import Configuration
+from tula_hpc.worker import Worker
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+
+
+def sweep(model: str = "tests.examples.own_workload:perceptron", **search: object) -> SweepSpec:
+    workload = {"model": model, "dataset": "digits", "loader_workers": 0, "augment": False, "lr": 0.1}
+    times = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5}
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "search": times | search})
+
+
+def worker_of(local_batch: int = 64, model: str = "tests.examples.own_workload:perceptron") -> Worker:
+    return Worker(sweep(model), ClusterSpec(), Configuration(1, 1, local_batch), ALONE)
+
+
+def true_noise_scale(worker: Worker) -> float:
+    """tr(Σ)/|G|² over the whole training set."""
+    samples = [worker.workload.train[index] for index in range(worker.samples)]
+    images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+
+    def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return worker.workload.loss(functional_call(worker.model, parameters, (image[None],)), label[None])
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))(dict(worker.model.named_parameters()), images, labels)
+    gradients = torch.cat([g.flatten(1) for g in each.values()], dim=1).detach()
+    square = gradients.mean(0).square().sum()
+    return float((gradients.square().sum(1).mean() - square) / square)
+
+
+def test_the_estimate_is_near_the_truth_of_the_whole_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise_probe, "PASSES", 60)
+    worker = worker_of()
+    found = probe_noise(worker, worker.batches())
+    assert found.noise_scale == pytest.approx(true_noise_scale(worker), rel=0.2)
+    assert found.samples == 60 * 64
+
+
+def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
+    measured = [measure(sweep(), ClusterSpec(), Configuration(1, 1, batch), ALONE) for batch in (64, 128)]
+    assert all(m.noise_scale > 0 and len(m.noise_terms) == noise_probe.PASSES for m in measured)
+    critical = critical_batch(measured)
+    assert critical is not None
+    assert critical.low <= critical.batch <= critical.high
+    assert 0.2 < critical.batch / true_noise_scale(worker_of()) < 5
+
+
+@pytest.mark.parametrize("local_batch", [1, 2, 3])
+def test_a_batch_too_small_to_be_split_says_nothing(local_batch: int) -> None:
+    worker = worker_of(local_batch)
+    assert probe_noise(worker, worker.batches()) == NoiseEstimate()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_model_is_left_as_it_was(steps: int) -> None:
+    worker = worker_of(16, "tula_hpc.workloads.compact:compact_cnn")
+    batches = worker.batches()
+    worker.train_step(*next(batches))
+    before = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    assert probe_noise(worker, batches, steps).samples > 0
+    after: dict[str, Tensor] = worker.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_steps_before_the_measurement_are_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise_probe, "PASSES", 60)
+    monkeypatch.setattr(noise_probe, "LEARNING_RATE_SHARE", 1.0)
+    worker, trained = worker_of(), worker_of()
+    found = probe_noise(worker, worker.batches(), steps=100)
+    batches = trained.batches()
+    for _ in range(100):
+        trained.train_step(*next(batches))
+    assert found.noise_scale == pytest.approx(true_noise_scale(trained), rel=0.4)
+    assert true_noise_scale(worker) == true_noise_scale(worker_of())
+
+
+def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(noise_probe, "local_gradient", fails)
+    measured = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
+    assert (measured.status, measured.noise_scale, measured.noise_terms) == ("ok", 0.0, ())

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from tests.planning_data import cluster, failed, grid, ok, step_time_s, sweep, times
+from tula_hpc.analysis.grid import candidate_grid
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.search import candidates
+from tula_hpc.config import ClusterSpec, check_together, load_cluster, sweep_for
+from tula_hpc.errors import InputError, NotEnoughDataError
+from tula_hpc.records import Configuration, Measurement
+
+SLOW, FAST = "v100", "a100"
+TWO: list[dict[str, Any]] = [
+    {"partition": SLOW, "max_nodes": 4, "pricing": {"usd_per_node_hour": 1.0}},
+    {"partition": FAST, "max_nodes": 2, "memory_gb": 8.0, "pricing": {"usd_per_node_hour": 10.0}},
+]
+
+
+def both(**more: Any) -> ClusterSpec:
+    return cluster(partitions=TWO, **more)
+
+
+def on(partition: str, nodes: int, local_batch: int, pace: float = 1.0) -> Measurement:
+    step = pace * step_time_s(nodes, local_batch)
+    timed = times(nodes, local_batch, step_time_s=step, compute_time_s=0.9 * step, allreduce_time_s=0.0)
+    return ok(nodes, local_batch, partition=partition, times=timed)
+
+
+def measured() -> list[Measurement]:
+    """The second partition is four times as fast and ten times as dear."""
+    slow = [on(SLOW, nodes, batch // nodes) for nodes in (1, 2, 4) for batch in (32, 128, 1024)]
+    return slow + [on(FAST, nodes, batch // nodes, 0.25) for nodes in (1, 2) for batch in (32, 128, 1024)]
+
+
+def test_without_tables_the_cluster_is_its_only_part() -> None:
+    spec = cluster(partition="gpu")
+    assert spec.parts() == (spec,)
+    assert spec.part_names() == ("",)
+    assert spec.part("") is spec
+    with pytest.raises(InputError, match="no partition 'gpu'"):
+        spec.part("gpu")
+
+
+def test_a_part_overrides_what_it_names_and_keeps_the_rest() -> None:
+    spec = both(memory_gb=4.0, account="physics", pricing={"basis": "spot", "preemption_hours": 3.0})
+    slow, fast = spec.parts()
+    assert (slow.partition, slow.max_nodes, slow.memory_gb, slow.account) == (SLOW, 4, 4.0, "physics")
+    assert (fast.partition, fast.max_nodes, fast.memory_gb, fast.account) == (FAST, 2, 8.0, "physics")
+    assert (fast.pricing.basis, fast.pricing.usd_per_node_hour, fast.pricing.preemption_hours) == ("spot", 10.0, 3.0)
+    assert slow.partitions == fast.partitions == ()
+    assert spec.part(FAST) == fast
+    with pytest.raises(InputError, match="no partition 'h100'"):
+        spec.part("h100")
+
+
+def test_parts_survive_the_run_directory_and_overrides_there_reach_them(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(tomli_w.dumps(both().model_dump(mode="json", exclude_none=True)))
+    assert load_cluster(path) == both()
+    changed = load_cluster(path, ["pricing.basis=memory"])
+    assert [part.pricing.basis for part in changed.parts()] == ["memory", "memory"]
+    assert [part.pricing.usd_per_node_hour for part in changed.parts()] == [1.0, 10.0]
+
+
+def test_each_part_is_checked_as_a_cluster() -> None:
+    with pytest.raises(ValueError, match=r"partitions: a: .*gres"):
+        cluster(executor="slurm", device="cuda", partitions=[{"partition": "a"}])
+    assert cluster(executor="slurm", device="cuda", partitions=[{"partition": "a", "gres": "gpu:1"}])
+
+
+def test_a_cluster_size_has_to_fit_one_part() -> None:
+    check_together(sweep(), both(), "sweep", "cluster")
+    with pytest.raises(InputError, match="8 nodes, but cluster has max_nodes = 4"):
+        check_together(sweep(cluster_sizes=[1, 8]), both(), "sweep", "cluster")
+    fast = both().part(FAST)
+    narrowed = sweep_for(sweep(), fast)
+    assert narrowed is not None
+    assert narrowed.search.cluster_sizes == (1, 2)
+    assert sweep_for(sweep(cluster_sizes=[4]), fast) is None
+    assert sweep_for(sweep(), both().part(SLOW)) == sweep()
+
+
+@pytest.mark.parametrize("bounds", [(24, 5000), (32, 4096)])
+@pytest.mark.parametrize(("sizes", "workers"), [([1, 2, 4], 1), ([3, 5], 4), ([1, 7, 64], 2)])
+def test_the_grid_is_what_the_search_lists(sizes: list[int], workers: int, bounds: tuple[int, int]) -> None:
+    spec = sweep(cluster_sizes=sizes, min_batch=bounds[0], max_batch=bounds[1])
+    columns = candidate_grid(spec.search, cluster(workers_per_node=workers))
+    rows = [Configuration(*map(int, row)) for row in zip(*columns, strict=True)]
+    assert rows == candidates(spec.search, workers)
+    assert [row.global_batch for row in rows] == columns.global_batch.tolist()
+    assert len(set(columns.keys().tolist())) == len(rows)
+
+
+def test_candidates_of_all_parts_compete_at_their_own_speed_and_price() -> None:
+    plans = {kind: make_plan(sweep(kind), both(), measured()) for kind in ("time", "cost")}
+    assert (plans["time"].chosen.partition, plans["cost"].chosen.partition) == (FAST, SLOW)
+    plan = plans["time"]
+    assert {(c.partition, c.nodes) for c in plan.candidates} == {(SLOW, 1), (SLOW, 2), (SLOW, 4), (FAST, 1), (FAST, 2)}
+    by_key = {(c.partition, c.configuration): c for c in plan.candidates}
+    for (partition, key), candidate in by_key.items():
+        if partition == FAST:
+            assert candidate.step_time_s == pytest.approx(0.25 * by_key[SLOW, key].step_time_s, rel=0.25)
+        price = {SLOW: 1.0, FAST: 10.0}[partition]
+        assert candidate.cost == pytest.approx(candidate.train_time_s / 3600 * candidate.nodes * price)
+    assert set(plan.models["partitions"]) == {SLOW, FAST}
+    assert f"on {FAST}" in plan.reason
+
+
+def test_memory_and_fallbacks_are_those_of_the_chosen_part() -> None:
+    plan = make_plan(sweep("time"), both(memory_gb=2.0), measured())
+    assert plan.memory_limit_bytes == 8 * 1024**3
+    assert {c.partition for c in plan.fallbacks} == {FAST}
+    assert any(not c.feasible for c in plan.candidates if c.partition == SLOW)
+    assert all(c.feasible for c in plan.candidates if c.partition == FAST)
+
+
+def test_a_part_without_enough_measurements_is_left_out_and_said() -> None:
+    rows = [row for row in measured() if row.partition == SLOW] + [failed(1, 32, partition=FAST)]
+    plan = make_plan(sweep("time"), both(), rows)
+    assert {c.partition for c in plan.candidates} == {SLOW}
+    assert any(f"partition {FAST} is left out: no usable measurement" in warning for warning in plan.warnings)
+    with pytest.raises(NotEnoughDataError, match="no usable measurement"):
+        make_plan(sweep("time"), both(), [])
+
+
+def test_doubts_about_a_part_name_it() -> None:
+    rows = measured()
+    rows[0] = rows[0].model_copy(update={"converged": False})
+    assert any(w.startswith(f"{SLOW}: measurements that stopped") for w in make_plan(sweep(), both(), rows).warnings)
+
+
+def test_measurements_of_other_parts_do_not_count() -> None:
+    rows = grid()
+    plan = make_plan(sweep(), cluster(), rows)
+    assert {c.partition for c in plan.candidates} == {""}
+    with pytest.raises(NotEnoughDataError):
+        make_plan(sweep(), both(), rows)

@@ -1,0 +1,132 @@
+"""What profiling cost: laws of the account, and of the estimate beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.run_factory import configurations, measurement
+from tula_hpc.analysis.profiling_cost import (
+    FullSearch,
+    describe,
+    elapsed_times,
+    full_search,
+    job_runs,
+    profiling_cost,
+)
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.records import Configuration, JobNote, Measurement
+
+SWEEP = SweepSpec(name="x", search=SearchSpec(cluster_sizes=(1, 2, 4), min_batch=32, max_batch=2048))
+TIMES = st.lists(st.floats(0, 1e4), min_size=4, max_size=4).map(sorted)
+
+
+def told(
+    submitted: float, began: float, ready: float, ended: float, *, nodes: int = 1, job: str = "1", end: bool = True
+) -> list[JobNote]:
+    """The notes of one run of a job."""
+    words = [("began", began + 0.5), ("ready", ready), ("measuring", ready)] + ([("ended", ended)] if end else [])
+    common = {"job_id": job, "allocated_nodes": nodes, "submitted_at": submitted, "began_at": began}
+    return [JobNote.model_validate({"note": note, "time": at, **common}) for note, at in words]
+
+
+def row(configuration: Configuration, elapsed_s: float, **fields: object) -> Measurement:
+    node_seconds = elapsed_s * configuration.nodes
+    return measurement(configuration, 0, elapsed_s=elapsed_s, node_seconds=node_seconds, **fields)
+
+
+def test_node_seconds_and_waiting_are_told_apart() -> None:
+    notes = told(1000, 1100, 1130, 1200, nodes=4)
+    cost = profiling_cost([row(Configuration(4, 1, 8), 60.0)], notes)
+    assert (cost.node_seconds, cost.startup_node_seconds, cost.measuring_node_seconds) == (400.0, 120.0, 240.0)
+    assert (cost.queue_s, cost.jobs, cost.configurations) == (100.0, 1, 1)
+
+
+def test_tasks_of_an_array_that_wait_for_each_other_are_in_no_queue() -> None:
+    notes = [*told(1000, 1010, 1020, 1100, job="5_0"), *told(1000, 1105, 1110, 1200, job="5_1")]
+    assert profiling_cost([], notes).queue_s == 15.0  # before the first, and between the two
+
+
+def test_a_requeued_job_waits_from_the_end_of_its_first_run() -> None:
+    first = told(1000, 1010, 1020, 0, end=False)
+    second = told(1000, 1300, 1310, 1400)
+    inside = row(Configuration(1, 1, 32), 30.0, job_id="1", finished_at=1050.0)
+    after = row(Configuration(1, 1, 64), 30.0, job_id="1", finished_at=1390.0)
+    runs = job_runs([*first, *second], [inside, after])
+    assert [(run.waited_from, run.began_at, run.ended_at) for run in runs] == [(1000, 1010, 1050), (1050, 1300, 1400)]
+
+
+def test_a_job_that_was_killed_lived_until_someone_recorded_it() -> None:
+    killed = measurement(Configuration(1, 1, 64), status="oom", job_id="1", finished_at=1500.0)
+    (run,) = job_runs(told(1000, 1010, 1020, 0, end=False), [killed])
+    assert run.node_seconds == 490.0
+
+
+@given(st.lists(st.tuples(TIMES, st.integers(1, 8)), max_size=6))
+def test_parts_never_exceed_the_whole(jobs: list[tuple[list[float], int]]) -> None:
+    notes = [
+        note
+        for index, ((submitted, began, ready, ended), nodes) in enumerate(jobs)
+        for note in told(
+            submitted, began, max(ready, began + 0.5), max(ended, began + 0.5), nodes=nodes, job=str(index)
+        )
+    ]
+    cost = profiling_cost([], notes)
+    assert 0 <= cost.startup_node_seconds <= cost.node_seconds + 1e-6
+    assert -1e-6 <= cost.queue_s <= sum(times[1] - times[0] for times, _ in jobs) + 1e-6
+
+
+def test_measured_times_are_kept_and_others_lie_on_the_line() -> None:
+    def true_s(c: Configuration) -> float:
+        return 4.0 + 0.1 * c.local_batch + 8.0 * (1 - 1 / c.world_size)
+
+    every = configurations()
+    corners = [c for c in every if c.nodes in (1, 4) and c.global_batch in (32, 2048)]
+    known = [row(c, true_s(c)) for c in corners]
+    assert elapsed_times(known, every) == pytest.approx([true_s(c) for c in every], rel=1e-6)
+    known[0] = row(corners[0], 1000.0)
+    assert elapsed_times(known, corners)[0] == 1000.0
+
+
+def test_a_full_search_pays_the_start_of_every_job() -> None:
+    every = configurations()
+    rows = [row(c, 10.0) for c in every]
+    notes = told(0, 100, 120, 200)
+    full = full_search(SWEEP, ClusterSpec(), rows, notes)
+    assert full == FullSearch(len(every), sum(c.nodes * (20.0 + 10.0) for c in every))
+
+
+def test_what_runs_out_of_memory_belongs_to_no_search() -> None:
+    rows = [row(Configuration(1, 1, 32), 10.0), measurement(Configuration(1, 1, 64), status="oom")]
+    full = full_search(SWEEP, ClusterSpec(), rows, [])
+    assert full is not None
+    assert full.jobs == sum(c.local_batch < 64 for c in configurations())
+
+
+def test_each_part_of_a_cluster_is_searched_in_full() -> None:
+    tables = [{"partition": "a"}, {"partition": "b", "max_nodes": 2}]
+    cluster = ClusterSpec.model_validate({"partitions": tables})
+    rows = [row(c, 10.0, partition=name) for name in "ab" for c in configurations([1], [32, 2048])]
+    full = full_search(SWEEP, cluster, rows, [])
+    assert full is not None
+    assert full.jobs == len(configurations()) + len(configurations([1, 2]))
+
+
+def sentence(rows: Iterable[Measurement], notes: list[JobNote]) -> str:
+    return describe(SWEEP, ClusterSpec(), list(rows), notes)
+
+
+def test_the_sentence_says_what_was_paid_and_what_was_saved() -> None:
+    rows = [row(c, 10.0) for c in configurations([1], [32, 2048])]
+    text = sentence(rows, told(1000, 4600, 4620, 4640))
+    assert "2 configurations in 1 job: 40 node-seconds (50.0 % of them starting up)" in text
+    assert "1 h waiting for nodes" in text
+    assert "a full search with a job for each of 21 configurations would have cost an estimated" in text
+
+
+def test_without_notes_or_measurements_nothing_is_made_up() -> None:
+    assert sentence([row(Configuration(1, 1, 32), 10.0)], []) == ""
+    assert "full search" not in sentence([], told(0, 1, 2, 3))

@@ -1,0 +1,145 @@
+"""ZeRO stage 1 with two real workers: the same training as without, in less memory, and it resumes exactly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.records import Configuration
+from tula_hpc.worker import Worker, process_group
+from tula_hpc.workloads.optimizers import own_states
+
+WORKERS, BATCH, STEPS, SAVED_AFTER = 2, 16, 4, 2
+OPTIMIZERS = ("sgd", "adamw")
+
+
+def sweep(optimizer: str, zero_stage: int) -> SweepSpec:
+    workload = {
+        "model": "tula_hpc.workloads.compact:compact_cnn",
+        "dataset": "digits",
+        "loader_workers": 0,
+        "optimizer": optimizer,
+        "lr": 0.01,
+        "zero_stage": zero_stage,
+    }
+    training = {"small_batch": 8, "update_interval_epochs": 0.05}
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
+
+
+def new_worker(optimizer: str, zero_stage: int, rank: int, world: int = WORKERS) -> Worker:
+    env = WorkerEnvironment(rank, world, 0, rank, "1", 0, ("here",), on_slurm=False)
+    return Worker(sweep(optimizer, zero_stage), ClusterSpec(), Configuration(world, 1, BATCH), env)
+
+
+def weights(worker: Worker) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in worker.parameters])
+
+
+def restored(worker: Worker, store: CheckpointStore) -> Worker:
+    """As the trainer restores: one pass is thrown away first, after which DDP has its final buckets."""
+    worker.forward_backward(*next(worker.batches()))
+    worker.optimizer.zero_grad(set_to_none=True)
+    loaded = store.load_latest()
+    assert loaded is not None
+    worker.model.load_state_dict(loaded.state["model"])
+    worker.optimizer.load_state_dict(loaded.state["optimizer"])
+    return worker
+
+
+def train(worker: Worker, done: int, store: CheckpointStore | None = None) -> Worker:
+    for step, batch in enumerate(islice(worker.batches(0, done * BATCH * WORKERS), STEPS - done), start=done + 1):
+        worker.train_step(*batch)
+        if store is not None and step == SAVED_AFTER:
+            optimizer_state = worker.optimizer_state()
+            if worker.env.rank == 0:
+                state = {"model": worker.model.state_dict(), "optimizer": optimizer_state}
+                store.save(state, samples_seen=step * BATCH * WORKERS)
+            dist.barrier()
+    return worker
+
+
+def work(rank: int, folder: Path) -> None:
+    """One worker: with and without ZeRO, and again from the checkpoint in the middle."""
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+    seen: dict[str, Any] = {}
+    with process_group(ClusterSpec(), env, FileStore(str(folder / "store"), WORKERS)):
+        for name in OPTIMIZERS:
+            store = CheckpointStore(folder / name)
+            plain, sharded = train(new_worker(name, 0, rank), 0), train(new_worker(name, 1, rank), 0, store)
+            resumed = train(restored(new_worker(name, 1, rank), store), SAVED_AFTER)
+            seen[name] = {"plain": weights(plain), "sharded": weights(sharded), "resumed": weights(resumed)}
+            seen[name]["states"] = [_state_elements(worker) for worker in (plain, sharded)]
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+def _state_elements(worker: Worker) -> int:
+    return sum(value.numel() for state in own_states(worker.optimizer).values() for value in state.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120, env=environment)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each worker saw."""
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_divided_states_train_the_same_weights(ranks: list[dict[str, Any]], name: str) -> None:
+    for seen in ranks:
+        torch.testing.assert_close(seen[name]["sharded"], seen[name]["plain"], rtol=1e-6, atol=1e-7)
+    assert torch.equal(ranks[0][name]["sharded"], ranks[1][name]["sharded"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_worker_holds_a_part_of_the_states_and_all_hold_all(ranks: list[dict[str, Any]], name: str) -> None:
+    whole = ranks[0][name]["states"][0]
+    parts = [seen[name]["states"][1] for seen in ranks]
+    assert sum(parts) == whole
+    assert max(parts) < 0.9 * whole
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_training_equals_the_uninterrupted_one(ranks: list[dict[str, Any]], name: str) -> None:
+    for seen in ranks:
+        assert torch.equal(seen[name]["resumed"], seen[name]["sharded"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_single_worker_goes_on_from_the_same_checkpoint(folder: Path, name: str) -> None:
+    """Its optimizer is the plain one: the checkpoint holds the whole state, whoever saved it."""
+    alone = restored(new_worker(name, 1, rank=0, world=1), CheckpointStore(folder / name))
+    before = weights(alone)
+    assert _state_elements(alone) > 0
+    alone.train_step(*next(alone.batches()))
+    assert not torch.equal(weights(alone), before)
+
+
+def main(folder: Path) -> int:
+    """Both workers from one process, forked before torch starts any thread: torch is imported once."""
+    child = os.fork()
+    work(0 if child else 1, folder)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

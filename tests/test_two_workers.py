@@ -1,0 +1,160 @@
+"""Watch and probes with two workers over gloo: they stay together. Run as a program, this file is the two workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run_factory import candidate, plan, write_plan
+from tula_hpc import drift_probe, noise_probe, trainer
+from tula_hpc.analysis.rerank import slowed
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.jobs import TrainJob
+from tula_hpc.optim import local_gradient
+from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.stopping import StopRequest
+from tula_hpc.trainer import run_training
+from tula_hpc.worker import Worker, process_group
+
+WORKERS = 2
+CONFIGURATION = Configuration(nodes=WORKERS, workers_per_node=1, local_batch=16)
+RUNS = ("watched", "unwatched")
+
+
+def sweep(drift: bool = True) -> SweepSpec:
+    workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0}
+    options = {"small_batch": 8, "update_interval_epochs": 0.4, "drift_minutes": 1e-4, "drift": drift}
+    fields = {"name": "x", "workload": {**workload, "samples": 256, "epochs": 4}, "training": options}
+    return SweepSpec.model_validate(fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both workers have trained and probed; see `work`."""
+    folder = tmp_path_factory.mktemp("two")
+    for name in RUNS:
+        run = RunDirectory(folder / name).create()
+        run.train().root.mkdir()
+        known = candidate(CONFIGURATION)
+        chosen = slowed(known, 1e-5 / known.step_time_s)
+        write_plan(run, plan([known] * 4, chosen=chosen))
+    paths = {"PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **paths, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORKERS)}
+    command = [sys.executable, __file__, str(folder), *free_ports(3)]
+    subprocess.run(command, check=True, timeout=120, env=environment)
+    return folder
+
+
+def free_ports(count: int) -> list[str]:
+    """One for each process group: a quick worker could still meet the last group's store under the same port."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in sockets]
+
+
+def drift_events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [e.data for e in RunDirectory(folder / name).events() if e.event == "drifted"]
+
+
+def test_one_event_names_the_part_and_the_slowest_host(folder: Path) -> None:
+    """The second worker computes slowly while it is probed."""
+    (data,) = drift_events(folder, "watched")
+    assert data["ratio"] > 10
+    assert data["parts"]["measured"]["allreduce_time_s"] > 0
+    assert data["parts"]["measured"]["compute_time_s"] > 0.02
+    assert drift_events(folder, "unwatched") == []
+
+
+def test_the_probe_changes_no_bit_of_the_training(folder: Path) -> None:
+    states = []
+    for name in RUNS:
+        loaded = CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest()
+        assert loaded is not None
+        states.append(loaded.state["model"])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_workers_find_the_same_noise_scale_and_the_slowest_of_them(folder: Path) -> None:
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORKERS))
+    assert first["noise"] == second["noise"]
+    assert first["noise"][0] > 0
+    assert first["noise"][1] == noise_probe.PASSES * CONFIGURATION.global_batch
+    assert first["slowest_rank"] == second["slowest_rank"] == 1
+    assert first["out of memory"] == second["out of memory"] == [None, [0.0, 0, []]]
+
+
+def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
+    """One worker. Only rank 0 sees the run directory as it is: what it finds there must hold for both."""
+    os.environ["RANK"] = str(rank)
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("first", "second"), on_slurm=False)
+    stand_in(trainer, "join_job", lambda: env)
+    if rank == 1:
+        stand_in(drift_probe, "local_gradient", slow_gradient)
+    for name, port in zip(RUNS, ports, strict=False):
+        os.environ["MASTER_PORT"] = port
+        root = folder / name
+        if rank == 1:  # a stale view of the network file system: no plan yet
+            root = RunDirectory(folder / f"{name} as seen by 1").create().root
+            (root / "train").rmdir()
+            (root / "train").symlink_to(folder / name / "train")
+        job = TrainJob(sweep(drift=name == "watched"), ClusterSpec(), CONFIGURATION, root)
+        assert run_training(job, StopRequest()) == "finished"
+    os.environ["MASTER_PORT"] = ports[-1]
+    with process_group(ClusterSpec(), env):
+        seen = probe(env)  # in a function of its own: its DDP has to go before the process group does
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def probe(env: WorkerEnvironment) -> dict[str, Any]:
+    """What one worker finds, at first and when the second is out of memory."""
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, env)
+    batches = worker.batches()
+    seen: dict[str, Any] = {"noise": noise_probe.probe_noise(worker, batches)}
+    seen["slowest_rank"] = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).slowest_rank
+    if env.rank == 1:
+        for module in (drift_probe, noise_probe):
+            stand_in(module, "local_gradient", out_of_memory)
+    compute_s = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).parts.compute_time_s
+    seen["out of memory"] = [compute_s, noise_probe.probe_noise(worker, batches)]
+    return seen
+
+
+def stand_in(module: ModuleType, name: str, value: object) -> None:
+    """This process ends soon: nothing has to be put back."""
+    setattr(module, name, value)
+
+
+def slow_gradient(*arguments: Any, **options: Any) -> Any:
+    time.sleep(0.03)
+    return local_gradient(*arguments, **options)
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def main(folder: Path, *ports: str) -> int:
+    """Both workers from one process, forked before torch starts any thread: torch is imported once."""
+    child = os.fork()
+    work(0 if child else 1, folder, ports)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,104 @@
+"""Times the parts of a training step in mid-training, without a trace, to tell which of them has changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.optim import local_gradient
+from tula_hpc.profiler import bare_all_reduce
+from tula_hpc.records import StepParts
+from tula_hpc.worker import Worker
+
+PASSES = 5
+SECONDS = 5.0  # for each part, about; a preempted job may have only some seconds, and waits for a probe to end
+
+
+class Probe(NamedTuple):
+    """What was found."""
+
+    parts: StepParts  # without the wait for the loader
+    slowest_rank: int | None  # in computing, where workers differ; None for one worker or where it is not known
+
+
+def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: float) -> Probe:
+    """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
+
+    Weights, gradients, buffers and random numbers are afterwards what they were: gradients are taken beside `.grad`,
+    see `local_gradient`, and what is all-reduced is a tensor of its own. Where memory does not suffice for that, the
+    part stays unknown.
+
+    Args:
+        worker: Whose model to use.
+        inputs: A batch of the size that is trained with.
+        targets: Its targets.
+        step_time_s: Of training now, the same on every worker: slow steps get fewer passes.
+    """
+    passes = max(1, min(PASSES, int(SECONDS / max(step_time_s, 1e-9))))
+    by_rank = _by_rank(worker, _compute_s(worker, inputs, targets, passes))
+    compute_s = None if min(by_rank) < 0 else max(by_rank)
+    slowest = by_rank.index(max(by_rank)) if compute_s is not None and len(by_rank) > 1 else None
+    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker, passes))
+    return Probe(parts, slowest)
+
+
+def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor, passes: int) -> float:
+    """Median seconds of a pass; −1 where memory ran out."""
+
+    def compute() -> None:
+        local_gradient(
+            worker.model,
+            worker.workload.loss,
+            inputs,
+            targets,
+            worker.parameters,
+            autocast=worker.autocast(),
+            loss_scale=worker.scaler.get_scale(),
+        )
+
+    try:
+        return _median_s(worker, compute, passes)
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error) is None:
+            raise
+    return -1.0
+
+
+def _all_reduce_s(worker: Worker, passes: int) -> float | None:
+    """Median seconds of a bare all-reduce, the slowest worker's; None where memory ran out on any worker."""
+    if worker.env.world_size == 1:
+        return 0.0
+    step = None
+    try:
+        step = bare_all_reduce(worker)
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error) is None:
+            raise
+    (missing,) = worker.agree(float(step is None))  # whoever went on alone would wait for ever
+    if missing or step is None:
+        return None
+    (slowest_s,) = worker.agree(_median_s(worker, step, passes))
+    return slowest_s
+
+
+def _median_s(worker: Worker, step: Callable[[], None], passes: int) -> float:
+    samples = []
+    for _ in range(passes + 1):  # the first one warms up
+        worker.synchronize_device()
+        started = time.perf_counter()
+        step()
+        worker.synchronize_device()
+        samples.append(time.perf_counter() - started)
+    return median(samples[1:])
+
+
+def _by_rank(worker: Worker, mine: float) -> list[float]:
+    """Every worker's value, in order of rank."""
+    values = [0.0] * worker.env.world_size
+    values[worker.env.rank] = mine
+    return worker.total(*values)

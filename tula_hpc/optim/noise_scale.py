@@ -1,0 +1,98 @@
+"""The gradient's noise scale from gradients of two batch sizes at the same weights.
+
+With the true gradient G and one sample's covariance Σ, a batch of B samples has E|g_B|² = |G|² + tr(Σ)/B. Two batch
+sizes b < B therefore give both unknowns without bias (S. McCandlish et al., "An Empirical Model of Large-Batch
+Training", 2018, appendix A.1):
+
+    |G|²  ≈ (B·|g_B|² − b·|g_b|²) / (B − b)
+    tr(Σ) ≈ (|g_b|² − |g_B|²) / (1/b − 1/B)          B_noise = tr(Σ) / |G|²
+
+This holds also where the small batch is a part of the large one. Both are noisy, |G|² may come out negative, and the
+ratio of two noisy numbers is biased: so they are smoothed apart, and only then divided.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+DECAY = 0.9  # of the moving averages, for each pair of gradients
+
+Number = TypeVar("Number", float, Tensor)
+
+
+def gradient_square(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
+    """Unbiased |G|² from |g_b|² and |g_B|²; of any sign.
+
+    Args:
+        small: |g_b|², squared norm of the mean gradient over b samples; a mean of several such norms will do.
+        large: |g_B|², likewise.
+        small_batch: b.
+        large_batch: B, above b.
+    """
+    return (large * large_batch - small * small_batch) / (large_batch - small_batch)
+
+
+def noise_trace(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
+    """Unbiased tr(Σ), the variance of one sample's gradient summed over all elements; see `gradient_square`."""
+    return (small - large) / (1.0 / small_batch - 1.0 / large_batch)
+
+
+def noise_scale(square: float, trace: float) -> float:
+    """B_noise in samples; NaN where the noise hides the gradient (|G|² or tr(Σ) not above 0)."""
+    return trace / square if square > 0 and trace > 0 else math.nan
+
+
+class NoiseReading(NamedTuple):
+    """What `NoiseScale.read` returns; NaN where unknown."""
+
+    noise_scale: float  # samples, from the moving averages
+    recent_square: float  # mean |G|² of the pairs since the last reading
+    recent_trace: float  # mean tr(Σ) of the same pairs
+
+
+NO_READING = NoiseReading(math.nan, math.nan, math.nan)
+
+
+class NoiseScale:
+    """Follows |G|² and tr(Σ) over training in moving averages that stay on the device.
+
+    A pair counts 1 − `DECAY`. Both averages have the same weights, so that their ratio is right from the first pair on.
+    Pairs that are not finite (an overflow in float16) are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # (5,), float64: averages of |G|², tr(Σ); sums and count since last read
+
+    def observe(self, small: Tensor, large: Tensor, small_batch: int, large_batch: int) -> None:
+        """Take in squared norms (0-dim) of two batches' gradients at the same weights. Does not wait for the device."""
+        if large_batch <= small_batch:
+            return
+        small, large = small.double(), large.to(small.device).double()
+        square = gradient_square(small, large, small_batch, large_batch)
+        trace = noise_trace(small, large, small_batch, large_batch)
+        pair = torch.stack([square, trace])
+        old = torch.zeros(5, dtype=torch.float64, device=pair.device) if self._sums is None else self._sums
+        averages = DECAY * old[:2] + (1 - DECAY) * pair
+        new = torch.cat([averages, old[2:4] + pair, old[4:] + 1])
+        self._sums = torch.where(torch.isfinite(pair).all(), new, old)
+
+    def read(self) -> NoiseReading:
+        """The current values; starts the means of recent pairs anew. Waits for the device."""
+        if self._sums is None:
+            return NO_READING
+        square, trace, recent_square, recent_trace, recent = self._sums.tolist()
+        self._sums = torch.cat([self._sums[:2], torch.zeros_like(self._sums[2:])])
+        means = (recent_square / recent, recent_trace / recent) if recent else (math.nan, math.nan)
+        return NoiseReading(noise_scale(square, trace), *means)
+
+    def state_dict(self) -> Tensor | None:
+        """One tensor; None before the first pair."""
+        return self._sums
+
+    def load_state_dict(self, state: Tensor | None, device: torch.device) -> None:
+        """Restore what `state_dict` gave, as a copy on `device`."""
+        self._sums = None if state is None else state.to(device, copy=True)

@@ -1,0 +1,168 @@
+"""What this node draws, in watts, as far as it can be read: processors by RAPL, GPUs by NVML or nvidia-smi. No torch.
+
+RAPL counts the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are often
+readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the energy of each GPU since
+the driver was loaded, from Volta on; nvidia-smi only says the power of now, which is asked at both ends. Power
+supplies, fans, memory and network are in neither: a node draws more, by some tens of per cent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+POWERCAP = Path("/sys/class/powercap")
+MICRO = 1e-6
+MILLI = 1e-3
+SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+SMI_TIMEOUT_S = 10.0
+
+
+class Power(NamedTuple):
+    """Mean power over a while; None: unknown."""
+
+    processors_w: float | None
+    gpus_w: float | None
+
+    @property
+    def watts(self) -> float:
+        """Of all that is known; 0 where nothing is. A node with GPUs whose power is unknown counts as unknown."""
+        return (self.processors_w or 0.0) + (self.gpus_w or 0.0)
+
+
+class PowerMeter:
+    """Mean power of this node between two calls; the sources that cannot be read are left out, silently.
+
+    Counts the whole node, whoever uses it: meaningful where the job has its nodes to itself.
+
+    Args:
+        powercap: Where the kernel shows RAPL; for tests.
+        smi: Runs nvidia-smi and returns what it prints; for tests.
+        nvml: Loads pynvml; for tests.
+    """
+
+    def __init__(
+        self,
+        powercap: Path = POWERCAP,
+        smi: Callable[[], str] | None = None,
+        nvml: Callable[[], Any] | None = None,
+    ) -> None:
+        self.powercap = powercap
+        self._smi = smi or _run_smi
+        self._nvml = nvml or _load_nvml
+        self._began: _Reading | None = None
+
+    def start(self) -> PowerMeter:
+        """Begin; returns itself."""
+        self._began = self._read()
+        return self
+
+    def stop(self) -> Power:
+        """Mean power since `start`.
+
+        Raises:
+            ValueError: It was not started.
+        """
+        if self._began is None:
+            raise ValueError("start() comes first")
+        began, ended = self._began, self._read()
+        elapsed_s = max(ended.time_s - began.time_s, 1e-9)
+        return Power(_rapl_watts(began.rapl, ended.rapl, elapsed_s), _gpu_watts(began, ended, elapsed_s))
+
+    def _read(self) -> _Reading:
+        joules = _nvml_joules(self._nvml)
+        watts = _parse_watts(self._smi()) if joules is None else None
+        return _Reading(time.monotonic(), read_rapl(self.powercap), joules, watts)
+
+
+class _Reading(NamedTuple):
+    time_s: float
+    rapl: Mapping[str, RaplCounter]
+    gpu_joules: float | None
+    gpu_watts: float | None
+
+
+class RaplCounter(NamedTuple):
+    """Energy counter of a processor package."""
+
+    microjoules: int
+    wraps_at: int  # microjoules, where it begins at 0 again
+
+
+def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
+    """Counters of all processor packages that may be read, by name; their parts (cores, memory) are in them."""
+    found = {}
+    for zone in sorted(powercap.glob("intel-rapl:*")):
+        if zone.name.count(":") != 1:  # intel-rapl:0:1 is a part of intel-rapl:0
+            continue
+        try:
+            energy, limit = (int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+        except (OSError, ValueError):
+            continue
+        found[zone.name] = RaplCounter(energy, limit)
+    return found
+
+
+def _rapl_watts(began: Mapping[str, RaplCounter], ended: Mapping[str, RaplCounter], elapsed_s: float) -> float | None:
+    both = began.keys() & ended.keys()
+    if not both:
+        return None
+    used = (_used(began[name], ended[name]) for name in both)
+    return sum(used) * MICRO / elapsed_s
+
+
+def _used(began: RaplCounter, ended: RaplCounter) -> int:
+    """Microjoules; a counter that is lower than before has wrapped once."""
+    difference = ended.microjoules - began.microjoules
+    return difference if difference >= 0 else difference + ended.wraps_at
+
+
+def _gpu_watts(began: _Reading, ended: _Reading, elapsed_s: float) -> float | None:
+    if began.gpu_joules is not None and ended.gpu_joules is not None:
+        return max(0.0, ended.gpu_joules - began.gpu_joules) / elapsed_s
+    if began.gpu_watts is not None and ended.gpu_watts is not None:
+        return (began.gpu_watts + ended.gpu_watts) / 2.0
+    return None
+
+
+def _load_nvml() -> Any:
+    """The module pynvml where it is installed; it comes with the package nvidia-ml-py."""
+    return importlib.import_module("pynvml")
+
+
+def _nvml_joules(load: Callable[[], Any]) -> float | None:
+    """Energy of all GPUs since their driver was loaded; None where NVML is absent or too old for it."""
+    try:
+        nvml = load()
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        energy = [nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles]
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return None
+    return sum(energy) * MILLI if energy else None
+
+
+def _run_smi() -> str:
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _parse_watts(printed: str) -> float | None:
+    """Sum over the lines of nvidia-smi; None where a GPU says "[N/A]", or there is none."""
+    try:
+        watts = [float(line) for line in printed.splitlines() if line.strip()]
+    except ValueError:
+        return None
+    return sum(watts) if watts and all(map(math.isfinite, watts)) else None

@@ -1,0 +1,197 @@
+"""An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
+
+`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--json]`
+
+The workload's model is built without memory, and forward pass, backward pass and optimizer are gone through with
+tensors that have shapes but no contents, at three local batches. From the storages alive at each moment follow
+
+    peak(b) = max(activations per sample × b + fixed, end of the backward pass, optimizer's step)
+
+exactly as far as tensors go. A model that needs values to run (own code that branches on them) is counted on real
+tensors at small batches instead. What a library takes inside of an operator cannot be seen; it is allowed for:
+
+- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, whose holes stay resident:
+  `HEAP_HOLES` of what such blocks hold, and `LIBRARIES_BYTES` for code and buffers of the first real step. Both were
+  measured with `python -m tests.benchmarks.memory_estimate`.
+- CUDA: `DEVICE_OVERHEAD` of what tensors hold, for workspaces and the caching allocator's segments: an assumption. The
+  CUDA context (some 0.5 GB) is not part of it; the cluster's `memory_margin` has to hold it.
+
+Loader processes, the library of collectives and other users of a node are not counted either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tula_hpc import resident
+from tula_hpc.catalog import DATASETS
+from tula_hpc.config import (
+    GIB,
+    ClusterSpec,
+    SweepSpec,
+    WorkloadSpec,
+    check_together,
+    load_cluster,
+    load_sweep,
+    local_batches,
+)
+from tula_hpc.errors import InputError
+from tula_hpc.records import Footprint
+from tula_hpc.workloads.data import build_data
+from tula_hpc.workloads.rehearsal import Counts, Shapes, count
+
+FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
+REAL_BATCHES = (4, 8)
+MIB = 1024**2
+HEAP_HOLES = 0.5
+LIBRARIES_BYTES = 35 * MIB
+DEVICE_OVERHEAD = 0.1
+
+
+def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
+    """Count one worker's memory; see the module.
+
+    Raises:
+        InputError: The model or data set is not as expected.
+        RuntimeError: The model can be counted neither on fake tensors nor on real ones.
+    """
+    started = time.monotonic()
+    host = resident.resident_bytes() if cluster.device == "cpu" else 0
+    world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
+    shapes = find_shapes(sweep.workload)
+    counts, method = _count_somehow(sweep.workload, shapes, world, cluster.device)
+    batches = _local_batches(sweep, cluster)
+    peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
+    scaling = counts.gradients * sweep.training.gradient_copies
+    limit = cluster.memory_limit_bytes
+    allowed = None if limit is None else int(limit * (1.0 - cluster.memory_margin))
+    fitting = [batch for batch, peak in peaks.items() if allowed is not None and peak + scaling <= allowed]
+    return Footprint(
+        parameter_bytes=counts.parameters,
+        gradient_bytes=counts.gradients,
+        optimizer_bytes=counts.optimizer,
+        activation_bytes_per_sample=round(counts.per_sample),
+        fixed_bytes=round(counts.fixed),
+        host_baseline_bytes=host,
+        scaling_bytes=scaling,
+        peaks=peaks,
+        limit_bytes=allowed,
+        largest_local_batch=None if allowed is None else max(fitting, default=0),
+        world_size=world,
+        counted_at=counts.batches,
+        method=method,
+        assumptions=_assumptions(cluster.device, method),
+        seconds=time.monotonic() - started,
+    )
+
+
+def find_shapes(workload: WorkloadSpec) -> Shapes:
+    """Image and classes, from the catalog where it knows them, else from the data.
+
+    Raises:
+        InputError: The data is not as expected.
+    """
+    facts = DATASETS.get(workload.dataset)
+    if facts is not None and facts.classes is not None:
+        size = workload.image_size or facts.image_size
+        return Shapes((3, size, size), facts.classes, size)
+    data = build_data(workload)
+    image, _ = data.test[0]
+    return Shapes(tuple(image.shape), data.classes, data.image_size)
+
+
+def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
+    """Every local batch of the search, ascending."""
+    sizes = sweep.search.cluster_sizes
+    return sorted({b for nodes in sizes for b in local_batches(sweep.search, nodes, cluster.workers_per_node)})
+
+
+def _limit_counts(counts: Counts, local_batch: int, device: str, host: int) -> float:
+    """What the limit counts at a local batch, bytes."""
+    peak = counts.peak(local_batch)
+    if device == "cuda":
+        return peak * (1.0 + DEVICE_OVERHEAD)
+    return host + LIBRARIES_BYTES + peak + HEAP_HOLES * counts.heap_bytes(local_batch)
+
+
+def _assumptions(device: str, method: str) -> tuple[str, ...]:
+    said = []
+    if device == "cuda":
+        said.append(f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of what tensors hold")
+        said.append("the CUDA context and the collectives' buffers are left to the margin")
+    else:
+        said.append(f"holes in the heap take {HEAP_HOLES:.0%} of what blocks below 32 MiB hold")
+        said.append("interpreter and libraries need what they need in the process that estimates")
+    if method == "real":
+        said.append("counted on real tensors: the model cannot run on fake ones")
+    return tuple(said)
+
+
+def _count_somehow(
+    workload: WorkloadSpec, shapes: Shapes, world: int, device: str
+) -> tuple[Counts, Literal["fake", "real"]]:
+    """On fake tensors, or on real ones where the model needs values."""
+    try:
+        return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # whatever own code does with missing values
+        return count(workload, shapes, world, device, REAL_BATCHES, fake=False), "real"
+
+
+def describe(footprint: Footprint) -> Iterator[str]:
+    """The estimate for a person, line by line."""
+    parts = {
+        "parameters": footprint.parameter_bytes,
+        "gradients": footprint.gradient_bytes,
+        "optimizer states": footprint.optimizer_bytes,
+        "activations of a sample": footprint.activation_bytes_per_sample,
+        "gradient scaling (AGS)": footprint.scaling_bytes,
+        "interpreter and libraries": footprint.host_baseline_bytes,
+    }
+    yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"
+    yield from (f"  {name:<26}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
+    limit = "" if footprint.limit_bytes is None else f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
+    yield f"Peak by local batch, GiB{limit}:"
+    for batch, peak in footprint.peaks.items():
+        fits = footprint.largest_local_batch is None or batch <= footprint.largest_local_batch
+        yield f"  {batch:>8,}{peak / GIB:>12.2f}{'' if fits else '   too large'}"
+    yield from (f"Assumed: {text}." for text in footprint.assumptions)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        sweep = load_sweep(options.sweep)
+        cluster = load_cluster(options.cluster) if options.cluster else ClusterSpec()
+        check_together(sweep, cluster, options.sweep, options.cluster or "the default cluster")
+        footprint = estimate_footprint(sweep, cluster.part(options.partition))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (RuntimeError, TypeError, ValueError, MemoryError) as error:  # of the user's own model
+        reason = str(error).strip().partition("\n")[0]
+        print(f"cannot be estimated: {type(error).__name__}: {reason}", file=sys.stderr)
+        return 1
+    print(footprint.model_dump_json() if options.json else "\n".join(describe(footprint)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tula_hpc.workloads.footprint",
+        description="Estimate a worker's memory without running a step and without a GPU.",
+    )
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
+    parser.add_argument("--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit")
+    parser.add_argument("--partition", default="", help="which of the cluster's [[partitions]]")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Training steps gone through with tensors that have shapes but no contents, to count what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, dropout
+from torch.overrides import TorchFunctionMode
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.checkpointing import checkpoint_activations
+from tula_hpc.workloads.models import build_model
+from tula_hpc.workloads.optimizers import base_optimizer, zero_share
+from tula_hpc.workloads.tracking import AllocationTracker
+
+LEAST_BATCH = 2  # BatchNorm cannot train on one sample
+HEAP_LIMIT_BYTES = 32 * 1024**2  # glibc's largest threshold: larger blocks are mapped, and given back when freed
+DTYPES = {"fp32": torch.float32, "fp16": torch.bfloat16, "bf16": torch.bfloat16}  # CPUs have no fp16; the size is one
+
+
+class Shapes(NamedTuple):
+    """What the model takes and gives."""
+
+    image: tuple[int, ...]  # (channels, height, width)
+    classes: int
+    image_size: int
+
+
+class Step(NamedTuple):
+    """Largest bytes alive in the parts of one training step, and what was alive between steps."""
+
+    backward_bytes: int  # in forward and backward pass
+    optimizer_bytes: int  # in the optimizer's step
+    blocks: tuple[int, ...]  # made by the forward and backward pass and alive at its peak
+
+
+class Counts(NamedTuple):
+    """What counting found; bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    batches: tuple[int, int]
+    least: Step  # with the smallest batch: gradients make the peak, not activations
+    small: Step
+    large: Step
+
+    @property
+    def per_sample(self) -> float:
+        """Activations."""
+        return max(0.0, self._slope(self.small.backward_bytes, self.large.backward_bytes))
+
+    @property
+    def fixed(self) -> float:
+        """All that does not grow with the batch, at the peak of the backward pass."""
+        return self.large.backward_bytes - self.per_sample * self.batches[1]
+
+    def peak(self, local_batch: int) -> float:
+        """Bytes of tensors at the peak of a step."""
+        input_bytes = self._slope(self.small.optimizer_bytes, self.large.optimizer_bytes)  # they live on
+        optimizer = self.large.optimizer_bytes + input_bytes * (local_batch - self.batches[1])
+        line = self.fixed + self.per_sample * local_batch
+        return max(line, float(self.least.backward_bytes), optimizer)
+
+    def _slope(self, low_bytes: int, high_bytes: int) -> float:
+        return (high_bytes - low_bytes) / (self.batches[1] - self.batches[0])
+
+    def heap_bytes(self, local_batch: int) -> float:
+        """Bytes at the backward pass's peak in blocks that the C library's heap serves."""
+        share = local_batch / self.batches[1]
+        return sum(size * share for size in self.large.blocks if size * share < HEAP_LIMIT_BYTES)
+
+
+def count(
+    workload: WorkloadSpec, shapes: Shapes, world: int, device: str, batches: tuple[int, int], *, fake: bool
+) -> Counts:
+    """Go through training steps at two local batches.
+
+    Args:
+        workload: Model, precision, memory format, optimizer.
+        shapes: From `find_shapes`.
+        world: Workers; with several, gradients live in buckets and ZeRO divides the optimizer's states.
+        device: "cpu" or "cuda", for operators that keep other things there.
+        batches: Two local batches, ascending, so large that activations make the peak.
+        fake: Whether tensors have no contents.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    model = _layout(workload, shapes) if fake else build_model(workload, shapes.classes, shapes.image_size)
+    with mode, _FusedDropout() if device == "cuda" else contextlib.nullcontext(), AllocationTracker() as tracker:
+        _place(model, workload, tracker, fake=fake)
+        if workload.activation_checkpointing:
+            checkpoint_activations(model)
+        rehearsal = Rehearsal(workload, model, tracker, shapes, world)
+        rehearsal.step(LEAST_BATCH)  # optimizer states are made in the first step
+        least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        states = sum(_size(value) for state in rehearsal.optimizer.state.values() for value in state.values())
+        return Counts(
+            sum(map(_size, model.parameters())), sum(map(_size, trained)), states, batches, least, small, large
+        )
+
+
+class Rehearsal:
+    """Training steps of one worker, as `worker.Worker` does them, with the tracker watching."""
+
+    def __init__(
+        self, workload: WorkloadSpec, model: nn.Module, tracker: AllocationTracker, shapes: Shapes, world: int
+    ) -> None:
+        self.workload, self.model, self.tracker, self.shapes = workload, model, tracker, shapes
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
+        self.optimizer = base_optimizer(workload, mine)
+        self.buckets = _gradient_buckets(self.parameters) if world > 1 else []
+
+    def step(self, local_batch: int) -> Step:
+        """One step; what was alive at the peaks of its parts."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        inputs = self._inputs(local_batch)
+        targets = torch.zeros(local_batch, dtype=torch.long)
+        self.tracker.watch()
+        with torch.autocast("cpu", DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
+            loss = cross_entropy(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss.detach()  # the worker returns it, and with it no graph
+        backward = self.tracker.peak()
+        self.tracker.watch()
+        self.optimizer.step()
+        after = self.tracker.peak()
+        return Step(backward.live_bytes, after.live_bytes, backward.blocks)
+
+    def _inputs(self, local_batch: int) -> Tensor:
+        inputs = torch.empty(local_batch, *self.shapes.image)
+        if self.workload.channels_last and inputs.dim() == 4:  # batch, channels, height, width
+            return inputs.to(memory_format=torch.channels_last)
+        return inputs
+
+
+def _gradient_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Gradients that live on from step to step, as in DistributedDataParallel with gradient_as_bucket_view."""
+    buckets = [torch.zeros_like(p) for p in parameters]
+    for parameter, bucket in zip(parameters, buckets, strict=True):
+        parameter.register_post_accumulate_grad_hook(_into(bucket))  # type: ignore[no-untyped-call]
+    return buckets
+
+
+def _into(bucket: Tensor) -> Callable[[Tensor], None]:
+    def move(parameter: Tensor) -> None:
+        parameter.grad = bucket
+
+    return move
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Parameters on the meta device. `torch.device("meta")` would also take arithmetic that needs values."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
+            return args[0]  # normal_, uniform_ and the like: nothing to initialise
+        on_meta = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **((kwargs or {}) | on_meta))
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as CUDA has it: it keeps a mask of one byte an element, on CPU of the input's type."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        bound = kwargs or {}
+        if func is dropout and bound.get("training") and not bound.get("inplace"):
+            return torch.native_dropout(args[0], bound.get("p", 0.5), train=True)[0]
+        return func(*args, **bound)
+
+
+def _layout(workload: WorkloadSpec, shapes: Shapes) -> nn.Module:
+    """The model without memory for its weights; with, where its code needs them."""
+    try:
+        with _WithoutMemory():
+            return build_model(workload, shapes.classes, shapes.image_size)
+    except (RuntimeError, NotImplementedError):
+        return build_model(workload, shapes.classes, shapes.image_size)
+
+
+def _place(model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker, *, fake: bool) -> None:
+    """Give every parameter and buffer a tensor of the current mode, and have the tracker count it."""
+    if workload.channels_last and not fake:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    made: dict[int, Any] = {}  # a shared parameter stays shared
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    made.setdefault(id(tensor), _fake_like(tensor, workload) if fake else tensor)
+                    tensors[name] = made[id(tensor)]
+                    tracker.hold(made[id(tensor)])
+    model.train()
+
+
+def _fake_like(tensor: Tensor, workload: WorkloadSpec) -> Tensor:
+    images = workload.channels_last and tensor.dim() == 4  # as nn.Module.to has it
+    memory_format = torch.channels_last if images else torch.contiguous_format
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=memory_format)
+    return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
+
+
+def _size(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
