@@ -9,8 +9,8 @@ variance,
     gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)        cost_j = N_j × (steps × t_j + start, on other nodes)
 
 w_i is how often candidate i belongs to the decision in predictions drawn from that uncertainty, plus a little for all.
-The search ends when those draws agree on the decision and what is chosen is known as well as a measurement would tell,
-or when `max_profiles` configurations were measured.
+The search ends when those draws agree on the decision and the chosen step time is known well enough, or when
+`max_profiles` configurations were measured.
 
 Everything is a pure function of the measurements: replayed over recorded ones, it proposes the same again.
 """
@@ -36,7 +36,7 @@ AT_LEAST = 3  # measurements, where there are so many candidates
 REGRET = 0.6  # mean loss of the decision over the draws below which it stands: of time or cost, in spreads of a
 LEAST_REGRET = 0.01  # measurement, and relative: what no measurement could tell apart is not worth one
 OCTAVES = 0.5  # likewise of the knee's batch
-KNOWN = 1.0  # largest variance of the decision's own prediction, in units of a single measurement's
+KNOWN = 0.07  # largest relative standard deviation of the decision's own step time
 BASELINE = 0.1  # weight of a candidate that no draw decides for
 NEAR = 0.03  # candidates within this share of a draw's best belong to the decision
 MOST_POINTS = 400  # candidates that are looked at; of more, an even choice
@@ -131,7 +131,7 @@ class _View:
     @property
     def decided(self) -> bool:
         """Whether the draws agree on every decision, and its own time is known."""
-        known = np.diag(self.covariance)
+        known = self.spread * np.sqrt(np.diag(self.covariance))
         return all(d.regret <= d.enough and known[d.chosen] <= KNOWN for d in self.decisions)
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:

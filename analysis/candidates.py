@@ -51,6 +51,8 @@ class Models(NamedTuple):
                 "parameters": step.parameters_,
                 "pinned": step.pinned_,
                 "residual_median": step.residual_median_,
+                "spread": step.spread_,
+                "departures": step.departures_,
             },
             "memory": _describe_memory(self.memory),
             "batch_memory": _describe_memory(self.batch_memory),
@@ -72,9 +74,9 @@ def _describe_memory(model: MemoryModel | None) -> dict[str, Any]:
 def fit_models(summary: Summary, memory_limit_bytes: float | None = None, form: FormName = "auto") -> Models:
     """Fit step time, memory and the loader's batch memory to all configurations that ran.
 
-    Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a limit counts, on CUDA what the allocator
-    reserved on the device, on CPU the resident set of the whole process, interpreter and libraries included (baseline +
-    peak). What ran out of memory needed more than `memory_limit_bytes`, where that is known.
+    Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a limit counts, on CUDA
+    what the allocator reserved on the device, on CPU the resident set of the whole process, interpreter and libraries
+    included (baseline + peak). What ran out of memory needed more than `memory_limit_bytes`, where that is known.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did.

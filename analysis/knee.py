@@ -3,9 +3,10 @@
 Larger batches shorten training ever less, while they cost memory and generalization. The knee is the batch beyond which
 more batch buys little time: with both axes normalized to 0 … 1, the point of the falling curve that lies farthest below
 the straight line between its ends (V. Satopää et al., "Finding a Kneedle in a Haystack", 2011). Axes are linear. Where
-several cluster sizes take turns the curve has several bends; the one farthest from the line is the knee. On a dense
-curve without noise that is what Kneedle finds. tests/test_knee.py holds it against the package kneed, which itself
-would take longer to import than a plan takes.
+several cluster sizes take turns the curve has several bends; the one farthest from the line is the knee.
+
+The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense and without noise: on
+those the farthest point is what kneed finds (tests/test_knee.py), and NumPy finds it in all of them at once.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: 
     return times
 
 
+def find_knee(curve: Curve) -> float | None:
+    """Global batch at the knee of a single curve, by kneed; None for one that is flat or hardly bends."""
+    batches, times = curve
+    if np.isnan(find_knees(curve)):
+        return None
+    from kneed import KneeLocator  # late: it pulls in a plotting library
+
+    found = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True).all_knees
+    height = (times - times[-1]) / (times[0] - times[-1])
+    bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
+    return max(sorted(map(float, found)), key=lambda batch: float(np.interp(batch, batches, bend)), default=None)
+
+
 def find_knees(curve: Curve) -> Array:
     """Global batch at the knee of each curve, NaN for one that is flat or hardly bends; shape () or (draws,)."""
     batches, times = curve
@@ -128,8 +142,7 @@ def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | Non
     if not np.any((batches > batches.min()) & (batches < batches.max())):
         return None
     lines = lines_of(feasible)
-    knee = float(find_knees(lower_envelope(lines, nominal)))
-    at = None if np.isnan(knee) else knee
+    at = find_knee(lower_envelope(lines, nominal))
     if drawn is None:
         return Knee(global_batch=at)
     knees = find_knees(lower_envelope(lines, drawn, DRAWN_POINTS))

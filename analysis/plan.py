@@ -17,7 +17,7 @@ from typing import get_args
 from tula_hpc.analysis.planning import make_plan
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.records import Measurement, Plan, RunDirectory, write_atomically
+from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
 
@@ -72,7 +72,8 @@ def _answer(options: argparse.Namespace) -> str:
     sweep = load_sweep(run.sweep_file, mine, check_paths=False)
     cluster = load_cluster(run.cluster_file, others)
     read = run.measurements()
-    plan = make_plan(sweep, cluster, read.records, read.skipped, run.footprints(cluster.part_names()))
+    footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
+    plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics)
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
         write_atomically(run.plan_file, text)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.records import Footprint, Measurement, Plan
+from tula_hpc.records import Footprint, Measurement, Metrics, Plan
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.objective import Choice
@@ -24,12 +24,15 @@ def make_plan(
     measurements: Sequence[Measurement],
     skipped_lines: int = 0,
     footprints: Mapping[str, Footprint] | None = None,
+    *,
+    metrics: Metrics | None = None,
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
     With measurements of a single cluster size, only that size is planned: one size says nothing about another. The
     order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
-    and so does the error of the memory estimates by partition, `footprints`, where it is large.
+    and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
+    tell more of the critical batch than the first weights, which profiles see.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.
@@ -52,7 +55,7 @@ def make_plan(
     drawn = drawn_time(fitted.parts, sweep.workload.epochs)
     choice = choose(sweep.objective, fitted.table, nominal, drawn)
     plan = _written(sweep, fitted, choice)
-    critical = critical_batch(measurements)
+    critical = critical_batch(measurements, metrics)
     doubts = cautions.about_choice(choice.ranking[0], fitted)
     doubts += cautions.about_batch(plan.chosen, critical)
     doubts += cautions.about_interruptions(choice.ranking[0], fitted, sweep)

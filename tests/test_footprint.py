@@ -180,12 +180,6 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "resnet17" in said
 
 
-def test_the_client_gives_the_record(tmp_path: Path) -> None:
-    found = client.estimate(*files(tmp_path), timeout_s=120)
-    assert found.footprint is not None, found.reason
-    assert found.trusted_batch == found.footprint.largest_local_batch
-
-
 @pytest.mark.parametrize(
     ("program", "timeout_s", "reason"),
     [

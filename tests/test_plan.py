@@ -494,3 +494,11 @@ def test_the_package_refuses_its_bare_name() -> None:
     output = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert output.returncode != 0
     assert "ImportError: import this package as tula_hpc.analysis" in output.stderr
+
+
+def test_the_papers_form_can_be_asked_for() -> None:
+    paper = make_plan(sweep(form="paper"), cluster(), grid()).models["step_time"]
+    own = make_plan(sweep(), cluster(), grid()).models["step_time"]
+    assert paper["form"] == "paper"
+    assert own["form"] != "paper"
+    assert set(own["departures"]["nodes"]) == {"2", "4"}

@@ -118,9 +118,9 @@ class SearchSpec(Spec):
     max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
     max_profiles: int = Field(default=8, ge=3, le=100_000)  # adaptive search ends at so many configurations
-    form: Literal[
-        "auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"
-    ] = "auto"  # of the step-time model
+    form: Literal["auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"] = (
+        "auto"  # of the step-time model
+    )
     pack: Literal["auto", "always", "never"] = "auto"  # configurations of one N in one job; auto: always
     nest: bool = False  # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
     estimate: bool = True  # of memory, without running a step, before the first profile where a limit is known

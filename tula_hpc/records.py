@@ -80,8 +80,8 @@ class MemoryUse(Record):
 class Footprint(Record):
     """An estimate of one worker's memory from counting, before any step was run; bytes.
 
-    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with local batch b, once b
-    is so large that the peak lies in the backward pass. `peaks` is what the limit counts, at the powers of two.
+    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with local batch b, once
+    b is so large that the peak lies in the backward pass. `peaks` is what the limit counts, at the powers of two.
     """
 
     schema_version: Literal[1] = 1

@@ -73,9 +73,9 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "shufflenet": Workload("shufflenet_v2_x0_5", 16, 128),
-    "mobilenet": Workload("mobilenet_v3_small", 16, 128),
-    "vgg_like": Workload("tests.benchmarks.vgg_like:vgg_like", 32, 256),
+    "shufflenet": Workload("shufflenet_v2_x0_5", 8, 128),
+    "mobilenet": Workload("mobilenet_v3_small", 8, 128),
+    "vgg_like": Workload("tests.benchmarks.vgg_like:vgg_like", 16, 256),
 }
 SEARCHES = {"full": ["search.mode=full", "search.pack=never"], "adaptive": ["search.mode=adaptive"]}
 

@@ -92,7 +92,7 @@ def _state_elements(worker: Worker) -> int:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120, env=environment)
     return folder
 

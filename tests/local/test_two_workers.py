@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         known = candidate(CONFIGURATION)
         chosen = slowed(known, 1e-5 / known.step_time_s)
         write_plan(run, plan([known] * 4, chosen=chosen))
-    paths = {"PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
     environment = {**os.environ, **paths, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORKERS)}
     command = [sys.executable, __file__, str(folder), *free_ports(3)]
     subprocess.run(command, check=True, timeout=120, env=environment)
