@@ -4,20 +4,21 @@
     billing = max(weight × count of cpu, mem, node, gres) + Σ of the others          with PriorityFlags=MAX_TRES
 
 Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair share does not;
-here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is billed N times a node. Licences,
-energy and burst buffers, which these jobs do not ask for, count nothing.
+here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is billed N times a node. What these
+jobs do not ask for, as licences, energy and burst buffers, counts nothing; where it has a weight, the plan says so.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, PricingSpec
 
 MIB_PER_GIB = 1024.0
-_GRES = re.compile(r"(?P<name>[^:,()]+)(:(?P<type>[^:,()\d][^:,()]*))?(:(?P<count>\d+))?")
+_SOCKETS = re.compile(r"\([^()]*\)")  # behind a count, as Slurm shows them: gpu:4(S:0-1)
 
 
 class NodeResources(NamedTuple):
@@ -43,6 +44,8 @@ def node_resources(cluster: ClusterSpec) -> NodeResources:
         tres["mem"] = memory_gb * MIB_PER_GIB
     elif pricing.tres_weights.get("mem"):
         assumed.append("billing leaves out memory: set memory_gb or pricing.node_memory_gb")
+    missing = [name for name, weight in pricing.tres_weights.items() if weight and name not in tres]
+    assumed += [f"billing leaves out {name}: jobs ask for nothing of that name" for name in missing]
     return NodeResources(tres, tuple(assumed))
 
 
@@ -55,6 +58,7 @@ def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]
             of_kind = [other for other in tres if other.startswith(f"{name}:")]
             tres.update(dict.fromkeys([name, *of_kind], float(whole)))
         elif name in weighed:
+            tres[name] = asked
             what = plural(round(asked), "core" if name == "cpu" else "GPU")
             assumed.append(f"billing assumes nodes of {what}, which is what a job asks for: set pricing.{key}")
 
@@ -62,13 +66,24 @@ def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]
 def _gres(cluster: ClusterSpec) -> dict[str, float]:
     """Counts of generic resources on a node, by name and by name and type, as `gres = "gpu:a100:4"` asks for them."""
     counts: dict[str, float] = {}
-    for match in _GRES.finditer(cluster.gres or ""):
-        name, kind, count = f"gres/{match['name'].lower()}", match["type"], float(match["count"] or 1)
-        for key in [name, f"{name}:{kind.lower()}"] if kind else [name]:
+    for name, kind, count in _requested(cluster.gres or ""):
+        for key in [f"gres/{name}", f"gres/{name}:{kind}"] if kind else [f"gres/{name}"]:
             counts[key] = counts.get(key, 0.0) + count
     if cluster.device == "cuda" and "gres/gpu" not in counts:
         counts["gres/gpu"] = float(cluster.workers_per_node)
     return counts
+
+
+def _requested(gres: str) -> Iterator[tuple[str, str, float]]:
+    """Name, type ("" for none) and count of each item of Slurm's `name[[:type]:count],…`, in lower case.
+
+    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of digits alone.
+    """
+    for item in _SOCKETS.sub("", gres).lower().split(","):
+        name, *fields = item.removeprefix("gres:").split(":")
+        count = float(fields.pop()) if fields and fields[-1].isdecimal() else 1.0
+        if name:
+            yield name, ":".join(filter(None, fields)), count
 
 
 def billing_per_node(pricing: PricingSpec, tres: dict[str, float]) -> float:

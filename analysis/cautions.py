@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from tula_hpc.analysis.aggregate import Profile, Summary
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.noise import CriticalBatch
 from tula_hpc.analysis.parts import Fitted, of_part, prefixed
+from tula_hpc.analysis.pricing import expected_preemptions
 from tula_hpc.analysis.search import propose
 from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
@@ -73,18 +75,22 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
     extra = critical.extra_samples(chosen.global_batch)
     what = f"the chosen global batch of {chosen.global_batch:,} lies beyond the critical batch of {critical.batch:,.0f}"
     meaning = f"the gradient's noise scale, where twice the fewest samples are needed; here {extra:.1f} times"
-    return [f"{what} ({meaning}). It grows in training, often tenfold, so that this is its least"]
+    least = "; it grows in training, often tenfold, so that this is its least" if critical.source == "profile" else ""
+    return [f"{what} ({meaning}){least}"]
 
 
 def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
-    """Whether the chosen training is longer than a job may last."""
-    table = fitted.table
-    requeues, cluster = int(table.requeues[chosen]), fitted.parts[table.part[chosen]].cluster
-    if requeues <= sweep.training.max_requeues:
+    """Whether time limits and preemptions would restart the chosen training more often than is allowed."""
+    row, allowed = fitted.table.take([chosen]), sweep.training.max_requeues
+    cluster, requeues = fitted.parts[row.part[0]].cluster, int(row.requeues[0])
+    nodes = row.nodes.astype(np.float64)
+    preemptions = math.ceil(expected_preemptions(cluster.pricing, nodes, row.wall_time_s)[0])
+    if requeues + preemptions <= allowed:
         return []
-    limit = f"train_minutes = {cluster.train_minutes}"
-    often = f"about {plural(requeues, 'requeue')} under {limit}"
-    return [f"training needs {often}, more than training.max_requeues = {sweep.training.max_requeues} allows"]
+    causes = [f"{plural(requeues, 'requeue')} under train_minutes = {cluster.train_minutes}"] if requeues else []
+    causes += [plural(preemptions, "preemption")] if preemptions else []
+    often = f"restart about {plural(requeues + preemptions, 'time')} ({', '.join(causes)})"
+    return [f"training has to {often}, more than training.max_requeues = {allowed} allows"]
 
 
 def _listed(profiles: Sequence[Profile], what: str) -> list[str]:

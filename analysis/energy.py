@@ -2,7 +2,8 @@
 
     E = N × P × T × PUE
 
-P, the power of a node, is what was measured during the profiled steps, or else the figure of the cluster file. PUE
+P, the power of a node, is the figure of the cluster file, or else what was measured during the profiled steps. That is
+less than a node draws: processors and GPUs, as far as they can be read, without power supplies, memory and fans. PUE
 (power usage effectiveness) is what the site draws over what its nodes draw: cooling, losses.
 """
 
@@ -31,11 +32,11 @@ class NodePower(NamedTuple):
 
 
 def node_power(profiles: Iterable[Profile], pricing: PricingSpec) -> NodePower | None:
-    """The median over what was measured, else the stated figure, else None."""
+    """The stated figure, which is of the whole node; else the median over what was measured, else None."""
+    if pricing.watts_per_node is not None:
+        return NodePower(pricing.watts_per_node, False)
     measured = [profile.watts_per_node for profile in profiles if profile.watts_per_node > 0.0]
-    if measured:
-        return NodePower(median(measured), True)
-    return None if pricing.watts_per_node is None else NodePower(pricing.watts_per_node, False)
+    return NodePower(median(measured), True) if measured else None
 
 
 def energy_kwh(nodes: Quantity, time_s: Quantity, watts: float, pue: float) -> Quantity:

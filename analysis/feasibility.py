@@ -1,20 +1,27 @@
-"""What the constraints leave: an error that says by how much they fail, or which of them decide."""
+"""What the constraints leave: an error that says by how much they fail, or which of them decide, and how narrowly."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.constraints import breaks, constraints_of, nearest_outside
+from tula_hpc.analysis.constraints import Constraint, breaks, constrain, constraints_of, nearest_outside
 from tula_hpc.analysis.knee import TrainTime
-from tula_hpc.analysis.objective import Choice, choose
-from tula_hpc.analysis.parts import Fitted
-from tula_hpc.analysis.table import FEASIBLE, Why, as_records
+from tula_hpc.analysis.objective import choose
+from tula_hpc.analysis.parts import Fitted, name_of
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Why, as_records
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.errors import InfeasibleError
 from tula_hpc.records import Candidate
 
 CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
+ADVICE = {
+    Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
+    Why.FOREVER: "raise train_minutes, or lower training.checkpoint_minutes or pricing.restart_s",
+}
+MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
 
 
 def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
@@ -30,26 +37,68 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
     if nearest is not None:
         candidate = _record(fitted, nearest)
         broken = "; ".join(_broken(candidate, objective))
-        where = f"the nearest is {_name(candidate)}: {broken}"
+        where = f"the nearest is {name_of(candidate)}: {broken}"
         raise InfeasibleError(f"plan: none of {table.rows:,} candidates keeps the constraints; {where}")
-    smallest = _record(fitted, int(np.lexsort((table.global_batch, table.local_batch))[0]))
-    advice = "lower search.min_batch, allow more nodes, or use a machine with more memory"
-    why = f"{_name(smallest)}: {smallest.why}"
+    row = int(np.lexsort((table.global_batch, table.local_batch))[0])
+    smallest, advice = _record(fitted, row), ADVICE.get(Why(int(table.why[row])), MORE_MEMORY)
+    why = f"{name_of(smallest)}: {smallest.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
-def binding(fitted: Fitted, objective: ObjectiveSpec, choice: Choice, train_time_s: TrainTime) -> list[str]:
-    """Constraints that rule out what would be chosen without them, with what it would be."""
+def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -> list[str]:
+    """Constraints that rule out what would be chosen without them, with what it would be.
+
+    Each is dropped alone; all together only where none of them decides alone.
+    """
+    if not np.isin(fitted.table.why, CONSTRAINED).any():
+        return []
+    every = constraints_of(objective)
+    alone = [text for one in every for text in _without([one], fitted, objective, train_time_s)]
+    return alone if alone or len(every) == 1 else _without(every, fitted, objective, train_time_s)
+
+
+def _without(
+    dropped: Sequence[Constraint], fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime
+) -> list[str]:
+    """What would be chosen without some of the constraints, a sentence; none if it keeps them anyway."""
+    others = objective.model_copy(update={one.key.removeprefix("objective."): None for one in dropped})
+    free = constrain(unconstrained(fitted.table), others)
+    wished = int(choose(others, free, train_time_s).ranking[0])
+    if fitted.table.why[wished] == FEASIBLE:
+        return []
+    candidate = _record(fitted, wished)
+    keys = " and ".join(one.key for one in dropped)
+    how = "; ".join(breaks(one, candidate) for one in dropped if one.is_broken_by(candidate))
+    return [f"without {keys}, {name_of(candidate)} would be chosen: {how}"]
+
+
+def unconstrained(table: CandidateTable) -> CandidateTable:
+    """The table as if the user had set no constraint."""
+    return table._replace(why=np.where(np.isin(table.why, CONSTRAINED), int(FEASIBLE), table.why))
+
+
+def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
+    """Constraints that the chosen candidate keeps by its prediction, but not at the upper end of its interval."""
+    found = []
+    for constraint in constraints_of(objective):
+        _, high = chosen.interval_90.get(constraint.column, (0.0, 0.0))
+        if high > constraint.limit:
+            amounts = (constraint.of(chosen), constraint.limit, high)
+            expected, limit, most = (constraint.says(amount, chosen) for amount in amounts)
+            kept = f"{constraint.key} = {limit} is kept only narrowly"
+            found.append(f"{kept}: {expected} expected, but the 90 % interval reaches {most}")
+    return found
+
+
+def lost_fallbacks(chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, objective: ObjectiveSpec) -> list[str]:
+    """Whether the constraints leave training nothing to fall back to, should memory run out."""
     table = fitted.table
-    outside = np.isin(table.why, CONSTRAINED)
-    if not outside.any():
+    smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
+    against = [one.key for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))]
+    if fallbacks or not against:
         return []
-    free = table._replace(why=np.where(outside, int(FEASIBLE), table.why))
-    wished = choose(objective, free, train_time_s).ranking[0]
-    if not outside[wished]:
-        return []
-    candidate = _record(fitted, int(wished))
-    return [f"{_name(candidate)} would be chosen: {how}" for how in _broken(candidate, objective)]
+    rules = f"{' and '.join(against)} {'rules' if len(against) == 1 else 'rule'} out every smaller local batch"
+    return [f"{rules}: should memory run out in training, there is nothing to fall back to"]
 
 
 def _broken(candidate: Candidate, objective: ObjectiveSpec) -> list[str]:
@@ -60,7 +109,3 @@ def _broken(candidate: Candidate, objective: ObjectiveSpec) -> list[str]:
 def _record(fitted: Fitted, row: int) -> Candidate:
     nobody: NDArray[np.bool_] = np.zeros(1, dtype=bool)
     return as_records(fitted.table.take([row]), fitted.parts, nobody)[0]
-
-
-def _name(candidate: Candidate) -> str:
-    return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"

@@ -21,6 +21,7 @@ from tula_hpc.analysis.formatting import keep_units
 PAGE_WIDTH_IN, PAGE_HEIGHT_IN = 8.27, 5.83  # A5 across: prints on A4 without becoming small, reads well on a screen
 MARGIN_IN = 0.55
 LINE_IN = 0.165  # of 9-point text
+LIST_EXTRA_LINES = 2  # a list's heading, and space after it
 CAPTION_CHARACTERS = 108
 TABLE_ROW_IN = 0.36
 
@@ -33,7 +34,8 @@ class TitlePage(NamedTuple):
     answer: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]  # the first is the chosen one
-    notes: list[str]
+    about: list[str]  # the choice
+    warnings: list[str]
 
 
 def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
@@ -76,12 +78,14 @@ def _write(figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN
 
 def _title_page(first: TitlePage) -> Figure:
     answer = textwrap.wrap(keep_units(first.answer), 98)
-    notes = [
-        line for note in first.notes for line in textwrap.wrap(f"• {note}", CAPTION_CHARACTERS, subsequent_indent="   ")
+    lists = [
+        (name, _bullets(items)) for name, items in (("About the choice", first.about), ("Warnings", first.warnings))
     ]
+    lists = [(name, lines) for name, lines in lists if lines]
     table_top = 1.35 + 0.2 * len(answer)
     notes_top = table_top + TABLE_ROW_IN * (len(first.rows) + 2) if first.rows else table_top
-    height = max(PAGE_HEIGHT_IN, notes_top + LINE_IN * (len(notes) + 1) + MARGIN_IN)
+    needed = sum(LINE_IN * (len(lines) + LIST_EXTRA_LINES) for _, lines in lists)
+    height = max(PAGE_HEIGHT_IN, notes_top + needed + MARGIN_IN)
     figure = Figure(figsize=(PAGE_WIDTH_IN, height), facecolor=PAPER.light)
     FigureCanvasAgg(figure)
     _write(figure, first.title, 0.5, size=17, weight="bold")
@@ -89,10 +93,16 @@ def _title_page(first: TitlePage) -> Figure:
     _write(figure, "\n".join(answer), 1.15, size=10, linespacing=1.4)
     if first.rows:
         _draw_table(figure, first, table_top)
-    if notes:
-        _write(figure, "Warnings", notes_top - 0.05, size=9, weight="bold")
-        _write(figure, "\n".join(notes), notes_top + LINE_IN, size=8.5, linespacing=1.35)
+    for name, lines in lists:
+        _write(figure, name, notes_top - 0.05, size=9, weight="bold")
+        _write(figure, "\n".join(lines), notes_top + LINE_IN, size=8.5, linespacing=1.35)
+        notes_top += LINE_IN * (len(lines) + LIST_EXTRA_LINES)
     return figure
+
+
+def _bullets(items: Sequence[str]) -> list[str]:
+    wrapped = [textwrap.wrap(f"• {item}", CAPTION_CHARACTERS, subsequent_indent="   ") for item in items]
+    return [line for lines in wrapped for line in lines]
 
 
 def _draw_table(figure: Figure, first: TitlePage, top_in: float) -> None:

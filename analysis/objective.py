@@ -38,10 +38,11 @@ def choose(
 ) -> Choice:
     """Rank the feasible candidates.
 
-    "time", "cost" and "weighted" take the least; ties go to fewer nodes, then to the smaller batch. "knee" takes the
-    candidate whose global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest,
-    then the one with fewer nodes. A curve without a knee is said to have none; then the smallest global batch whose
-    expected time is within 10 % of the least is taken, on as few nodes as possible.
+    "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal costs, as where all is
+    free, the fastest; ties in both go to fewer nodes, then to the smaller batch. "knee" takes the candidate whose
+    global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the one
+    with fewer nodes. A curve without a knee is said to have none; then the smallest global batch whose expected time is
+    within 10 % of the least is taken, on as few nodes as possible.
 
     Args:
         objective: Kind and weights.
@@ -52,12 +53,14 @@ def choose(
     feasible = table.why == FEASIBLE
     if objective.kind == "knee":
         return _by_knee(table, feasible, train_time_s, drawn)
-    score, what = {
-        "time": (table.wall_time_s, "expected time"),
-        "cost": (table.cost, "expected cost"),
-        "weighted": (weighted_score(objective, table), _product(objective)),
-    }[objective.kind]
-    ranking = ranked(table, feasible, (score,))
+    time, cost = table.wall_time_s, table.cost
+    by_kind: dict[str, tuple[tuple[Array, ...], str]] = {
+        "time": ((time, cost), "expected time"),
+        "cost": ((cost, time), "expected cost"),
+        "weighted": ((weighted_score(objective, table), time, cost), _product(objective)),
+    }
+    keys, what = by_kind[objective.kind]
+    ranking = ranked(table, feasible, keys)
     return Choice(ranking, f"it has the least {what} of all feasible candidates", None, ())
 
 

@@ -14,9 +14,9 @@ from tula_hpc.analysis.grid import Grid, candidate_grid
 from tula_hpc.analysis.knee import Array, TrainTime
 from tula_hpc.analysis.performance import FormName
 from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
-from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.errors import NotEnoughDataError
-from tula_hpc.records import Measurement
+from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
+from tula_hpc.errors import InputError, NotEnoughDataError
+from tula_hpc.records import Candidate, Measurement
 
 DRAWS = 200  # models drawn from the fit's uncertainty
 SEED = 0  # the same measurements give the same plan
@@ -34,11 +34,12 @@ def fit_parts(sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Mea
     """Fit models for every partition that has measurements enough, and predict its candidates.
 
     Raises:
-        NotEnoughDataError: No partition has; the message says what the first one lacks.
+        NotEnoughDataError: No partition has; the message says what each of them lacks.
+        InputError: Prices that need what is not known.
     """
     parts: list[Part] = []
     tables: list[CandidateTable] = []
-    warnings: list[str] = []
+    warnings = _too_large(sweep, cluster)
     errors: list[NotEnoughDataError] = []
     for name, spec in zip(cluster.part_names(), cluster.parts(), strict=True):
         try:
@@ -46,14 +47,34 @@ def fit_parts(sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Mea
             grid, left_out = _plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
-            warnings.append(f"partition {name} is left out: {str(error).removeprefix('plan: ')}")
+            warnings.append(f"partition {name} is left out: {_lack(error)}")
             continue
-        tables.append(predict(len(parts), part, grid, sweep))
+        tables.append(_predicted(len(parts), part, grid, sweep))
         parts.append(part)
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
-        raise errors[0]
+        lacks = zip(cluster.part_names(), errors, strict=True)
+        raise NotEnoughDataError(f"plan: {'; '.join(prefixed(name, _lack(error)) for name, error in lacks)}")
     return Fitted(tuple(parts), stacked(tables), tuple(warnings))
+
+
+def _lack(error: NotEnoughDataError) -> str:
+    return str(error).removeprefix("plan: ")
+
+
+def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
+    """A warning about cluster sizes that no partition has the nodes for."""
+    possible = {nodes for part in cluster.parts() for nodes in cluster_sizes(sweep.search, part)}
+    names = ", ".join(f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes not in possible)
+    most = max(part.max_nodes for part in cluster.parts())
+    return [f"left out of search.cluster_sizes: {names}, more than max_nodes = {most}"] if names else []
+
+
+def _predicted(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    try:
+        return predict(place, part, grid, sweep)
+    except InputError as error:
+        raise InputError(str(error), source=f"partition {part.name}" if part.name else None) from None
 
 
 def of_part(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
@@ -64,6 +85,11 @@ def of_part(measurements: Sequence[Measurement], name: str) -> Sequence[Measurem
 def prefixed(name: str, text: str) -> str:
     """The text with the name of its partition in front, where there is one."""
     return f"{name}: {text}" if name else text
+
+
+def name_of(candidate: Candidate) -> str:
+    """Its configuration, and on which partition, where there are several."""
+    return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"
 
 
 def _fit(name: str, cluster: ClusterSpec, measurements: Sequence[Measurement], form: FormName) -> Part:

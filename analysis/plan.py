@@ -73,7 +73,10 @@ def _answer(options: argparse.Namespace) -> str:
     cluster = load_cluster(run.cluster_file, others)
     read = run.measurements()
     footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
-    plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics)
+    try:
+        plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics)
+    except InputError as error:  # prices that need what is not known
+        raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
         write_atomically(run.plan_file, text)

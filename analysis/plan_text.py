@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tula_hpc.analysis.formatting import format_bytes, format_duration, format_money, format_number, format_percent
+from tula_hpc.analysis.parts import name_of
 from tula_hpc.records import Candidate, Plan
 
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
@@ -35,13 +36,20 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
     return [
         _expectation(plan),
         f"Chosen by {plan.objective}: {plan.reason}.",
+        *background(plan),
+        *([f"Profiling: {profiling}."] if profiling else []),
+        *(f"Warning: {warning}." for warning in plan.warnings),
+    ]
+
+
+def background(plan: Plan) -> list[str]:
+    """What else there was, what the constraints rule out, and what the numbers assume."""
+    return [
         *_alternatives(plan),
-        *(f"Constraint: without it, {text}." for text in plan.binding),
+        *(f"Constraint: {text}." for text in plan.binding),
         *_knee(plan),
         *_critical_batch(plan),
-        *([f"Profiling: {profiling}."] if profiling else []),
         *(f"Note: {note}." for note in plan.notes),
-        *(f"Warning: {warning}." for warning in plan.warnings),
     ]
 
 
@@ -53,30 +61,26 @@ def _expectation(plan: Plan) -> str:
     text = f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}"
     if chosen.wall_time_s is not None and chosen.wall_time_s > chosen.train_time_s:
         loss = format_percent(chosen.wall_time_s / chosen.train_time_s - 1.0)
-        expected = f"{format_duration(chosen.wall_time_s)} expected, {loss} lost to interruptions"
+        expected = f"with starts, checkpoints and interruptions {format_duration(chosen.wall_time_s)} expected"
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
-        text += f"; with restarts {expected}, with a checkpoint every {every}"
+        text += f"; {expected}, {loss} more, with a checkpoint every {every}"
     energy = f"; {format_number(chosen.energy_kwh, 3)} kWh" if chosen.energy_kwh is not None else ""
     return f"{text}{energy}."
 
 
 def _alternatives(plan: Plan) -> list[str]:
     """What would come next, the fastest and the cheapest, each against the chosen one."""
-    feasible = [candidate for candidate in plan.candidates if candidate.feasible]
-    fastest = min(feasible, key=lambda c: (_wall_time_s(c), c.cost), default=plan.chosen)
-    cheapest = min(feasible, key=lambda c: (c.cost, _wall_time_s(c)), default=plan.chosen)
+    feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]  # it wins ties
+    fastest = min(feasible, key=lambda c: (wall_time_s(c), c.cost))
+    cheapest = min(feasible, key=lambda c: (c.cost, wall_time_s(c)))
     named = [("Next best", candidate) for candidate in plan.runners_up]
     named += [("Fastest", fastest), ("Cheapest", cheapest)]
-    return [f"{what}: {_name(c)}, {_against(c, plan.chosen)}." for what, c in named if c != plan.chosen]
-
-
-def _name(candidate: Candidate) -> str:
-    return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"
+    return [f"{what}: {name_of(c)}, {_against(c, plan.chosen)}." for what, c in named if c != plan.chosen]
 
 
 def _against(candidate: Candidate, chosen: Candidate) -> str:
     """How a candidate's time and cost compare: "12 % slower, 3 % cheaper"."""
-    time = _compared(_wall_time_s(candidate), _wall_time_s(chosen), "slower", "faster")
+    time = _compared(wall_time_s(candidate), wall_time_s(chosen), "slower", "faster")
     return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
 
 
@@ -86,7 +90,8 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
     return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
 
 
-def _wall_time_s(candidate: Candidate) -> float:
+def wall_time_s(candidate: Candidate) -> float:
+    """Expected wall time, or of plans that do not have it the time of the steps."""
     return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
 
 
@@ -105,7 +110,11 @@ def _knee(plan: Plan) -> list[str]:
 def _critical_batch(plan: Plan) -> list[str]:
     if plan.critical_batch is None:
         return []
-    what = "the gradient's noise scale at the weights that were profiled. Beyond it more samples buy few steps less"
+    source = {
+        "profile": "at the weights that were profiled",
+        "training": "in the later half of the training so far",
+    }.get(plan.critical_batch_source or "", "as it was measured")
+    what = f"the gradient's noise scale {source}. Beyond it more samples buy few steps less"
     return [f"Critical batch: {plan.critical_batch:,.0f} samples, {what}; it grows in training."]
 
 

@@ -6,12 +6,14 @@ Whatever computes with NumPy is imported late: `plan --help` and a mistake in it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Footprint, Measurement, Metrics, Plan
 
 if TYPE_CHECKING:
+    from tula_hpc.analysis.knee import TrainTime
+    from tula_hpc.analysis.noise import CriticalBatch
     from tula_hpc.analysis.objective import Choice
     from tula_hpc.analysis.parts import Fitted
 
@@ -39,38 +41,66 @@ def make_plan(
         InfeasibleError: No candidate fits, or none keeps the constraints.
         InputError: Prices that need what is not known.
     """
-    from tula_hpc.analysis import cautions
+    from tula_hpc.analysis.cautions import about_lines
     from tula_hpc.analysis.constraints import constrain
     from tula_hpc.analysis.estimates import with_estimates
-    from tula_hpc.analysis.feasibility import binding, require_feasible
+    from tula_hpc.analysis.feasibility import require_feasible
     from tula_hpc.analysis.noise import critical_batch
     from tula_hpc.analysis.objective import choose
     from tula_hpc.analysis.parts import drawn_time, fit_parts, fitted_time
-    from tula_hpc.analysis.pricing import assumptions
 
     fitted = fit_parts(sweep, cluster, measurements)
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
     require_feasible(fitted, sweep.objective)
-    nominal = fitted_time(fitted.parts, sweep.workload.epochs)
-    drawn = drawn_time(fitted.parts, sweep.workload.epochs)
-    choice = choose(sweep.objective, fitted.table, nominal, drawn)
+    laws = [law(fitted.parts, sweep.workload.epochs) for law in (fitted_time, drawn_time)]
+    choice = choose(sweep.objective, fitted.table, *laws)
     plan = _written(sweep, fitted, choice)
     critical = critical_batch(measurements, metrics)
-    doubts = cautions.about_choice(choice.ranking[0], fitted)
-    doubts += cautions.about_batch(plan.chosen, critical)
-    doubts += cautions.about_interruptions(choice.ranking[0], fitted, sweep)
-    doubts += [text for part in fitted.parts for text in cautions.about_part(part, sweep, measurements)]
-    changes = {
-        "binding": binding(fitted, sweep.objective, choice, nominal),
+    doubts = [*_doubts(plan, sweep, fitted, choice, critical), *_doubts_about_parts(sweep, fitted, measurements)]
+    remarks = _remarks(sweep, fitted, critical, laws[0])
+    remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts, *about_lines(skipped_lines)]
+    return with_estimates(plan.model_copy(update=remarks), fitted, footprints or {})
+
+
+def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critical: CriticalBatch | None) -> list[str]:
+    """Doubts about the choice."""
+    from tula_hpc.analysis import cautions
+    from tula_hpc.analysis.feasibility import lost_fallbacks, narrowly_kept
+
+    row = int(choice.ranking[0])
+    return [
+        *cautions.about_choice(row, fitted),
+        *cautions.about_batch(plan.chosen, critical),
+        *cautions.about_interruptions(row, fitted, sweep),
+        *narrowly_kept(plan.chosen, sweep.objective),
+        *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
+    ]
+
+
+def _doubts_about_parts(sweep: SweepSpec, fitted: Fitted, measurements: Sequence[Measurement]) -> list[str]:
+    from tula_hpc.analysis.cautions import about_part
+
+    return [text for part in fitted.parts for text in about_part(part, sweep, measurements)]
+
+
+def _remarks(
+    sweep: SweepSpec, fitted: Fitted, critical: CriticalBatch | None, train_time_s: TrainTime
+) -> dict[str, Any]:
+    """Fields of the plan that say what the constraints exclude, what prices assume, and which batch still pays."""
+    from tula_hpc.analysis.feasibility import binding
+    from tula_hpc.analysis.pricing import assumptions
+
+    return {
+        "binding": binding(fitted, sweep.objective, train_time_s),
         "critical_batch": critical.batch if critical else None,
+        "critical_batch_source": critical.source if critical else None,
         "notes": list(dict.fromkeys(note for part in fitted.parts for note in assumptions(part.cluster, part.power))),
-        "warnings": [*choice.warnings, *fitted.warnings, *doubts, *cautions.about_lines(skipped_lines)],
     }
-    return with_estimates(plan.model_copy(update=changes), fitted, footprints or {})
 
 
 def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     """The plan without its warnings."""
+    from tula_hpc.analysis.parts import name_of
     from tula_hpc.analysis.writing import fallback_rows, written_records
 
     fallbacks = fallback_rows(fitted.table, choice)
@@ -83,7 +113,7 @@ def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     return Plan(
         objective=sweep.objective.kind,
         chosen=first,
-        reason=f"{first.configuration}{f' on {part.name}' if part.name else ''}: {choice.reason}",
+        reason=f"{name_of(first)}: {choice.reason}",
         candidates=list(records.values()),
         candidates_total=fitted.table.rows if fitted.table.rows > len(records) else None,
         fallbacks=[records[row] for row in fallbacks],

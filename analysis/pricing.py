@@ -1,7 +1,8 @@
 """What a training costs, on every basis of `[pricing]`, over columns of candidates.
 
-Paid is expected wall time, that is training and what interruptions repeat: preemptions of spot nodes (`spot`) and
-requeues at the time limit (`requeue`). Waiting in the queue is not paid for.
+Paid is expected wall time, that is training, the start of the job, checkpoints, and what interruptions repeat:
+preemptions of spot nodes (`spot`) and requeues at the time limit (`requeue`). Waiting in the queue is not paid for.
+Evaluation after every epoch is paid for but not in the estimate: no profile times it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Usage(NamedTuple):
 class Bill(NamedTuple):
     """What they cost; columns of that length."""
 
-    wall_time_s: Array  # expected, interruptions included; `FOREVER_S` where training would never end
+    wall_time_s: Array  # expected, with starts, checkpoints, interruptions; `FOREVER_S` where it would never end
     requeues: Array  # expected, at the time limit
     cost: Array  # in `PricingSpec.currency`
     energy_kwh: Array  # NaN where no power is known
@@ -84,7 +85,7 @@ def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: Node
 
     Args:
         usage: The trainings.
-        cluster: Prices, time limit, and what a node has; without partitions (see `ClusterSpec.parts`).
+        cluster: Prices, time limit and its warning, and what a node has; without partitions (see `ClusterSpec.parts`).
         training: `checkpoint_minutes`, where the user sets it.
         power: Of a node; None where unknown.
 
@@ -94,11 +95,9 @@ def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: Node
     pricing = cluster.pricing
     between_s = _between_preemptions_s(pricing, usage.nodes)
     interval_s = _checkpoint_s(pricing, training, between_s)
-    work_s = usage.train_time_s
-    if pricing.basis == "spot":
-        write_s, restart_s = pricing.checkpoint_write_s, pricing.restart_s
-        work_s = spot.expected_time_s(work_s, interval_s, between_s, write_s=write_s, restart_s=restart_s)
-    limited = under_time_limit(work_s, cluster.train_minutes * 60.0, interval_s, pricing.restart_s)
+    work_s = _with_checkpoints_s(pricing, usage.train_time_s, interval_s, between_s)
+    until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
+    limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.restart_s)
     wall_s = np.minimum(limited.time_s, FOREVER_S)
     kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue) if power else np.full_like(wall_s, np.nan)
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
@@ -117,6 +116,21 @@ def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | Non
         price = 1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit
         return usage.nodes * usage.train_time_s / SECONDS_PER_HOUR * (units * price)
     return train_cost_usd(pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes)
+
+
+def _with_checkpoints_s(pricing: PricingSpec, train_time_s: Array, interval_s: Array, between_s: Array) -> Array:
+    """Training with a checkpoint after every interval and, on spot nodes, with what preemptions repeat."""
+    write_s = pricing.checkpoint_write_s
+    if pricing.basis != "spot":
+        return train_time_s * (1.0 + write_s / interval_s)
+    return spot.expected_time_s(train_time_s, interval_s, between_s, write_s=write_s, restart_s=pricing.restart_s)
+
+
+def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array) -> Array:
+    """How often jobs of N nodes are preempted in so much time, on average; 0 except on spot nodes."""
+    if pricing.basis != "spot":
+        return np.zeros_like(wall_time_s)
+    return wall_time_s / _between_preemptions_s(pricing, nodes)
 
 
 def _between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
@@ -139,6 +153,13 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
         whose = "a node" if pricing.preempted == "node" else "the job"
         found.append(f"spot nodes: {whose} is preempted every {pricing.preemption_hours:g} hours on average")
     if power is not None and (pricing.basis == "energy" or power.measured):
-        source = "measured" if power.measured else "as pricing.watts_per_node says"
-        found.append(f"a node draws {power.watts:.0f} W ({source}), the site {pricing.pue:g} times as much")
-    return found
+        found.append(_draws(power, pricing.pue))
+    return [*found, "expected time includes the start of the job and checkpoints, not evaluation after every epoch"]
+
+
+def _draws(power: NodePower, pue: float) -> str:
+    site = f"the site {pue:g} times as much"
+    if not power.measured:
+        return f"a node draws {power.watts:.0f} W (as pricing.watts_per_node says), {site}"
+    what = f"a node's processors and GPUs draw {power.watts:.0f} W (measured), {site}"
+    return f"{what}; power supplies, memory and fans are not included: pricing.watts_per_node can say the whole"

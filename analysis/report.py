@@ -28,7 +28,7 @@ from tula_hpc.analysis.report_tables import (
     summary_rows,
     summary_table,
 )
-from tula_hpc.analysis.report_text import answer, how_measured, warnings
+from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
 from tula_hpc.errors import InputError
 from tula_hpc.records import RunDirectory
 
@@ -114,6 +114,7 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "subtitle": _subtitle(contents),
         "answer": answer(contents),
         "summary": summary_table(_summary(contents)),
+        "about_plan": about_plan(contents),
         "warnings": warnings(contents),
         "figures": [(drawing, Markup(svg)) for drawing, svg in zip(drawn.drawings, inline, strict=True)],  # noqa: S704 - our XML
         "missing": drawn.missing,
@@ -145,7 +146,8 @@ def _title_page(contents: RunContents) -> TitlePage:
     from tula_hpc.analysis.figures import TitlePage
 
     table = TextTable(SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in _summary(contents)])
-    return TitlePage(contents.name, _subtitle(contents), answer(contents), *table, warnings(contents))
+    lists = (about_plan(contents), warnings(contents))
+    return TitlePage(contents.name, _subtitle(contents), answer(contents), *table, *lists)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -234,7 +234,12 @@ def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval |
 
 
 def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -> dict[Configuration, float]:
-    """Median measured epoch time of each configuration, seconds; repeated profiles count alike."""
+    """Median measured epoch time of each configuration, seconds; repeated profiles count alike.
+
+    Args:
+        measurements: Of one partition, where there are several.
+        dataset_samples: Training samples in an epoch, for records that do not say.
+    """
     times: dict[Configuration, list[float]] = {}
     for item in measurements:
         epoch = measured_epoch(item, item.dataset_samples or dataset_samples)

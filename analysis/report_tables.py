@@ -15,6 +15,7 @@ from tula_hpc.analysis.formatting import (
     format_percent,
     plural,
 )
+from tula_hpc.analysis.parts import of_part
 from tula_hpc.analysis.report_data import Interval, measured_epochs, predicted
 from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, TrainResult
 
@@ -49,22 +50,26 @@ TRAINED_COLUMNS = ("accuracy",)
 
 
 def summary_rows(plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None) -> list[SummaryRow]:
-    """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N."""
-    measured = measured_epochs(measurements, plan.dataset_samples)
+    """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N.
+
+    All on the partition that was chosen, where there are several: the same configuration on another is something else.
+    """
+    measured = measured_epochs(of_part(measurements, plan.chosen.partition), plan.dataset_samples)
     return [_summary_row(role, item, measured, result) for role, item in _chosen_and_neighbours(plan)]
 
 
 def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
     chosen = plan.chosen
     yield "chosen", chosen
-    same_size = [item for item in plan.candidates if item.nodes == chosen.nodes]
+    here = [item for item in plan.candidates if item.partition == chosen.partition]
+    same_size = [item for item in here if item.nodes == chosen.nodes]
     smaller = [item for item in same_size if item.global_batch < chosen.global_batch]
     larger = [item for item in same_size if item.global_batch > chosen.global_batch]
     if smaller:
         yield "smaller batch", max(smaller, key=lambda item: item.global_batch)
     if larger:
         yield "larger batch", min(larger, key=lambda item: item.global_batch)
-    for item in sorted(plan.candidates, key=lambda item: item.nodes):
+    for item in sorted(here, key=lambda item: item.nodes):
         if item.global_batch == chosen.global_batch and item.nodes != chosen.nodes:
             yield f"same batch, {plural(item.nodes, 'node')}", item
 
@@ -135,9 +140,11 @@ def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
 
 
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
-    """Every candidate with what the models say of it."""
-    measured = measured_epochs(measurements, plan.dataset_samples)
+    """Every candidate with what the models say of it, partition by partition where there are several."""
+    names = sorted({item.partition for item in plan.candidates})
+    measured = {name: measured_epochs(of_part(measurements, name), plan.dataset_samples) for name in names}
     columns = (
+        *(("partition",) if any(names) else ()),
         "nodes",
         "batch",
         "step",
@@ -148,12 +155,13 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "memory per worker",
         "note",
     )
-    rows = [_candidate_cells(item, measured) for item in sorted(plan.candidates, key=lambda item: item.configuration)]
-    return TextTable(columns, rows)
+    ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
+    return TextTable(columns, [_candidate_cells(item, measured[item.partition]) for item in ordered])
 
 
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
+        *((item.partition,) if item.partition else ()),
         str(item.nodes),
         f"{item.global_batch:,}\n{item.local_batch:,} per worker",
         format_duration(item.step_time_s),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tula_hpc.analysis import cautions
-from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.aggregate import is_out_of_memory, summarize
 from tula_hpc.analysis.formatting import (
     format_bytes,
     format_duration,
@@ -14,7 +14,8 @@ from tula_hpc.analysis.formatting import (
     format_percent,
     plural,
 )
-from tula_hpc.analysis.parts import of_part, prefixed
+from tula_hpc.analysis.parts import name_of, of_part, prefixed
+from tula_hpc.analysis.plan_text import background, wall_time_s
 from tula_hpc.analysis.report_data import (
     RunContents,
     Training,
@@ -26,7 +27,7 @@ from tula_hpc.analysis.report_data import (
 )
 from tula_hpc.analysis.report_tables import format_time
 from tula_hpc.config import ClusterSpec
-from tula_hpc.records import Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Measurement, Plan
 
 SECONDS_PER_HOUR = 3600
 LISTED = 16  # hosts and the like: so many by name, then a count
@@ -46,17 +47,30 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     if not run.ok:
         yield "No configuration has been measured so far."
         return
-    out = len(run.out_of_memory)
-    yield f"{plural(len({item.configuration for item in run.ok}), 'configuration')} " + (
+    out = len(_places(filter(is_out_of_memory, run.measurements)))
+    yield f"{plural(len(_places(run.ok)), 'configuration')} " + (
         f"could be measured, {out} ran out of memory." if out else "could be measured so far."
     )
-    epochs = measured_epochs(run.ok, 0)
+    epochs = {
+        (name, configuration): seconds
+        for name in sorted({item.partition for item in run.ok})
+        for configuration, seconds in measured_epochs((i for i in run.ok if i.partition == name), 0).items()
+    }
     if epochs:
-        best = min(epochs, key=lambda configuration: epochs[configuration])
+        name, best = min(epochs, key=lambda place: epochs[place])
         yield (
-            f"The fastest is {plural(best.nodes, 'node')} with global batch {best.global_batch:,}: "
-            f"{format_duration(epochs[best])} for an epoch."
+            f"The fastest is {plural(best.nodes, 'node')}{_of(name)} with global batch {best.global_batch:,}: "
+            f"{format_duration(epochs[name, best])} for an epoch."
         )
+
+
+def _places(measurements: Iterable[Measurement]) -> set[tuple[str, Configuration]]:
+    """Where they were taken, each place once."""
+    return {(item.partition, item.configuration) for item in measurements}
+
+
+def _of(partition: str) -> str:
+    return f" of partition {partition}" if partition else ""
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -67,13 +81,27 @@ def _advice(plan: Plan) -> Iterator[str]:
     )
     limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
     yield (
-        f"Train on {plural(chosen.nodes, 'node')} with global batch {chosen.global_batch:,} "
+        f"Train on {plural(chosen.nodes, 'node')}{_of(chosen.partition)} with global batch {chosen.global_batch:,} "
         f"({plural(chosen.local_batch, 'sample')} per worker): predicted {format_duration(chosen.train_time_s)}"
-        f"{between} for {plural(plan.epochs, 'epoch')}, {format_money(chosen.cost, chosen.currency)}, "
+        f"{between} for {plural(plan.epochs, 'epoch')}, {_expected(chosen)}"
+        f"{format_money(chosen.cost, chosen.currency)}, "
         f"{format_bytes(chosen.peak_memory_bytes)}{limit} of memory per worker."
     )
     if plan.reason:
-        yield _sentence(plan.reason.removeprefix(f"{chosen.configuration}: "))
+        yield _sentence(plan.reason.removeprefix(f"{name_of(chosen)}: "))
+
+
+def _expected(chosen: Candidate) -> str:
+    """The time that is paid for, where it is not that of the steps alone."""
+    expected_s = wall_time_s(chosen)
+    if expected_s <= chosen.train_time_s:
+        return ""
+    return f"{format_duration(expected_s)} expected with starts, checkpoints and interruptions, "
+
+
+def about_plan(run: RunContents) -> list[str]:
+    """What the plan's choice excludes and assumes, a sentence each; empty before there is a plan."""
+    return [] if run.plan is None else background(run.plan)
 
 
 def _outcome(run: RunContents, training: Training) -> Iterator[str]:
@@ -167,20 +195,32 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
 def profiling_cost(run: RunContents) -> str:
     """Node-seconds of all profiles, and their price where nodes are paid by the hour."""
     profiles = [item for item in run.measurements if item.stage == "profile"]
-    node_seconds = sum(item.node_seconds or item.elapsed_s * item.nodes for item in profiles)
+    node_seconds = sum(map(_node_seconds, profiles))
     text = (
         f"{format_number(node_seconds)} node-seconds ({format_number(node_seconds / SECONDS_PER_HOUR, 2)} node-hours)"
     )
-    pricing = run.cluster.pricing if run.cluster else None
-    if pricing and pricing.basis == "node-hour":
-        text += f", {format_money(node_seconds / SECONDS_PER_HOUR * pricing.usd_per_node_hour)}"
+    prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
+    if profiles and all(item.partition in prices for item in profiles):
+        usd = sum(_node_seconds(item) / SECONDS_PER_HOUR * prices[item.partition] for item in profiles)
+        text += f", {format_money(usd)}"
     return text
 
 
+def _node_seconds(item: Measurement) -> float:
+    return item.node_seconds or item.elapsed_s * item.nodes
+
+
+def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
+    """By name of the partition, of those whose nodes are paid by the hour."""
+    prices = [(name, part.pricing) for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)]
+    return {name: pricing.usd_per_node_hour for name, pricing in prices if pricing.basis == "node-hour"}
+
+
 def _counts(run: RunContents) -> str:
-    failed = len(run.measurements) - len(run.ok) - len(run.out_of_memory)
+    out = sum(map(is_out_of_memory, run.measurements))
+    failed = len(run.measurements) - len(run.ok) - out
     parts = [plural(len(run.ok), "profile")]
-    parts += [f"{len(run.out_of_memory)} out of memory"] if run.out_of_memory else []
+    parts += [f"{out} out of memory"] if out else []
     parts += [f"{failed} failed"] if failed > 0 else []
     return ", ".join(parts)
 

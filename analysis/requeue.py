@@ -24,26 +24,28 @@ class Requeued(NamedTuple):
 
 
 def under_time_limit(work_s: Array, limit_s: float, interval_s: Array, restart_s: float) -> Requeued:
-    """Expected seconds of a training that is requeued at every time limit.
+    """Expected seconds of a training whose job ends at the warning before every time limit and is requeued.
 
-    Each requeue repeats the start of the job and the work since the last checkpoint, on average half an interval τ:
+    The first job takes R to start. Each requeue repeats that, and the work since the last checkpoint, on average half
+    an interval τ:
 
-        requeues k = ⌈(T − L) / (L − R − τ/2)⌉ for T > L, else 0;    time = T + k (R + τ/2)
+        requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0;    time = T + R + k (R + τ/2)
 
-    It is an upper estimate where the warning before the limit comes through: then training saves first.
+    Where the warning comes through, training saves before it ends, and the half interval is not repeated.
 
     Args:
-        work_s: T, seconds without interruption.
-        limit_s: L, the time limit of a job.
+        work_s: T, seconds without interruption, checkpoints included.
+        limit_s: L, from the start of a job to that warning: its time limit less `signal_delay_s`.
         interval_s: τ, seconds between two checkpoints.
         restart_s: R, seconds from the start of a job to its first step.
     """
     repeated = restart_s + interval_s / 2.0
     usable = limit_s - repeated
-    beyond = np.maximum(work_s - limit_s, 0.0)
+    needed_s = work_s + restart_s
+    beyond = np.maximum(needed_s - limit_s, 0.0)
     possible = (usable > 0.0) | (beyond == 0.0)
     requeues = np.where(possible, np.ceil(beyond / np.where(usable > 0.0, usable, 1.0)), np.inf)
-    return Requeued(work_s + np.where(requeues > 0.0, requeues * repeated, 0.0), requeues)
+    return Requeued(needed_s + np.where(requeues > 0.0, requeues * repeated, 0.0), requeues)
 
 
 class Use(NamedTuple):

@@ -9,7 +9,7 @@ the optimum checkpoint interval for restart dumps", Future Generation Computer S
 
 The first term of τ alone is the older estimate of J. W. Young (Communications of the ACM 17, 1974). A job of N nodes
 ends with the first of them: where M is known per node, the job has M/N. Waiting for new nodes is not in T: it is not
-paid for.
+paid for. Nor is the first start of the job, which `requeue` adds whatever the price.
 """
 
 from __future__ import annotations

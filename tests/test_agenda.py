@@ -30,9 +30,17 @@ def started_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.agenda.job_started_at", lambda: time.time() - STARTUP_S)
 
 
-def job(folder: Path, *, asks: bool = True, smaller: bool = True, minutes: int = 20, **search: object) -> ProfileJob:
+def job(
+    folder: Path,
+    *,
+    asks: bool = True,
+    smaller: bool = True,
+    minutes: int = 20,
+    signal_delay_s: int = 1,
+    **search: object,
+) -> ProfileJob:
     spec = SweepSpec(name="x", search=SearchSpec.model_validate(search))
-    cluster = ClusterSpec(profile_minutes=minutes, signal_delay_s=1)
+    cluster = ClusterSpec(profile_minutes=minutes, signal_delay_s=signal_delay_s)
     return ProfileJob(spec, cluster, LIST, folder / "n2-0.jsonl", 2, asks=asks, smaller=smaller, submitted_at=1.0)
 
 
@@ -164,3 +172,15 @@ def test_a_search_that_breaks_says_why(tmp_path: Path) -> None:
     broken = job(tmp_path).sweep.model_copy(update={"name": "not a name"})
     with pytest.raises(StageError, match="the search failed in the job"):
         ask_search(ProfileJob(broken, ClusterSpec(), LIST, tmp_path / "x.jsonl", nodes=2))
+
+
+def test_a_job_that_was_killed_between_two_configurations_is_held_against_neither(tmp_path: Path) -> None:
+    of = job(tmp_path)
+    assert Agenda(of, RANK_0, answers()).next() == LIST[0]
+    finish(of, LIST[0])
+    assert died_of(LIST, of.output) is None
+
+
+def test_on_this_machine_no_warning_before_the_time_limit_is_waited_for(tmp_path: Path) -> None:
+    of = job(tmp_path, minutes=1, signal_delay_s=90)
+    assert work_off(of, answers(), elapsed_s=1.0) == list(LIST)

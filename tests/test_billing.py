@@ -40,7 +40,7 @@ def test_text_and_table_say_the_same() -> None:
         ("mem=1P", 1 / 1024**3),
         ("mem=1K", 1.0),  # below the base unit: Slurm leaves the weight as it is
         ("cpu=2K", 2 / 1024),
-        ("node=-1.5", -1.5),
+        ("node=+1.5", 1.5),
         ("gres/gpu:a100=3e1", 30.0),
     ],
 )
@@ -49,10 +49,46 @@ def test_suffixes_are_read_as_slurm_reads_them(text: str, weight: float) -> None
     assert value == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("text", ["CPU", "CPU=", "CPU=one", "CPU=1X", "CPU=1,cpu=2", "=1", "c pu=1", "CPU=inf"])
+@pytest.mark.parametrize(
+    "text", ["CPU", "CPU=", "CPU=one", "CPU=1X", "CPU=1,cpu=2", "=1", "c pu=1", "CPU=inf", "CPU=1e999"]
+)
 def test_what_slurm_would_not_read_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|twice|no TRES|no weight"):
         parse_weights(text)
+
+
+@pytest.mark.parametrize("weights", ["CPU=-1", {"CPU": -1}, {"Mem": "-0.25G"}, {"CPU": True}, {"CPU": float("nan")}])
+def test_a_weight_is_a_number_and_not_negative(weights: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number of 0 or more"):
+        parse_weights(weights)
+
+
+@pytest.mark.parametrize(
+    ("gres", "counts"),
+    [
+        ("gpu", {"gres/gpu": 1}),
+        ("gpu:4", {"gres/gpu": 4}),
+        ("gpu:2080ti:4", {"gres/gpu": 4, "gres/gpu:2080ti": 4}),
+        ("gpu:3090:4", {"gres/gpu": 4, "gres/gpu:3090": 4}),
+        ("gpu:1g.5gb:2", {"gres/gpu": 2, "gres/gpu:1g.5gb": 2}),
+        ("gpu:1g.5gb", {"gres/gpu": 1, "gres/gpu:1g.5gb": 1}),
+        ("gres:gpu:A100:2(S:0,1),nic", {"gres/gpu": 2, "gres/gpu:a100": 2, "gres/nic": 1}),
+        ("gpu:a100:2,gpu:v100:1", {"gres/gpu": 3, "gres/gpu:a100": 2, "gres/gpu:v100": 1}),
+    ],
+)
+def test_generic_resources_are_read_as_slurm_reads_them(gres: str, counts: dict[str, float]) -> None:
+    tres = node_resources(cluster({}, gres=gres)).tres
+    assert {name: count for name, count in tres.items() if name.startswith("gres/")} == counts
+
+
+@pytest.mark.parametrize(("weight", "gres"), [("GRES/gpu:a100", "gpu:4"), ("GRES/gpus", "gpu:4"), ("license/x", None)])
+def test_a_weight_that_bills_nothing_is_said(weight: str, gres: str | None) -> None:
+    def said(value: int) -> list[str]:
+        spec = cluster({"tres_weights": {weight: value}}, exclusive=False, gres=gres)
+        assert billing(spec) == 0
+        return [text for text in node_resources(spec).assumed if f"leaves out {weight.lower()}:" in text]
+
+    assert (len(said(2)), len(said(0))) == (1, 0)
 
 
 def test_a_node_is_billed_for_what_its_job_asks_for() -> None:

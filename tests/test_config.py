@@ -122,7 +122,8 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
         ("[[partitions]]\nmax_nodes = 2", "partitions.0.partition: is required"),
         ('[[partitions]]\npartition = "a"\nnodes = 2', r"partitions\.0\.nodes: unknown key.*: partition, device"),
         ('[[partitions]]\npartition = "a"\npricing = {basis = "x"}', "partitions: a: pricing.basis: expected"),
-        ('[[partitions]]\npartition = "a"\npricing = {bass = "x"}', "partitions: a: pricing.bass: unknown key"),
+        ('[[partitions]]\npartition = "a"\npricing = {bass = "x"}',
+         r"partitions: a: pricing.bass: unknown key.*did you mean 'basis'.*valid keys: basis, usd_per_node_hour"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "a"', "partitions: 'a' stands there twice"),
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\npricing = '
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),

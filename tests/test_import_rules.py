@@ -36,7 +36,7 @@ RULES: dict[str, set[str]] = {
     "drift_start": {"analysis", "drift", "env", "errors", "jobs", "records", "worker"},
     "drift_probe": {"memory_errors", "optim", "profiler", "records", "worker"},
     "drift_guard": {"drift", "drift_probe", "drift_start", "jobs", "optim", "records", "stopping", "worker"},
-    "noise_probe": {"memory_errors", "optim", "worker"},
+    "noise_probe": {"memory_errors", "optim", "worker", "workloads"},
     "worker": {"config", "env", "records", "optim", "workloads"},
     "jobs": {"agenda", "config", "env", "records", "session", "trainer", "stopping"},
     "proposing": {"analysis", "config", "errors", "jobs", "records"},

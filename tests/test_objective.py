@@ -117,6 +117,15 @@ def test_ties_go_to_fewer_nodes_then_to_the_smaller_batch(kind: str) -> None:
     assert ranked(kind, feasible, hyperbola(1.0))[0][0] == feasible[2]
 
 
+def test_of_equal_costs_the_fastest_is_taken_and_of_equal_times_the_cheapest() -> None:
+    free = [Row(1, 8, 2.0, 0.0), Row(2, 8, 1.0, 0.0)]
+    for weights in ({}, {"time_weight": 0.0}):
+        assert ranked("weighted" if weights else "cost", free, hyperbola(1.0), **weights)[0] == free[::-1]
+    as_fast = [Row(1, 8, 1.0, 2.0), Row(2, 8, 1.0, 1.0)]
+    for weights in ({}, {"cost_weight": 0.0}):
+        assert ranked("weighted" if weights else "time", as_fast, hyperbola(1.0), **weights)[0] == as_fast[::-1]
+
+
 @laws
 @given(st.permutations(range(16)), st.sampled_from(KINDS))
 def test_the_order_of_the_candidates_does_not_matter(order: list[int], kind: str) -> None:

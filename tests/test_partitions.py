@@ -68,7 +68,7 @@ def test_parts_survive_the_run_directory_and_overrides_there_reach_them(tmp_path
 
 
 def test_each_part_is_checked_as_a_cluster() -> None:
-    with pytest.raises(ValueError, match=r"partitions: a: .*gres"):
+    with pytest.raises(ValueError, match=r"partitions: a: gres: device"):
         cluster(executor="slurm", device="cuda", partitions=[{"partition": "a"}])
     assert cluster(executor="slurm", device="cuda", partitions=[{"partition": "a", "gres": "gpu:1"}])
 
@@ -106,7 +106,7 @@ def test_candidates_of_all_parts_compete_at_their_own_speed_and_price() -> None:
         if partition == FAST:
             assert candidate.step_time_s == pytest.approx(0.25 * by_key[SLOW, key].step_time_s, rel=0.25)
         price = {SLOW: 1.0, FAST: 10.0}[partition]
-        assert candidate.cost == pytest.approx(candidate.train_time_s / 3600 * candidate.nodes * price)
+        assert candidate.cost == pytest.approx((candidate.wall_time_s or 0) / 3600 * candidate.nodes * price)
     assert set(plan.models["partitions"]) == {SLOW, FAST}
     assert f"on {FAST}" in plan.reason
 
@@ -124,8 +124,20 @@ def test_a_part_without_enough_measurements_is_left_out_and_said() -> None:
     plan = make_plan(sweep("time"), both(), rows)
     assert {c.partition for c in plan.candidates} == {SLOW}
     assert any(f"partition {FAST} is left out: no usable measurement" in warning for warning in plan.warnings)
-    with pytest.raises(NotEnoughDataError, match="no usable measurement"):
+    with pytest.raises(NotEnoughDataError, match=f"{SLOW}: no usable measurement.*{FAST}: no usable measurement"):
         make_plan(sweep("time"), both(), [])
+
+
+def test_a_mistake_in_the_prices_of_a_part_names_it() -> None:
+    with pytest.raises(InputError, match=f"partition {SLOW}: pricing.watts_per_node: no measurement has"):
+        make_plan(sweep("time"), both(pricing={"basis": "energy"}), measured())
+
+
+def test_cluster_sizes_that_no_part_has_nodes_for_are_named() -> None:
+    plan = make_plan(sweep("time", cluster_sizes=[1, 2, 4, 8]), both(), measured())
+    assert max(c.nodes for c in plan.candidates) == 4
+    assert any("search.cluster_sizes: N=8, more than max_nodes = 4" in warning for warning in plan.warnings)
+    assert not any("max_nodes" in warning for warning in make_plan(sweep("time"), both(), measured()).warnings)
 
 
 def test_doubts_about_a_part_name_it() -> None:

@@ -23,12 +23,25 @@ from tests.planning_data import (
     sweep,
     times,
 )
-from tula_hpc.analysis import writing
+from tests.table_factory import Row, hyperbola, table_of
+from tula_hpc.analysis import feasibility, writing
+from tula_hpc.analysis.constraints import constrain
+from tula_hpc.analysis.parts import Fitted
 from tula_hpc.analysis.performance import StepTimeModel
 from tula_hpc.analysis.plan import main, make_plan
+from tula_hpc.analysis.plan_text import sentences
 from tula_hpc.config import GIB, ObjectiveSpec
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
-from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    Measurement,
+    Metrics,
+    Plan,
+    RunDirectory,
+    StepMetrics,
+    append_record,
+)
 
 CORNERS = [ok(1, 32), ok(1, 1024), ok(4, 8), ok(4, 256)]
 
@@ -42,6 +55,15 @@ epochs = 5
 [search]
 mode = "partial"
 """
+
+
+def wall_time_s(candidate: Candidate) -> float:
+    return candidate.wall_time_s or candidate.train_time_s
+
+
+def wall_s(candidate: Candidate) -> float:
+    assert candidate.wall_time_s is not None
+    return candidate.wall_time_s
 
 
 def by_configuration(plan: Plan) -> dict[Configuration, Candidate]:
@@ -67,7 +89,7 @@ def test_times_and_costs_follow_from_the_step_time(basis: str) -> None:
     for c in make_plan(spec, cluster(pricing=pricing), grid()).candidates:
         assert c.epoch_time_s == pytest.approx(SAMPLES // c.global_batch * c.step_time_s)
         assert c.train_time_s == pytest.approx(7 * c.epoch_time_s)
-        hours = c.train_time_s / 3600 * c.nodes
+        hours = wall_s(c) / 3600 * c.nodes
         assert c.cost == pytest.approx(hours * (2.48 if basis == "node-hour" else c.peak_memory_bytes / GIB * 0.15))
         for name in ("step_time_s", "epoch_time_s", "train_time_s", "cost"):
             low, high = c.interval_90[name]
@@ -239,10 +261,10 @@ def planned(
 
 def test_what_is_chosen_keeps_the_constraints_and_the_rest_says_which_it_breaks() -> None:
     free = planned()
-    middle = sorted(c.train_time_s for c in free.candidates)[9]
+    middle = sorted(wall_s(c) for c in free.candidates)[9]
     plan = planned("cost", deadline_hours=middle / 3600)
     for candidate in plan.candidates:
-        assert candidate.feasible == (candidate.train_time_s <= middle)
+        assert candidate.feasible == (wall_s(candidate) <= middle)
         assert candidate.why == ("" if candidate.feasible else "after the deadline")
     assert plan.chosen.cost == min(c.cost for c in plan.candidates if c.feasible)
     assert all(c.feasible for c in (*plan.fallbacks, *plan.runners_up, *plan.pareto))
@@ -255,17 +277,77 @@ def test_what_is_chosen_keeps_the_constraints_and_the_rest_says_which_it_breaks(
 
 def test_a_constraint_that_decides_is_named_with_what_it_rules_out() -> None:
     wished = planned("cost").chosen
-    plan = planned("cost", deadline_hours=0.99 * wished.train_time_s / 3600)
+    plan = planned("cost", deadline_hours=0.99 * wall_s(wished) / 3600)
     assert str(wished.configuration) in plan.binding[0]
     assert "over objective.deadline_hours" in plan.binding[0]
-    assert planned("time", deadline_hours=0.99 * wished.train_time_s / 3600).binding == []
+    assert planned("time", deadline_hours=0.99 * wall_s(wished) / 3600).binding == []
     assert planned("cost").binding == []
+
+
+def test_each_constraint_is_dropped_alone_to_see_whether_it_decides() -> None:
+    wished = planned("cost").chosen
+    limits: dict[str, Any] = {
+        "deadline_hours": 0.99 * wall_time_s(wished) / 3600,
+        "max_global_batch": wished.global_batch // 2,
+    }
+    plan = planned("cost", **limits)
+    assert len(plan.binding) == len(limits)
+    for text, key in zip(plan.binding, limits, strict=True):
+        others = {other: limit for other, limit in limits.items() if other != key}
+        assert text.startswith(f"without objective.{key}, {planned('cost', **others).chosen.configuration} would be")
+        assert f"over objective.{key}" in text
+        assert not any(f"over objective.{other}" in text for other in others)
+
+
+def test_constraints_that_decide_only_together_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, kept = Row(1, 8, time_s=1.0, cost=10.0), Row(1, 4, time_s=5.0, cost=1.0)
+    named = planned().chosen.model_copy(update={"cost": best.cost, "global_batch": best.global_batch})
+    monkeypatch.setattr(feasibility, "_record", lambda _, row: {0: named}[row])
+    limits = ObjectiveSpec(kind="time", budget=5.0, max_global_batch=4)
+    fitted = Fitted((), constrain(table_of([best, kept]), limits), ())
+    (text,) = feasibility.binding(fitted, limits, hyperbola(1.0))
+    assert text.startswith("without objective.budget and objective.max_global_batch, ")
+    assert "over objective.budget" in text
+    assert "over objective.max_global_batch" in text
+
+
+def test_a_constraint_that_is_kept_only_narrowly_is_a_warning() -> None:
+    def warned(key: str, kind: str, limit: float) -> bool:
+        limits: dict[str, Any] = {key: limit}
+        return any(f"objective.{key}" in w and "narrowly" in w for w in planned(kind, **limits).warnings)
+
+    cheapest, fastest = planned("cost").chosen, planned("time").chosen
+    late = cheapest.interval_90["wall_time_s"][1] / 3600
+    assert warned("deadline_hours", "cost", (wall_time_s(cheapest) / 3600 + late) / 2)
+    assert not warned("deadline_hours", "cost", 1.01 * late)
+    dear = fastest.interval_90["cost"][1]
+    assert warned("budget", "time", (fastest.cost + dear) / 2)
+    assert not warned("budget", "time", 1.01 * dear)
+
+
+def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
+    fastest = planned("time").chosen
+    alone = planned("time", deadline_hours=1.001 * wall_time_s(fastest) / 3600)
+    assert alone.fallbacks == []
+    assert any("objective.deadline_hours rules out every smaller local batch" in w for w in alone.warnings)
+    assert planned("time").fallbacks
+    assert not any("fall back" in warning for warning in planned("time").warnings)
+
+
+def test_the_advice_for_what_is_not_feasible_fits_the_reason() -> None:
+    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes, .*checkpoint_minutes"):
+        make_plan(sweep(workload={"epochs": 5000}), cluster(train_minutes=1), CORNERS)
+    few = [row.model_copy(update={"dataset_samples": 10}) for row in CORNERS]
+    with pytest.raises(
+        InfeasibleError, match=r"exceeds the 10 training samples; lower search\.min_batch and .*max_batch"
+    ):
+        make_plan(sweep(), cluster(), few)
 
 
 def test_constraints_that_leave_nothing_say_by_how_much_and_name_the_nearest() -> None:
     fastest = planned().chosen
     with pytest.raises(InfeasibleError) as caught:
-        planned(deadline_hours=fastest.train_time_s / 3600 / 2)
+        planned(deadline_hours=wall_s(fastest) / 3600 / 2)
     line = str(caught.value)
     assert "none of 18 candidates keeps the constraints" in line
     assert f"the nearest is {fastest.configuration}" in line
@@ -287,12 +369,22 @@ def test_the_front_of_time_and_cost_is_marked() -> None:
         assert not (beaten and candidate.pareto)
 
 
+def test_the_front_is_in_the_order_of_expected_wall_time() -> None:
+    plan = planned("knee", grid())
+    slow, fast = (
+        plan.chosen.model_copy(update={"pareto": True, "wall_time_s": s, "train_time_s": 1 / s}) for s in (9, 1)
+    )
+    assert plan.model_copy(update={"candidates": [slow, fast]}).pareto == [fast, slow]
+    stepped = [item.model_copy(update={"wall_time_s": None}) for item in (slow, fast)]
+    assert plan.model_copy(update={"candidates": stepped}).pareto == stepped
+
+
 @pytest.mark.parametrize("kind", ["time", "cost", "weighted", "knee"])
 def test_runners_up_are_what_would_be_chosen_next(kind: str) -> None:
     plan = planned(kind)
     assert len(plan.runners_up) == 3
     assert plan.chosen not in plan.runners_up
-    score = {"time": lambda c: c.train_time_s, "cost": lambda c: c.cost, "weighted": lambda c: c.train_time_s * c.cost}
+    score = {"time": lambda c: c.train_time_s, "cost": lambda c: c.cost, "weighted": lambda c: wall_s(c) * c.cost}
     if kind in score:
         best = sorted(plan.candidates, key=score[kind])[:4]
         assert [plan.chosen, *plan.runners_up] == best
@@ -324,7 +416,7 @@ def test_on_spot_nodes_the_plan_says_how_often_to_checkpoint() -> None:
 def test_measured_power_gives_kilowatt_hours() -> None:
     rows = [row.model_copy(update={"watts_per_node": 500.0}) for row in CORNERS]
     for c in planned(rows=rows, pricing={"pue": 1.5}).candidates:
-        assert c.energy_kwh == pytest.approx(c.nodes * 0.5 * 1.5 * c.train_time_s / 3600)
+        assert c.energy_kwh == pytest.approx(c.nodes * 0.5 * 1.5 * wall_s(c) / 3600)
     assert planned().chosen.energy_kwh is None
 
 
@@ -340,6 +432,25 @@ def test_a_batch_beyond_the_critical_one_is_a_warning() -> None:
     assert any("beyond the critical batch of 100" in warning for warning in plan.warnings)
     assert not any("critical batch" in warning for warning in planned(rows=noisy(1e6)).warnings)
     assert planned().critical_batch is None
+    assert plan.critical_batch_source == "profile"
+    assert any("this is its least" in warning for warning in plan.warnings)
+
+
+def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() -> None:
+    steps = [
+        StepMetrics(
+            step=at, samples_seen=at, epoch=0.0, loss=1.0, lr=0.1, step_time_s=0.1,
+            noise_gradient_square=1.0, noise_trace=100.0,
+        )
+        for at in range(1, 9)
+    ]  # fmt: skip
+    plan = make_plan(sweep("time"), cluster(), CORNERS, metrics=Metrics(steps, [], 0))
+    assert plan.critical_batch_source == "training"
+    said = " ".join([*sentences(plan), *plan.warnings])
+    assert "in the later half of the training so far" in said
+    assert "beyond the critical batch of 100" in said
+    assert "profiled" not in said
+    assert "its least" not in said
 
 
 def test_more_requeues_than_allowed_are_a_warning() -> None:
@@ -349,6 +460,17 @@ def test_more_requeues_than_allowed_are_a_warning() -> None:
     assert plan.chosen.wall_time_s is not None
     assert plan.chosen.wall_time_s > plan.chosen.train_time_s
     assert any("more than training.max_requeues = 2 allows" in warning for warning in plan.warnings)
+
+
+def test_preemptions_count_as_restarts_too() -> None:
+    def warned(**pricing: Any) -> bool:
+        found = planned("cost", pricing=pricing).warnings
+        return any("preemptions), more than training.max_requeues = 20 allows" in text for text in found)
+
+    often = {"preemption_hours": 0.002, "restart_s": 1.0, "checkpoint_write_s": 0.1}
+    assert warned(basis="spot", **often)
+    assert not warned(basis="spot", **often | {"preemption_hours": 2.0})
+    assert not warned(**often)
 
 
 def test_an_interval_without_end_can_be_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,18 +543,26 @@ def test_the_command_plans_under_other_constraints_and_prices(
 
 def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     best = make_plan(sweep("cost"), cluster(), CORNERS).chosen
-    limit = f"objective.deadline_hours={0.99 * best.train_time_s / 3600:.6f}"
+    limit = f"objective.deadline_hours={0.99 * wall_s(best) / 3600:.6f}"
     assert main([str(run.root), "--objective", "knee", "--set", limit, "--set", "pricing.watts_per_node=300"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in ("Next best: N=", "Fastest: N=", "Cheapest: N=", "The knee lies at B=", "kWh", "◆ Pareto front"):
         assert words in printed
     assert main([str(run.root), "--objective", "cost", "--set", limit]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"Constraint: without it, {best.configuration} would be chosen" in printed
+    assert f"Constraint: without objective.deadline_hours, {best.configuration} would be chosen" in printed
     assert main([str(run.root), "--objective", "cost", "--set", "objective.deadline_hours=1s"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert main([str(run.root), "--set", "pricing.basis=energy"]) == 2
-    assert "pricing.watts_per_node" in capsys.readouterr().err
+    assert f"{run.cluster_file}: pricing.watts_per_node: " in capsys.readouterr().err
+
+
+def test_what_is_free_is_chosen_by_its_time(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.root), "--objective", "cost", "--set", "pricing.usd_per_node_hour=0"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{make_plan(sweep('time'), cluster(), CORNERS).chosen.configuration}: " in printed
+    assert "Cheapest:" not in printed
+    assert "Fastest:" not in printed
 
 
 def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory) -> None:

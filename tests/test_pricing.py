@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_hpc.analysis.energy import NodePower, node_power
-from tula_hpc.analysis.pricing import FOREVER_S, Bill, Usage, assumptions, bill, train_cost_usd
+from tula_hpc.analysis.pricing import FOREVER_S, Bill, Usage, assumptions, bill, expected_preemptions, train_cost_usd
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
 
 HOUR_S = 3600.0
+NO_STARTS: dict[str, Any] = {"restart_s": 0.0, "checkpoint_write_s": 0.0}  # training alone takes time
 amounts = st.floats(0.1, 1e6)
 
 
@@ -27,13 +28,13 @@ def priced(needs: Usage, power: NodePower | None = None, *, minutes: float | Non
 
 def test_one_node_for_one_hour_costs_its_price() -> None:
     assert train_cost_usd(PricingSpec(usd_per_node_hour=2.48), 1.0, HOUR_S, 8.0, 1e9) == pytest.approx(2.48)
-    assert priced(usage(), usd_per_node_hour=2.48).cost == pytest.approx(2.48)
+    assert priced(usage(), usd_per_node_hour=2.48, **NO_STARTS).cost == pytest.approx(2.48)
 
 
 def test_one_gibibyte_for_one_hour_costs_its_price() -> None:
     pricing = PricingSpec(basis="memory", usd_per_gib_hour=0.15)
     assert train_cost_usd(pricing, 1.0, HOUR_S, 1.0, float(GIB)) == pytest.approx(0.15)
-    assert priced(usage(), basis="memory").cost == pytest.approx(0.15)
+    assert priced(usage(), basis="memory", **NO_STARTS).cost == pytest.approx(0.15)
 
 
 @given(nodes=amounts, seconds=amounts, workers=amounts, peak=amounts, factor=st.floats(1.0, 100.0))
@@ -83,7 +84,7 @@ def test_cost_and_time_rise_with_nodes_and_time(pricing: dict[str, Any]) -> None
 
 
 def test_service_units_are_billing_times_hours_and_have_a_price_only_if_given() -> None:
-    weights: dict[str, Any] = {"basis": "tres", "tres_weights": "CPU=4"}
+    weights: dict[str, Any] = {"basis": "tres", "tres_weights": "CPU=4", **NO_STARTS}
     assert priced(usage(nodes=3, hours=2), **weights).cost == pytest.approx(3 * 2 * 4)
     assert priced(usage(nodes=3, hours=2), **weights, usd_per_unit=0.5).cost == pytest.approx(12)
     assert PricingSpec.model_validate(weights).currency == "SU"
@@ -91,11 +92,42 @@ def test_service_units_are_billing_times_hours_and_have_a_price_only_if_given() 
 
 
 def test_a_requeued_training_pays_for_what_it_repeats() -> None:
-    spec = ClusterSpec.model_validate({"train_minutes": 60, "pricing": {"restart_s": 100.0}})
+    pricing = {"restart_s": 100.0, "checkpoint_write_s": 4.0}
+    spec = ClusterSpec.model_validate({"train_minutes": 60, "pricing": pricing})
     paid = bill(usage(hours=1.5), spec, TrainingSpec(checkpoint_minutes=10), None)
     assert paid.requeues == 1
-    assert paid.wall_time_s == pytest.approx(1.5 * HOUR_S + 100 + 300)
+    assert paid.wall_time_s == pytest.approx(100 + 1.5 * HOUR_S + 9 * 4 + 100 + 300)
     assert paid.cost == pytest.approx(float(paid.wall_time_s[0]) / HOUR_S)
+
+
+@pytest.mark.parametrize("pricing", BASES, ids=lambda pricing: str(pricing["basis"]))
+def test_the_start_and_checkpoints_are_paid_whatever_the_basis(pricing: dict[str, Any]) -> None:
+    def paid(**more: float) -> Bill:
+        power, rarely = NodePower(300.0, measured=True), {"preemption_hours": 1e9}
+        return priced(usage(hours=10), power, minutes=30.0, **rarely, **NO_STARTS | more, **pricing)
+
+    plain, started, saved = paid(), paid(restart_s=600.0), paid(checkpoint_write_s=90.0)
+    assert plain.wall_time_s == pytest.approx(10 * HOUR_S)
+    assert started.wall_time_s == pytest.approx(10 * HOUR_S + 600)
+    assert saved.wall_time_s == pytest.approx(10 * HOUR_S + 20 * 90)
+    assert started.cost == pytest.approx(plain.cost * (1 + 1 / 60))
+
+
+def test_a_job_ends_at_the_warning_before_its_time_limit() -> None:
+    def requeues(signal_delay_s: int) -> float:
+        limits = {"train_minutes": 61, "signal_delay_s": signal_delay_s, "pricing": NO_STARTS}
+        return float(bill(usage(), ClusterSpec.model_validate(limits), TrainingSpec(), None).requeues[0])
+
+    assert (requeues(60), requeues(61)) == (0, 1)
+
+
+def test_preemptions_are_counted_on_spot_nodes_alone() -> None:
+    nodes, hours = np.array([2.0, 4.0]), np.array([12.0, 24.0]) * HOUR_S
+    spot = PricingSpec(basis="spot", preemption_hours=6.0)
+    np.testing.assert_allclose(expected_preemptions(spot, nodes, hours), [4, 16])
+    of_job = spot.model_copy(update={"preempted": "job"})
+    np.testing.assert_allclose(expected_preemptions(of_job, nodes, hours), [2, 4])
+    np.testing.assert_allclose(expected_preemptions(PricingSpec(), nodes, hours), 0)
 
 
 def test_nodes_are_preempted_as_often_as_there_are_nodes() -> None:
@@ -127,17 +159,17 @@ def test_what_never_ends_has_a_finite_price() -> None:
 
 def test_energy_is_known_with_every_basis_and_paid_by_one() -> None:
     power = NodePower(500.0, measured=True)
-    by_hour = priced(usage(nodes=2, hours=3), power, pue=1.5)
+    by_hour = priced(usage(nodes=2, hours=3), power, pue=1.5, **NO_STARTS)
     assert by_hour.energy_kwh == pytest.approx(2 * 3 * 0.5 * 1.5)
     assert by_hour.cost == pytest.approx(6.0)
-    by_kwh = priced(usage(nodes=2, hours=3), power, basis="energy", pue=1.5, usd_per_kwh=0.2)
+    by_kwh = priced(usage(nodes=2, hours=3), power, basis="energy", pue=1.5, usd_per_kwh=0.2, **NO_STARTS)
     assert by_kwh.cost == pytest.approx(4.5 * 0.2)
     assert np.isnan(priced(usage()).energy_kwh)
     with pytest.raises(InputError, match=r"pricing\.watts_per_node"):
         priced(usage(), basis="energy")
 
 
-def test_measured_power_goes_before_the_stated_figure() -> None:
+def test_the_stated_power_of_a_whole_node_goes_before_what_was_measured_of_it() -> None:
     from tests.planning_data import grid
     from tula_hpc.analysis.aggregate import summarize
 
@@ -145,7 +177,8 @@ def test_measured_power_goes_before_the_stated_figure() -> None:
     rows = [
         row.model_copy(update={"watts_per_node": watts}) for row, watts in zip(grid(), (0, 200, 400, 300), strict=False)
     ]
-    assert node_power(summarize(rows).profiles, pricing) == NodePower(300.0, measured=True)
+    assert node_power(summarize(rows).profiles, pricing) == NodePower(100.0, measured=False)
+    assert node_power(summarize(rows).profiles, PricingSpec()) == NodePower(300.0, measured=True)
     assert node_power(summarize(grid()).profiles, pricing) == NodePower(100.0, measured=False)
     assert node_power(summarize(grid()).profiles, PricingSpec()) is None
 
@@ -153,5 +186,10 @@ def test_measured_power_goes_before_the_stated_figure() -> None:
 def test_what_prices_assume_is_said() -> None:
     spot = ClusterSpec.model_validate({"pricing": {"basis": "spot", "preemption_hours": 6}})
     assert "every 6 hours" in assumptions(spot, None)[0]
-    assert assumptions(ClusterSpec(), None) == []
-    assert "450 W (measured)" in assumptions(ClusterSpec(), NodePower(450.0, measured=True))[0]
+    (only,) = assumptions(ClusterSpec(), None)
+    assert "not evaluation" in only
+    measured = assumptions(ClusterSpec(), NodePower(450.0, measured=True))[0]
+    assert "processors and GPUs draw 450 W (measured)" in measured
+    assert "power supplies, memory and fans are not included" in measured
+    energy = ClusterSpec.model_validate({"pricing": {"basis": "energy"}})
+    assert "not included" not in assumptions(energy, NodePower(450.0, measured=False))[0]

@@ -22,12 +22,20 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis.figures import FIGURES
+from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.report import main, summary_rows, write_report
 from tula_hpc.analysis.report_data import read_run
-from tula_hpc.analysis.report_tables import SUMMARY_COLUMNS, model_tables, summary_cells, summary_table
+from tula_hpc.analysis.report_tables import (
+    SUMMARY_COLUMNS,
+    candidate_table,
+    model_tables,
+    summary_cells,
+    summary_table,
+)
 from tula_hpc.analysis.report_text import answer, how_measured, warnings
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record
+from tula_hpc.summary import print_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -268,6 +276,74 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         assert row.test_accuracy is None
     assert not rows[3].feasible
     assert all(len(summary_cells(row)) >= len(SUMMARY_COLUMNS) for row in rows)
+
+
+def of_two_partitions(root: Path) -> RunDirectory:
+    """A plan that chose partition a; b is ten times as slow and as dear, and measured too."""
+    run = make_run(root, stage="plan")
+    text = run.cluster_file.read_text()
+    for name, price in (("a", 1.0), ("b", 10.0)):
+        text += f'[[partitions]]\npartition = "{name}"\npricing = {{ usd_per_node_hour = {price} }}\n'
+    run.cluster_file.write_text(text)
+    made = plan([candidate(where) for where in configurations()])
+    here, there = ([item.model_copy(update={"partition": name}) for item in made.candidates] for name in "ab")
+    chosen = made.chosen.model_copy(update={"partition": "a", "wall_time_s": 3 * made.chosen.train_time_s})
+    for path in run.profile.glob("*.jsonl"):
+        path.unlink()
+    for name, pace in (("a", 1.0), ("b", 10.0)):
+        where = chosen.configuration
+        row = measurement(where, partition=name)
+        assert row.times is not None
+        times = row.times.model_copy(update={"step_time_s": pace * row.times.step_time_s})
+        append_record(run.profile / f"{name}.jsonl", row.model_copy(update={"times": times, "elapsed_s": 360.0}))
+    changes = {
+        "chosen": chosen, "candidates": [*there, *here], "reason": f"{chosen.configuration} on a: it is best",
+        "notes": ["prices are guesses"], "binding": ["without objective.budget, N=1 would be chosen"],
+    }  # fmt: skip
+    write_plan(run, made.model_copy(update=changes))
+    return run
+
+
+def test_of_several_partitions_the_summary_is_about_the_chosen_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    made, rows = run.read_plan(), run.measurements().records
+    alone = made.model_copy(update={"candidates": [item for item in made.candidates if item.partition == "a"]})
+    summary = summary_rows(made, rows, None)
+    assert summary == summary_rows(alone, [row for row in rows if row.partition == "a"], None)
+    assert summary[0].relative_error == pytest.approx(0.02, abs=0.15)
+    print_summary(made, rows, None)
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["on", "a"]
+
+
+def test_candidates_of_several_partitions_say_which(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    made = run.read_plan()
+    table = candidate_table(made, run.measurements().records)
+    assert table.columns[0] == "partition"
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    measured = {row[0]: row[5] for row in table.rows if row[5] != "–"}
+    assert len(set(measured.values())) == len(measured) == 2
+    alone = made.model_copy(update={"candidates": [candidate(where) for where in configurations()]})
+    assert "partition" not in candidate_table(alone, []).columns
+
+
+def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> None:
+    contents = read_run(of_two_partitions(tmp_path / "run"))
+    assert dict(how_measured(contents))["what profiling cost"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    words = Page(write_report(run)[0].read_text()).words
+    expected = format_duration(3 * run.read_plan().chosen.train_time_s)
+    assert f"{expected} expected with starts, checkpoints and interruptions" in words
+    assert "Train on 4 nodes of partition a with" in words
+    assert " It is best." in words
+    assert "Note: prices are guesses." in words
+    assert "Constraint: without objective.budget, N=1 would be chosen." in words
 
 
 def test_a_training_counts_only_where_it_ran(finished: Written) -> None:

@@ -13,13 +13,14 @@ def limited(work_s: float, limit_s: float, interval_s: float, restart_s: float) 
     return float(time[0]), float(requeues[0])
 
 
-def test_what_fits_into_one_job_is_not_requeued() -> None:
-    assert limited(3600, 3600, 300, 60) == (3600, 0)
+def test_what_fits_into_one_job_with_its_start_is_not_requeued() -> None:
+    assert limited(3540, 3600, 300, 60) == (3600, 0)
+    assert limited(3541, 3600, 300, 60)[1] == 1
 
 
 def test_a_requeue_repeats_the_start_and_half_an_interval() -> None:
-    assert limited(3601, 3600, 300, 60) == (3601 + 60 + 150, 1)
-    assert limited(10_000, 3600, 300, 60) == (10_000 + 2 * 210, 2)
+    assert limited(3541, 3600, 300, 60) == (60 + 3541 + 60 + 150, 1)
+    assert limited(10_000, 3600, 300, 60) == (60 + 10_000 + 2 * 210, 2)
 
 
 @given(st.floats(1, 1e6), st.floats(400, 1e5), st.floats(1, 300), st.floats(0, 120))
@@ -30,12 +31,12 @@ def test_all_jobs_together_hold_the_time_and_one_fewer_do_not(
     assert time <= (requeues + 1) * limit_s * (1 + 1e-9)
     if requeues:
         repeated = restart_s + interval_s / 2
-        assert work_s + (requeues - 1) * repeated > requeues * limit_s * (1 - 1e-9)
+        assert restart_s + work_s + (requeues - 1) * repeated > requeues * limit_s * (1 - 1e-9)
 
 
 def test_a_limit_that_leaves_no_time_for_work_is_never_met() -> None:
     assert limited(3600, 60, 300, 60)[0] == np.inf
-    assert limited(30, 60, 300, 60) == (30, 0)
+    assert limited(30, 90, 300, 60) == (90, 0)
 
 
 def result(wall_time_s: float, nodes: int = 2) -> TrainResult:

@@ -86,7 +86,8 @@ class Agenda:
     def _left_s(self) -> float:
         """Until the job is warned of its time limit."""
         cluster = self.job.cluster
-        return self._began_at + 60 * cluster.profile_minutes - cluster.signal_delay_s - time.time()
+        warning_s = cluster.signal_delay_s if cluster.executor == "slurm" else 0
+        return self._began_at + 60 * cluster.profile_minutes - warning_s - time.time()
 
     def _note(
         self,

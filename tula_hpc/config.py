@@ -261,7 +261,7 @@ class PricingSpec(Spec):
     preemption_hours: float = Field(default=24.0, gt=0)  # mean time between preemptions
     preempted: Literal["node", "job"] = "node"  # whether that time is of a node or of the whole job
     # energy
-    watts_per_node: float | None = Field(default=None, gt=0)  # where no measurement has it
+    watts_per_node: float | None = Field(default=None, gt=0)  # of a whole node under load; goes before measurements
     usd_per_kwh: float = Field(default=0.15, ge=0)
     pue: float = Field(default=1.2, ge=1)  # power usage effectiveness: all that the site draws over what the nodes draw
     # interruptions, whatever the basis
@@ -348,6 +348,9 @@ class ClusterSpec(Spec):
             and "gpus-per-node" not in self.sbatch
         ):
             raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
+        shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
+        if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
+            raise ValueError(f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s")
         return self
 
     def parts(self) -> tuple[ClusterSpec, ...]:
@@ -400,11 +403,18 @@ def _check_partitions(cluster: ClusterSpec) -> None:
         try:
             currencies.add(_part(cluster, table).pricing.currency)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise ValueError(f"partitions: {table.partition}: {key}: {_words(first)}") from None
+            raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
     if len(currencies) > 1:
         raise ValueError("partitions: some are priced in USD and some in SU, which cannot be compared")
+
+
+def _mistake_in(partition: str, item: Mapping[str, Any]) -> str:
+    """One line for one pydantic error in what a table of `partitions` comes to."""
+    location, words = [str(part) for part in item["loc"]], _words(item)
+    if item["type"] == "extra_forbidden":
+        valid = _fields_at(ClusterSpec, location[:-1])
+        words = f"{words}{_nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
+    return ": ".join(filter(None, ["partitions", partition, ".".join(location), words]))
 
 
 S = TypeVar("S", bound=Spec)

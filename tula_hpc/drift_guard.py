@@ -21,7 +21,8 @@ from tula_hpc.worker import Worker
 class StepClock:
     """Seconds of the steps since the last reading, without what lies between steps (evaluation, checkpoints)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_wait_only: bool = False) -> None:
+        self.first_wait_only = first_wait_only
         self.steps = 0
         self.busy_s = self.waited_s = 0.0
         self.started: float | None = None
@@ -31,8 +32,15 @@ class StepClock:
         self.started = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
-        """So long the step waited for its batch."""
-        self.waited_s += seconds
+        """So long the step waited for its batch.
+
+        Where the device works behind the host's back only the first wait after a reading is one that the device felt,
+        as in a profile, where every step is waited for.
+        """
+        if not self.first_wait_only:
+            self.waited_s += seconds
+        elif self.steps == 0:
+            self.waited_s = seconds
 
     def stop(self) -> None:
         """The step is over; nothing happens if a reading has closed it already."""
@@ -45,7 +53,8 @@ class StepClock:
         """Means over the steps since the last reading, the current one included."""
         self.stop()
         steps = max(1, self.steps)
-        look = Look(float(self.steps), self.busy_s / steps, self.waited_s / steps)
+        waits = 1 if self.first_wait_only else steps
+        look = Look(float(self.steps), self.busy_s / steps, self.waited_s / waits)
         self.steps, self.busy_s, self.waited_s = 0, 0.0, 0.0
         return look
 
@@ -62,7 +71,7 @@ class DriftGuard:
     def __init__(self, worker: Worker, job: TrainJob, start: DriftStart) -> None:
         self.worker, self.job = worker, job
         self.run = RunDirectory(job.root)
-        self.clock = StepClock()
+        self.clock = StepClock(first_wait_only=worker.device.type != "cpu")
         self.update_s = start.update_time_s
         self.updates = 0
         self.watch: Watch | None = None
@@ -105,6 +114,7 @@ class DriftGuard:
         part = attribute(measured, expected, measured_s - predicted_s)
         record = Drift(
             **self.job.configuration._asdict(),
+            partition=self.job.partition,
             measured_s=measured_s,
             predicted_s=predicted_s,
             part=part,
@@ -117,7 +127,8 @@ class DriftGuard:
         """From the profiles; only rank 0 writes, and one reader is enough for a shared file system."""
         if self.worker.env.rank != 0:
             return StepParts()
-        return expected_parts(self.run.measurements().records, self.job.configuration)
+        known = [m for m in self.run.measurements().records if m.partition in ("", self.job.partition)]
+        return expected_parts(known, self.job.configuration)
 
     def _host(self, rank: int | None) -> str:
         hosts, per_node = self.worker.env.hosts, self.job.configuration.workers_per_node

@@ -62,6 +62,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
     measurements = [m for m in run.measurements().records if m.partition in ("", job.partition)]
     update_s = update_time_s(measurements, job.configuration.world_size)
     drift = read_drift(run.train(job.label).drift_file)
+    drift = drift if drift is not None and _is_of(drift, job) else None
     again = _choose_again(job, plan, drift, measurements) if drift and job.sweep.training.replan_on_drift else None
     if again is not None and drift is not None and again.configuration != job.configuration:
         detail = f"{again.configuration} instead of {job.configuration}: {drift.part} has drifted"
@@ -84,6 +85,12 @@ def _choose_again(job: TrainJob, plan: Plan, drift: Drift, measurements: list[Me
         partition=job.partition,
         below=min(failed, default=None),
     )
+
+
+def _is_of(drift: Drift, job: TrainJob) -> bool:
+    """Whether the episode was seen on as many nodes of the same kind: of others it says nothing."""
+    nodes, per_node, _ = job.configuration
+    return (drift.nodes, drift.workers_per_node, drift.partition) == (nodes, per_node, job.partition)
 
 
 def _side(drift: Drift | None, configuration: Configuration) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.optim import gradient_square, local_gradient, noise_scale, noise_trace
 from tula_hpc.worker import Worker
+from tula_hpc.workloads.optimizers import forget
 
 PASSES = 4  # each costs about as much as a training step
 PIECES = 4  # of a single worker's batch, at most
@@ -59,6 +60,7 @@ def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
         yield
         return
     saved = {name: value.detach().to("cpu", copy=True) for name, value in worker.model.state_dict().items()}
+    forget(worker.optimizer)  # the optimizer was timed on gradients that were not reduced, nor unscaled
     for group in worker.optimizer.param_groups:
         group["lr"] = LEARNING_RATE_SHARE * worker.sweep.workload.lr
     for _ in range(steps):

@@ -16,7 +16,6 @@ from tula_hpc.launch import Ended, Launcher, Submitted
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Configuration,
-    Footprint,
     JobNote,
     Measurement,
     RunDirectory,
@@ -27,6 +26,8 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages import Sweep, failed_measurement, wait_for_earlier, why
+
+HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
 
 
 class Part(NamedTuple):
@@ -50,6 +51,10 @@ class Part(NamedTuple):
 
         known = counted(self.run.measurements().records, self.name, self.since)
         return propose(self.spec, self.cluster, known, trusted_batch=self.trusted_batch)
+
+    def measured_anything(self) -> bool:
+        """Whether any profile of this part succeeded."""
+        return any(m.status == "ok" and m.partition == self.name for m in self.run.measurements().records)
 
 
 class Batch(NamedTuple):
@@ -86,16 +91,20 @@ def parts_of(sweep: Sweep) -> list[Part]:
 def _profile_part(part: Part, progress: StageProgress) -> list[Ended]:
     part = part._replace(trusted_batch=_trusted_batch(part, progress))
     failures: list[Ended] = []
-    while proposed := part.propose():
-        failures += _profile_round(part, proposed, progress)
+    barren = 0
+    while barren < HOPELESS_ROUNDS and (proposed := part.propose()):
+        found = _profile_round(part, proposed, progress)
+        failures += found
+        broken = any(not end.failure.is_oom for end in found)
+        barren = barren + 1 if broken and not part.measured_anything() else 0
     return failures
 
 
 def _trusted_batch(part: Part, progress: StageProgress) -> int | None:
     """Largest local batch that fits by an estimate, made once, before the first profile, where a limit is known."""
-    stored = part.run.footprint_file(part.name)
-    if stored.exists():
-        return Footprint.model_validate_json(stored.read_bytes()).largest_local_batch
+    stored = part.run.footprints([part.name]).get(part.name)
+    if stored is not None:
+        return stored.largest_local_batch
     measured = any(m.partition == part.name for m in part.run.measurements().records)
     if measured or not part.spec.search.estimate or part.cluster.memory_limit_bytes is None:
         return None
@@ -104,7 +113,7 @@ def _trusted_batch(part: Part, progress: StageProgress) -> int | None:
     if made.footprint is None:
         progress.update(0, 1, f"no estimate of memory ({made.reason}): the search begins with all batches")
         return None
-    write_atomically(stored, made.footprint.model_dump_json(indent=1))
+    write_atomically(part.run.footprint_file(part.name), made.footprint.model_dump_json(indent=1))
     progress.update(0, 1, f"by an estimate, local batches up to {made.trusted_batch} fit into memory")
     return made.trusted_batch
 
@@ -208,5 +217,7 @@ def died_of(group: Sequence[Configuration], output: Path) -> Configuration | Non
     if any(m.status == "oom" for m in recorded) or (notes and notes[-1].note == "ended"):
         return None
     done = {m.configuration for m in recorded}
+    if notes and notes[-1].configuration in done:  # between two configurations: neither is to blame
+        return None
     begun = [notes[-1].configuration] if notes else []
     return next((c for c in [*begun, *group] if c is not None and c not in done), None)

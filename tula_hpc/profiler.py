@@ -62,15 +62,9 @@ def measure(
     profile.run(memory, power)
     facts: dict[str, Any] = {
         **describe(configuration, cluster, env),
-        "times": profile.times(),
+        **_measured(profile),
         "memory": _largest(worker, memory.use(worker, profile.batch_bytes)),
         "watts_per_node": power.mean(),
-        "steps": len(profile.samples["step"]),
-        "converged": profile.rule.converged(profile.samples["step"]),
-        "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
-        "noise_scale": profile.noise.noise_scale,
-        "noise_samples": profile.noise.samples,
-        "noise_terms": profile.noise.terms,
         "dataset_samples": worker.samples,
         "updates_per_epoch": sweep.updates_per_epoch,
         "parameters": sum(p.numel() for p in worker.model.parameters()),
@@ -80,6 +74,19 @@ def measure(
     if cluster.device == "cuda":
         torch.cuda.empty_cache()
     return Measurement(status="ok", elapsed_s=time.monotonic() - started, finished_at=time.time(), **facts)
+
+
+def _measured(profile: StepProfile) -> dict[str, Any]:
+    """The part of a measurement that the timed steps give. Collective."""
+    return {
+        "times": profile.times(),
+        "steps": len(profile.samples["step"]),
+        "converged": profile.rule.converged(profile.samples["step"]),
+        "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
+        "noise_scale": profile.noise.noise_scale,
+        "noise_samples": profile.noise.samples,
+        "noise_terms": profile.noise.terms,
+    }
 
 
 def _without_updates(sweep: SweepSpec) -> SweepSpec:

@@ -180,7 +180,7 @@ class Candidate(Record):
     step_time_s: float
     epoch_time_s: float
     train_time_s: float  # steps alone
-    wall_time_s: float | None = None  # expected, with what restarts repeat; no waiting in the queue. This is paid for
+    wall_time_s: float | None = None  # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
     cost: float
     currency: str = "USD"  # SU: service units, that is billing units times hours
     energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
@@ -219,7 +219,8 @@ class Plan(Record):
     runners_up: list[Candidate] = []  # what would have been chosen next, best first
     binding: list[str] = []  # constraints that rule out a better candidate
     knee: Knee | None = None
-    critical_batch: float | None = None  # samples; gradient noise scale, median over the measurements that have one
+    critical_batch: float | None = None  # samples; gradient noise scale, weighted mean of tr(Σ) over that of |G|²
+    critical_batch_source: Literal["training", "profile"] | None = None  # the training's metrics, or the first weights
     notes: list[str] = []  # what prices and times assume
     models: dict[str, Any]
     warnings: list[str] = []
@@ -231,8 +232,13 @@ class Plan(Record):
 
     @property
     def pareto(self) -> list[Candidate]:
-        """The Pareto front of time and cost, fastest first."""
-        return sorted((c for c in self.candidates if c.pareto), key=lambda c: (c.train_time_s, c.cost))
+        """The Pareto front of expected wall time and cost, fastest first; without a wall time that of the steps."""
+
+        def key(candidate: Candidate) -> tuple[float, float]:
+            wall_time_s = candidate.wall_time_s
+            return candidate.train_time_s if wall_time_s is None else wall_time_s, candidate.cost
+
+        return sorted((candidate for candidate in self.candidates if candidate.pareto), key=key)
 
 
 class Event(Record):
@@ -560,6 +566,7 @@ class Drift(Record):
     measured_s: float
     predicted_s: float
     part: str  # compute, network, loader or unknown
+    partition: str = ""
     measured: StepParts
     expected: StepParts
 

@@ -21,7 +21,8 @@ def print_summary(
     from tula_hpc.analysis.report_tables import summary_rows, summary_table
 
     content = summary_table(summary_rows(plan, measurements, result))
-    table = Table(title="Chosen configuration and its neighbours", title_justify="left", box=box.SIMPLE_HEAD)
+    where = f" on {escape(plan.chosen.partition)}" if plan.chosen.partition else ""
+    table = Table(title=f"Chosen configuration and its neighbours{where}", title_justify="left", box=box.SIMPLE_HEAD)
     for column in content.columns:
         table.add_column(escape(column))
     for row in content.rows:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 SUFFIXES = "KMGTP"
 MIB_BASED = ("mem", "vmem", "bb")  # types whose base unit is MiB, the second suffix
-_WEIGHT = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
+_WEIGHT = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
 _NAME = re.compile(r"[a-z]\w*(/[\w.:-]+)?")
 
 
@@ -26,7 +26,7 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
         weights: "CPU=1.0,Mem=0.25G", or {"CPU": 1.0, "Mem": "0.25G"}; empty for none.
 
     Raises:
-        ValueError: An entry is not NAME=WEIGHT, or a TRES stands there twice.
+        ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES stands there twice.
     """
     entries = _split(weights) if isinstance(weights, str) else list(weights.items())
     found: dict[str, float] = {}
@@ -49,11 +49,10 @@ def _split(text: str) -> list[tuple[str, object]]:
 
 
 def _weight(key: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    match = _WEIGHT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"{key}: expected a number, perhaps with one of the suffixes K M G T P, got {value!r}")
+    match = _WEIGHT.fullmatch(str(value).strip()) if isinstance(value, int | float | str) else None
+    if match is None or math.isinf(float(match[1])):
+        expected = "a number of 0 or more, perhaps with one of the suffixes K M G T P"
+        raise ValueError(f"{key}: expected {expected}, got {value!r}")
     unit = SUFFIXES.index(match[2].upper()) + 1 if match[2] else 0
     base = SUFFIXES.index("M") + 1 if key.partition("/")[0] in MIB_BASED else 0
     return float(match[1]) / 1024.0 ** max(0, unit - base)

@@ -61,6 +61,12 @@ def consolidate(optimizer: Optimizer) -> None:
         base.consolidate_state_dict(to=0)
 
 
+def forget(optimizer: Optimizer) -> None:
+    """Drop all momenta, as before the first step."""
+    base = getattr(optimizer, "base", optimizer)
+    (base.optim if isinstance(base, ZeroRedundancyOptimizer) else base).state.clear()
+
+
 def own_states(optimizer: Optimizer) -> dict[Any, Any]:
     """The states that this worker holds."""
     base = getattr(optimizer, "base", optimizer)
