@@ -180,7 +180,9 @@ class Candidate(Record):
     step_time_s: float
     epoch_time_s: float
     train_time_s: float  # steps alone
-    wall_time_s: float | None = None  # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
+    wall_time_s: float | None = (
+        None  # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
+    )
     cost: float
     currency: str = "USD"  # SU: service units, that is billing units times hours
     energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
