@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report_data import measured_epochs
 from tula_hpc.records import Measurement, Plan, RunDirectory, TrainResult, read_metrics
 
@@ -35,7 +34,7 @@ def compare(run: RunDirectory) -> dict[str, Any]:
         "memory_error_median": statistics.median(abs(row["error"]) for row in memory),
         "model": plan.models["step_time"],
         "training": training(run, plan),
-        "profiling_node_seconds": profiling_cost(measured, run.job_notes()).node_seconds,
+        "profiling_node_seconds": sum(m.node_seconds or m.elapsed_s * m.nodes for m in measured),
         "device": measured[0].device,
         "versions": measured[0].versions,
     }
