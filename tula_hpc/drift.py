@@ -234,7 +234,10 @@ PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allre
 
 
 def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> str:
-    """The part that deviates most in the same direction as the whole step: loader, compute, network, or unknown.
+    """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
+
+    Compute where it explains enough of it, else what deviates most: a busy processor slows the all-reduce as well,
+    while a slow link leaves the computation alone.
 
     Args:
         measured: Parts as they are now.
@@ -243,8 +246,9 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     """
     sign = 1.0 if deviation_s >= 0 else -1.0
     excess = {part: sign * extra_s(measured, expected, part) for part in PARTS}
-    part = max(excess, key=lambda name: excess[name])
-    return part if excess[part] > NAMED_FROM * abs(deviation_s) else "unknown"
+    enough = NAMED_FROM * abs(deviation_s)
+    part = "compute" if excess["compute"] > enough else max(excess, key=lambda name: excess[name])
+    return part if excess[part] > enough else "unknown"
 
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
