@@ -207,6 +207,6 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("tula_hpc.drift_probe.local_gradient", fails)
+    monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     assert probe_parts(worker, *next(worker.batches()), step_time_s=0.01).parts.compute_time_s is None

@@ -34,7 +34,7 @@ RULES: dict[str, set[str]] = {
     "stopping": {"timing"},
     "drift": {"records"},
     "drift_start": {"analysis", "drift", "env", "errors", "jobs", "records", "worker"},
-    "drift_probe": {"memory_errors", "optim", "profiler", "records", "worker"},
+    "drift_probe": {"memory_errors", "profiler", "records", "worker"},
     "drift_guard": {"drift", "drift_probe", "drift_start", "jobs", "optim", "records", "stopping", "worker"},
     "noise_probe": {"memory_errors", "optim", "worker", "workloads"},
     "worker": {"config", "env", "records", "optim", "workloads"},

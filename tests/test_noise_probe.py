@@ -93,6 +93,6 @@ def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: py
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(noise_probe, "local_gradient", fails)
+    monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
     measured = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert (measured.status, measured.noise_scale, measured.noise_terms) == ("ok", 0.0, ())

@@ -127,8 +127,7 @@ class DriftGuard:
         """From the profiles; only rank 0 writes, and one reader is enough for a shared file system."""
         if self.worker.env.rank != 0:
             return StepParts()
-        known = [m for m in self.run.measurements().records if m.partition in ("", self.job.partition)]
-        return expected_parts(known, self.job.configuration)
+        return expected_parts(self.job.measurements(), self.job.configuration)
 
     def _host(self, rank: int | None) -> str:
         hosts, per_node = self.worker.env.hosts, self.job.configuration.workers_per_node

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.optim import local_gradient
 from tula_hpc.profiler import bare_all_reduce
 from tula_hpc.records import StepParts
 from tula_hpc.worker import Worker
@@ -30,8 +29,8 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: fl
     """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
 
     Weights, gradients, buffers and random numbers are afterwards what they were: gradients are taken beside `.grad`,
-    see `local_gradient`, and what is all-reduced is a tensor of its own. Where memory does not suffice for that, the
-    part stays unknown.
+    see `Worker.local_gradient`, and what is all-reduced is a tensor of its own. Where memory does not suffice for that,
+    the part stays unknown.
 
     Args:
         worker: Whose model to use.
@@ -49,20 +48,8 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: fl
 
 def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor, passes: int) -> float:
     """Median seconds of a pass; −1 where memory ran out."""
-
-    def compute() -> None:
-        local_gradient(
-            worker.model,
-            worker.workload.loss,
-            inputs,
-            targets,
-            worker.parameters,
-            autocast=worker.autocast(),
-            loss_scale=worker.scaler.get_scale(),
-        )
-
     try:
-        return _median_s(worker, compute, passes)
+        return _median_s(worker, lambda: worker.local_gradient(inputs, targets), passes)
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
@@ -86,7 +73,7 @@ def _all_reduce_s(worker: Worker, passes: int) -> float | None:
     return slowest_s
 
 
-def _median_s(worker: Worker, step: Callable[[], None], passes: int) -> float:
+def _median_s(worker: Worker, step: Callable[[], object], passes: int) -> float:
     samples = []
     for _ in range(passes + 1):  # the first one warms up
         worker.synchronize_device()

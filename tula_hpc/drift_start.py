@@ -59,7 +59,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
         plan = run.read_plan()
     except RunDirectoryError:  # a training that was started by hand
         return DriftStart(job.configuration)
-    measurements = [m for m in run.measurements().records if m.partition in ("", job.partition)]
+    measurements = job.measurements()
     update_s = update_time_s(measurements, job.configuration.world_size)
     drift = read_drift(run.train(job.label).drift_file)
     drift = drift if drift is not None and _is_of(drift, job) else None

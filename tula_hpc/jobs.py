@@ -9,7 +9,7 @@ from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
-from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
+from tula_hpc.records import Configuration, Measurement, RunDirectory, read_records, with_rank_files
 
 
 class Requeueable:
@@ -104,6 +104,11 @@ class TrainJob(Requeueable):
     root: Path
     label: str = "main"
     partition: str = ""
+
+    def measurements(self) -> list[Measurement]:
+        """What was measured on this part of the cluster."""
+        everything = RunDirectory(self.root).measurements().records
+        return [m for m in everything if m.partition in ("", self.partition)]
 
     def __call__(self) -> str:
         """Train; every worker calls this. Returns `finished`, or `stopped` if a stop came and a requeue was refused."""

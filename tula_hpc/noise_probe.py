@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.optim import gradient_square, local_gradient, noise_scale, noise_trace
+from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.worker import Worker
 from tula_hpc.workloads.optimizers import forget
 
@@ -126,14 +126,6 @@ def _squared(vector: Tensor) -> float:
 
 
 def _flat_gradient(worker: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
-    gradients = local_gradient(
-        worker.model,
-        worker.workload.loss,
-        inputs,
-        targets,
-        worker.parameters,
-        autocast=worker.autocast(),
-        loss_scale=worker.scaler.get_scale(),
-    )
+    gradients = worker.local_gradient(inputs, targets)
     pairs = zip(gradients, worker.parameters, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs])

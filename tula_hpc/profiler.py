@@ -120,11 +120,11 @@ class StepProfile:
         inputs, targets = next(self.batches)
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
-        self._time_briefly("optimizer", self._optimizer_step)
+        self._time("optimizer", self._optimizer_step, briefly=True)
         if self.worker.sweep.training.method == "ags":
-            self._time_briefly("update", lambda: self.worker.update_gradscale(inputs, targets))
+            self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
         if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
-            self._time_briefly("allreduce", bare_all_reduce(self.worker))
+            self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
 
     def _time_whole_steps(self) -> None:
@@ -139,12 +139,9 @@ class StepProfile:
         self._time("step", step)
         self.samples["data"] = waits
 
-    def _time(self, name: str, step: Callable[[], None]) -> None:
-        self.samples[name] = time_steps(self.worker, self.rule, step)
-
-    def _time_briefly(self, name: str, step: Callable[[], None]) -> None:
-        """The fewest steps allowed: these parts only guide the model, or are small."""
-        rule = self.rule._replace(max_steps=self.rule.min_steps)
+    def _time(self, name: str, step: Callable[[], None], *, briefly: bool = False) -> None:
+        """With `briefly` the fewest steps allowed: for parts that only guide the model, or are small."""
+        rule = self.rule._replace(max_steps=self.rule.min_steps) if briefly else self.rule
         self.samples[name] = time_steps(self.worker, rule, step)
 
     def _compute(self, inputs: Tensor, targets: Tensor) -> None:

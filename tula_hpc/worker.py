@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.optim import TulaOptimizer, reference_gradient
+from tula_hpc.optim import TulaOptimizer, local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.workloads import build_workload, make_train_loader
 from tula_hpc.workloads.optimizers import base_optimizer, consolidate, shards
@@ -104,6 +104,18 @@ class Worker:
             self.workload.loss,
             inputs[:part],
             targets[:part],
+            self.parameters,
+            autocast=self.autocast(),
+            loss_scale=self.scaler.get_scale(),
+        )
+
+    def local_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:
+        """This worker's own gradient, unscaled, not reduced; `.grad`, buffers and random numbers stay as they are."""
+        return local_gradient(
+            self.model,
+            self.workload.loss,
+            inputs,
+            targets,
             self.parameters,
             autocast=self.autocast(),
             loss_scale=self.scaler.get_scale(),

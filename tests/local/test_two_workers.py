@@ -19,6 +19,7 @@ import torch
 
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc import drift_probe, noise_probe, trainer
+from tula_hpc import worker as worker_module
 from tula_hpc.analysis.rerank import slowed
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -105,7 +106,7 @@ def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("first", "second"), on_slurm=False)
     stand_in(trainer, "join_job", lambda: env)
     if rank == 1:
-        stand_in(drift_probe, "local_gradient", slow_gradient)
+        stand_in(worker_module, "local_gradient", slow_gradient)
     for name, port in zip(RUNS, ports, strict=False):
         os.environ["MASTER_PORT"] = port
         root = folder / name
@@ -128,8 +129,7 @@ def probe(env: WorkerEnvironment) -> dict[str, Any]:
     seen: dict[str, Any] = {"noise": noise_probe.probe_noise(worker, batches)}
     seen["slowest_rank"] = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).slowest_rank
     if env.rank == 1:
-        for module in (drift_probe, noise_probe):
-            stand_in(module, "local_gradient", out_of_memory)
+        stand_in(worker_module, "local_gradient", out_of_memory)
     compute_s = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).parts.compute_time_s
     seen["out of memory"] = [compute_s, noise_probe.probe_noise(worker, batches)]
     return seen
