@@ -19,6 +19,7 @@ STEP_BACK = 2  # each window on the right side undoes two on the wrong one
 MARGIN = 1.1  # how far beyond the interval's end a step time must lie to count; back inside the interval it is well
 WARM_UP_LOOKS = 10  # after every start: allocators, caches and loader processes are not yet what they will be
 NAMED_FROM = 0.3  # a part is named when it explains this share of the deviation
+STARVED_FROM = 0.1  # so much of it in the computation, and the all-reduce is slow because the processor is
 SECONDS_PER_LOOK = 1.0  # windows are made of looks about so far apart
 
 Verdict = Literal["drifted", "recovered"]
@@ -236,8 +237,8 @@ PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allre
 def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> str:
     """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
 
-    Compute where it explains enough of it, else what deviates most: a busy processor slows the all-reduce as well,
-    while a slow link leaves the computation alone.
+    What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the computation alone:
+    where both deviate, the all-reduce counts to the computation.
 
     Args:
         measured: Parts as they are now.
@@ -247,7 +248,9 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     sign = 1.0 if deviation_s >= 0 else -1.0
     excess = {part: sign * extra_s(measured, expected, part) for part in PARTS}
     enough = NAMED_FROM * abs(deviation_s)
-    part = "compute" if excess["compute"] > enough else max(excess, key=lambda name: excess[name])
+    if excess["network"] > 0.0 and excess["compute"] > STARVED_FROM * abs(deviation_s):
+        excess["compute"] += excess["network"]
+    part = max(excess, key=lambda name: excess[name])
     return part if excess[part] > enough else "unknown"
 
 

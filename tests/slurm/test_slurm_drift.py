@@ -104,6 +104,6 @@ def test_a_slow_link_and_a_busy_node_are_noticed_and_named_and_so_is_their_end(t
     assert parts["measured"]["allreduce_time_s"] > 3 * parts["expected"]["allreduce_time_s"]
     assert "network" in slow.detail
     assert mended.data["ratio"] < ROOM[1]
-    assert busy.data["part"] in ("compute", "network")  # a starved process also slows the collective that waits for it
-    assert busy.data.get("slowest_host", cluster.hosts[1]) == cluster.hosts[1]
+    assert busy.data["part"] == "compute"
+    assert busy.data["slowest_host"] == cluster.hosts[1]
     assert training.files.drift_file.exists()
