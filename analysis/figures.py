@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tula_hpc.analysis.figures_curvature import draw_curvature, draw_gradient_norm, draw_variability
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_memory import draw_memory
 from tula_hpc.analysis.figures_pareto import draw_pareto
 from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
+from tula_hpc.analysis.figures_scale import draw_scale_density
 from tula_hpc.analysis.figures_steps import draw_prediction_error, draw_step_breakdown
 from tula_hpc.analysis.figures_style import COLOURS
 from tula_hpc.analysis.figures_time import draw_cost, draw_epoch_time
@@ -26,11 +28,15 @@ FIGURES = {
     "prediction_error": draw_prediction_error,
     "training": draw_training,
     "sensitivity": draw_sensitivity,
+    "variability": draw_variability,
+    "gradient_norm": draw_gradient_norm,
+    "curvature": draw_curvature,
+    "scale_density": draw_scale_density,
 }
 
 
 class Figures(NamedTuple):
-    """What could be drawn, and what not yet."""
+    """What could be drawn, and what was asked for and not yet could."""
 
     drawings: list[Drawing]
     missing: list[Missing]
@@ -41,4 +47,4 @@ def draw_all(run: RunContents) -> Figures:
     alone = run.of_chosen_partition()
     results = [draw(run if draw is draw_pareto else alone) for draw in FIGURES.values()]
     drawings = [result for result in results if isinstance(result, Drawing)]
-    return Figures(drawings, [result for result in results if isinstance(result, Missing)])
+    return Figures(drawings, [item for item in results if isinstance(item, Missing) and not item.optional])

@@ -87,6 +87,7 @@ class Missing(NamedTuple):
     name: str
     subject: str
     why: str
+    optional: bool = False  # nobody asked for it: its absence is not worth a line
 
 
 def _crop_title(root: ElementTree.Element, band_pt: float) -> None:

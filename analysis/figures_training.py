@@ -183,7 +183,7 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
         why = "training logged no gradient scale" if run.trainings else "training has not started yet"
         return Missing("sensitivity", "gradient sensitivity and scale", why)
     steps = _scaled_steps(training)
-    delta = run.sweep.training.delta if run.sweep else None
+    delta = run.sweep.training.ags.delta if run.sweep else None
     title = _sensitivity_title(steps, delta)
     with style.styled():
         figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))

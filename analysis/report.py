@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,17 @@ from tula_hpc.records import RunDirectory
 if TYPE_CHECKING:
     from tula_hpc.analysis.figures import Figures, TitlePage
 
-__all__ = ["SUMMARY_COLUMNS", "SummaryRow", "main", "summary_cells", "summary_rows", "write_report"]
+__all__ = [
+    "SUMMARY_COLUMNS",
+    "SummaryRow",
+    "main",
+    "remove_stale",
+    "render_page",
+    "replace_file",
+    "summary_cells",
+    "summary_rows",
+    "write_report",
+]
 
 TEMPLATE = "report_template.html"
 SUFFIXES = ("svg", "png", "csv")
@@ -58,7 +68,7 @@ def write_report(run: RunDirectory) -> list[Path]:
     contents = read_run(run)
     drawn = figures.draw_all(contents)
     svgs = [drawing.svg() for drawing in drawn.drawings]
-    files: dict[str, bytes] = {"report.html": _render_html(contents, drawn, svgs).encode()}
+    files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, _page(contents, drawn, svgs)).encode()}
     for drawing, svg in zip(drawn.drawings, svgs, strict=True):
         forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
         files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
@@ -66,17 +76,17 @@ def write_report(run: RunDirectory) -> list[Path]:
         _title_page(contents), drawn.drawings
     )  # last: it lays the figures out anew
     run.report.mkdir(mode=0o700, exist_ok=True)
-    _remove_stale(run.report, (f"{name}.{suffix}" for name in figures.FIGURES for suffix in SUFFIXES), files)
-    return [_replace(run.report / name, content) for name, content in files.items()]
+    remove_stale(run.report, (f"{name}.{suffix}" for name in figures.FIGURES for suffix in SUFFIXES), files)
+    return [replace_file(run.report / name, content) for name, content in files.items()]
 
 
-def _remove_stale(folder: Path, ours: Iterable[str], current: Iterable[str]) -> None:
-    """Figures of an earlier report that this one has not: they would seem to belong to it."""
+def remove_stale(folder: Path, ours: Iterable[str], current: Iterable[str]) -> None:
+    """Delete figures of an earlier report that this one has not: they would seem to belong to it."""
     for name in set(ours) - set(current):
         (folder / name).unlink(missing_ok=True)
 
 
-def _replace(path: Path, content: bytes) -> Path:
+def replace_file(path: Path, content: bytes) -> Path:
     """Write beside the old file, then rename: whoever reads sees the old one or the new one."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -90,7 +100,8 @@ def _replace(path: Path, content: bytes) -> Path:
     return path
 
 
-def _render_html(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> str:
+def render_page(template: str, page: Mapping[str, Any]) -> str:
+    """HTML from one of the templates beside this file; everything that is not marked as safe is escaped."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -98,7 +109,7 @@ def _render_html(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> 
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["keep_units"] = keep_units
-    return environment.get_template(TEMPLATE).render(_page(contents, drawn, svgs))
+    return environment.get_template(template).render(page)
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:

@@ -11,8 +11,11 @@ from pathlib import Path
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.records import (
+    SCALE_BINS_PER_OCTAVE,
+    SCALE_OCTAVES,
     Candidate,
     Configuration,
+    CurvatureMetrics,
     EpochMetrics,
     Knee,
     Measurement,
@@ -250,12 +253,13 @@ def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str =
     files.root.mkdir(parents=True, exist_ok=True)
     per_epoch = made.dataset_samples // chosen.global_batch
     noise = random.Random(1)
-    lines: list[StepMetrics | EpochMetrics] = []
+    lines: list[StepMetrics | EpochMetrics | CurvatureMetrics] = [_curvature_line(chosen, 0, per_epoch)]
     for epoch in range(1, epochs_done + 1):
         lines += [
             _step_line(chosen, (epoch - 1) * per_epoch + step, per_epoch, noise) for step in range(0, per_epoch, 10)
         ]
         lines.append(_epoch_line(chosen, epoch, per_epoch, noise))
+        lines += [_curvature_line(chosen, epoch, per_epoch)] if epoch % 2 == 0 else []
     write_atomically(files.metrics_file, "".join(f"{line.model_dump_json()}\n" for line in lines))
     _log_preemption(run, chosen, per_epoch)
     if epochs_done == made.epochs:
@@ -279,6 +283,34 @@ def _step_line(chosen: Candidate, step: int, per_epoch: int, noise: random.Rando
         scale_mean=1 + 0.9 * spread * noise.lognormvariate(0, 0.06),
         scale_min=1 - 0.6 * spread,
         scale_max=1 + 3 * spread * noise.lognormvariate(0, 0.05),
+        scale_histogram=_scales_used(1 + 0.9 * spread),
+    )
+
+
+def _scales_used(scale: float) -> list[int]:
+    """A fifth of a million elements left alone, the others scaled by about as much."""
+    one = SCALE_OCTAVES * SCALE_BINS_PER_OCTAVE + 1
+    counts = [0] * (2 * one + 1)
+    centre = one + SCALE_BINS_PER_OCTAVE * math.log2(scale)
+    for place in range(len(counts)):
+        counts[place] = round(800_000 * math.exp(-0.5 * ((place - centre) / 3) ** 2) / 7.5)
+    counts[one] += 200_000
+    return counts
+
+
+def _curvature_line(chosen: Candidate, epoch: int, per_epoch: int) -> CurvatureMetrics:
+    eigenvalue = 40 * math.exp(-epoch / 5) + 4
+    return CurvatureMetrics(
+        epoch=epoch,
+        step=epoch * per_epoch,
+        samples_seen=epoch * per_epoch * chosen.global_batch,
+        samples=512,
+        eigenvalue=eigenvalue,
+        residual=(0.3 if epoch == 4 else 0.02) * eigenvalue,
+        iterations=17,
+        largest_eigenvalue=eigenvalue,
+        largest_residual=(0.3 if epoch == 4 else 0.02) * eigenvalue,
+        gradient_norm=0.5 + eigenvalue / 20,
     )
 
 

@@ -37,7 +37,10 @@ RULES: dict[str, set[str]] = {
     "drift_probe": {"memory_errors", "profiler", "records", "worker"},
     "drift_guard": {"drift", "drift_probe", "drift_start", "jobs", "optim", "records", "stopping", "worker"},
     "noise_probe": {"memory_errors", "optim", "worker", "workloads"},
-    "worker": {"config", "env", "records", "optim", "workloads"},
+    "curvature_probe": {"memory_errors", "optim", "records", "worker"},
+    "methods": {"config", "optim", "records", "workloads"},
+    "worker": {"config", "env", "methods", "records", "optim", "workloads"},
+    "local_states": {"checkpoint", "errors", "worker"},
     "jobs": {"agenda", "config", "env", "records", "session", "trainer", "stopping"},
     "proposing": {"analysis", "config", "errors", "jobs", "records"},
     "agenda": {"env", "errors", "jobs", "proposing", "records"},
@@ -46,9 +49,10 @@ RULES: dict[str, set[str]] = {
     "profiler": {
         "config", "env", "errors", "noise_probe", "power", "records", "resident", "timing", "worker", "workloads",
     },
+    "trainings": {"config", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
     "trainer": {
-        "checkpoint", "drift_guard", "drift_start", "env", "errors", "jobs", "memory_errors", "optim", "profiler",
-        "records", "schedule", "slurm", "stopping", "worker", "workloads",
+        "checkpoint", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "jobs", "local_states",
+        "memory_errors", "optim", "profiler", "records", "schedule", "slurm", "stopping", "worker", "workloads",
     },
     "launch": {"errors", "config", "records", "slurm"},
     "progress": set(),
@@ -59,14 +63,19 @@ RULES: dict[str, set[str]] = {
     },
     "dry_run": {"analysis", "config", "launch", "profile_stage", "records", "stages"},
     "summary": {"analysis", "records"},
-    "sweep": {"analysis", "config", "dry_run", "errors", "profile_stage", "records", "stages", "summary"},
+    "command": {"config", "errors", "records", "stages"},
+    "study_stage": {"config", "errors", "jobs", "launch", "progress", "records", "stages", "trainings"},
+    "study": {"analysis", "command", "errors", "records", "stages", "study_stage"},
+    "sweep": {"analysis", "command", "dry_run", "errors", "profile_stage", "records", "stages", "study", "summary"},
 }  # fmt: skip
 TORCH_ROOMS = {
     "workloads",
     "optim",
     "checkpoint",
     "memory_errors",
+    "methods",
     "worker",
+    "local_states",
     "profiler",
     "trainer",
     "allocation",
@@ -74,6 +83,7 @@ TORCH_ROOMS = {
     "drift_guard",
     "drift_probe",
     "drift_start",
+    "curvature_probe",
     "noise_probe",
 }
 
@@ -136,6 +146,7 @@ def test_only_env_reads_the_schedulers_variables(path: Path) -> None:
         "import tula_hpc.sweep, tula_hpc.stages, tula_hpc.dry_run",
         "import tula_hpc.analysis.plan, tula_hpc.analysis.report",
         "import tula_hpc.jobs, tula_hpc.launch",
+        "import tula_hpc.study, tula_hpc.study_stage, tula_hpc.analysis.study, tula_hpc.analysis.figures_study",
     ],
 )
 def test_torch_is_not_imported_on_the_login_node(statement: str) -> None:

@@ -217,31 +217,52 @@ class _RefuseHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"static_scale": 2.0}])
+SYNC_FREE: list[dict[str, Any]] = [
+    {},
+    {"exponent": 2.0, "smoothing": 0.5, "apply": "update"},
+    {"static_scale": 2.0},
+    {"granularity": "tensor"},
+    {"granularity": "tensor", "gate": "none", "scale_warmup": 3, "apply": "update"},
+    {"granularity": "layer", "gate": "smooth", "smoothing": 0.9, "scale_warmup": 3},
+    {"granularity": "model", "gate": "smoothed", "exponent": 2.0, "smoothing": 0.9},
+]
+
+
+@pytest.mark.parametrize("options", SYNC_FREE)
 def test_a_step_never_waits_for_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    params = parameters()
-    optimizer = wrap(params, **options)
+    params, squares = parameters(), torch.ones(len(SHAPES))
+    optimizer = wrap(params, layers=[params[:2]], **options)
+    free = options.get("granularity", "element") != "element"
     if "static_scale" not in options:
         optimizer.update_gradscale(*random_gradients(2))
     gradients = random_gradients(4)
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: [value.item() for value in tensor])  # on CPU no operator
     refuse: Any = _RefuseHostSync
     with refuse():
-        take_steps(optimizer, params, gradients)
+        for step in gradients:
+            if free:
+                optimizer.observe_small(squares, 32)
+            take_steps(optimizer, params, [step])
     with pytest.raises(AssertionError, match="_local_scalar_dense"), refuse():  # the detector works
         optimizer.statistics()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_step_on_cuda_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("options", SYNC_FREE)
+def test_a_step_on_cuda_never_waits_for_the_device(options: dict[str, Any]) -> None:
     params = [nn.Parameter(p.detach().cuda()) for p in parameters()]
-    optimizer = wrap(params)
+    optimizer = wrap(params, layers=[params[:2]], **options)
     gradients = [[g.cuda() for g in step] for step in random_gradients(4)]
-    optimizer.update_gradscale(gradients[0], gradients[1])
+    squares = torch.ones(len(SHAPES), device="cuda")
+    if "static_scale" not in options:
+        optimizer.update_gradscale(gradients[0], gradients[1])
     take_steps(optimizer, params, gradients)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        take_steps(optimizer, params, gradients)
+        for step in gradients:
+            if options.get("granularity", "element") != "element":
+                optimizer.observe_small(squares, 32)
+            take_steps(optimizer, params, [step])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tula_hpc.optim import TulaOptimizer, element_ratio, gradscale, tensor_ratio
+from tula_hpc.optim import TulaOptimizer, applying, element_ratio, tensor_ratio
 
 anything = st.floats(width=32, allow_nan=True, allow_infinity=True)
 pairs = st.lists(st.tuples(anything, anything), min_size=1, max_size=8)
@@ -187,14 +187,15 @@ def test_statistics_count_since_they_were_last_asked() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 1000])
-def test_scaling_piece_by_piece_gives_the_same(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradscale, "PIECE_ELEMENTS", limit)
+@pytest.mark.parametrize("name", ["PIECE_ELEMENTS", "CACHED_ELEMENTS"])
+def test_scaling_piece_by_piece_gives_the_same(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applying, name, limit)
     sizes, types = (3, 5, 1, 4, 2), (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float32)
     gradients = [torch.rand(size).to(dtype) for size, dtype in zip(sizes, types, strict=True)]
     factors = [torch.rand(3), torch.rand(5, dtype=torch.float64), torch.rand(1), None, torch.rand(())]
     expected = [g.clone() if f is None else g.clone().mul_(f) for g, f in zip(gradients, factors, strict=True)]
-    gradscale.multiply_where(torch.tensor(False), gradients, factors)
-    gradscale.multiply_where(torch.tensor(True), gradients, factors)
+    applying.multiply_where(torch.tensor(False), gradients, factors)
+    applying.multiply_where(torch.tensor(True), gradients, factors)
     assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
 
 
@@ -203,7 +204,7 @@ def test_scaling_piece_by_piece_gives_the_same(limit: int, monkeypatch: pytest.M
     [
         ({"delta": 0.0}, "delta"),
         ({"delta": math.nan}, "delta"),
-        ({"granularity": "layer"}, "granularity: expected one of element, tensor"),
+        ({"granularity": "row"}, "granularity: expected one of element, tensor, layer, model; got 'row'"),
         ({"small_batch": 0}, "small_batch"),
         ({"small_batch": 1024}, "small_batch"),
         ({"s_min": 5.0}, "s_min"),

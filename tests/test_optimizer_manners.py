@@ -295,7 +295,7 @@ def test_loading_into_a_smaller_batch_clamps() -> None:
     ("spoil", "message"),
     [
         (lambda state: state.pop(STATE_KEY), "no 'tula' entry"),
-        (lambda state: state[STATE_KEY].update(version=2), "version"),
+        (lambda state: state[STATE_KEY].update(version=3), "version"),
         (lambda state: state[STATE_KEY].update(gradscale=[None]), "other parameters"),
         (lambda state: state[STATE_KEY]["gradscale"].__setitem__(0, torch.ones(3)), "other parameters"),
     ],

@@ -11,13 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from tula_hpc.catalog import DATASETS
-from tula_hpc.config import ClusterSpec, SweepSpec, check_together, load_cluster, load_sweep, local_batches
+from tula_hpc.config import ClusterSpec, Spec, SweepSpec, check_together, load_cluster, load_sweep, local_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
 CLUSTERS = sorted((ROOT / "slurm_templates").glob("*.toml"))
 COMPLETE = [(ROOT / "sweeps" / "example.toml", SweepSpec), (ROOT / "slurm_templates" / "generic.toml", ClusterSpec)]
-ASSIGNMENT = re.compile(r"^(# )?(\w+) = ")  # a key, or one that has no default behind a #
+ASSIGNMENT = re.compile(r"^(# )?([\w.]+) = ")  # a key, or one that has no default behind a #
+TABLE = re.compile(r"^(# )?\[([\w.-]+)\]")  # likewise
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def head(path: Path) -> str:
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
     assert load_sweep(path)
-    command = re.search(r"python -m tula_hpc\.sweep (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
+    command = re.search(r"python -m tula_hpc\.(?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
     assert command is not None
     assert ROOT / command[1] == path
     check_together(load_sweep(path), load_cluster(ROOT / command[2]) if command[2] else ClusterSpec(), path, "cluster")
@@ -65,11 +66,18 @@ def test_lines_fit_a_terminal(path: Path) -> None:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a specification with their defaults; tables that take any key count as their own."""
+    """Dotted keys of a specification with their defaults; tables that take any key count as their own.
+
+    The keys of a table that is not there by default have none.
+    """
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= all_keys(field.annotation, f"{prefix}{name}.")
+        elif field.default is None and (
+            inner := [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Spec)]
+        ):
+            found |= dict.fromkeys(all_keys(inner[0], f"{prefix}{name}."))
         else:
             found[prefix + name] = field.default
     return found
@@ -80,9 +88,9 @@ def written_keys(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     section = ""
     for line in text.splitlines():
-        if line.startswith("["):
-            section = line[1 : line.index("]")]
-            found[section] = line.partition("#")[2].strip()
+        if match := TABLE.match(line):
+            section = match[2]
+            found[section] = found[section.rpartition(".")[0]] = line[2:].partition("#")[2].strip()
         elif match := ASSIGNMENT.match(line):
             comment = line.removeprefix("# ").partition("#")[2].strip()
             found[".".join(filter(None, [section, match[2]]))] = comment
@@ -113,7 +121,8 @@ def test_only_keys_without_a_default_are_behind_a_number_sign(path: Path, kind: 
 @pytest.mark.parametrize(("path", "kind"), COMPLETE)
 def test_what_is_behind_a_number_sign_is_valid(path: Path, kind: type[BaseModel]) -> None:
     enabled = "\n".join(
-        line.removeprefix("# ") if ASSIGNMENT.match(line) else line for line in path.read_text().splitlines()
+        line.removeprefix("# ") if ASSIGNMENT.match(line) or TABLE.match(line) else line
+        for line in path.read_text().splitlines()
     )
     copy = Path("enabled.toml")
     copy.write_text(enabled)
@@ -169,7 +178,7 @@ def test_the_papers_hyper_parameters(name: str) -> None:
     assert spec.search.cluster_sizes == (2, 4, 8, 16)
     assert (spec.search.min_batch, spec.search.mode) == (32, "partial")
     assert knee in [16 * b for b in local_batches(spec.search, 16, 1)]
-    assert (spec.training.method, spec.training.delta) == ("ags", 0.5)
+    assert (spec.training.method, spec.training.ags.delta) == ("ags", 0.5)
 
 
 def test_the_papers_cluster() -> None:

@@ -68,10 +68,11 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
 
 
 def test_other_inputs_are_refused_with_the_difference(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.sweep import _load, _open_run, _parser
+    from tula_hpc.command import load_inputs, open_run
+    from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
-    _open_run(*_load(_parser().parse_args([str(sweep_file)])), root)
+    open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root)
     assert main([str(sweep_file), "--run-dir", str(root), "--set", "workload.epochs=99"]) == 2
     error = capsys.readouterr().err
     assert "made from other inputs" in error
@@ -80,10 +81,11 @@ def test_other_inputs_are_refused_with_the_difference(sweep_file: Path, capsys: 
 
 
 def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.sweep import _load, _open_run, _parser
+    from tula_hpc.command import load_inputs, open_run
+    from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
-    sweep = _open_run(*_load(_parser().parse_args([str(sweep_file)])), root)
+    sweep = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root)
     with sweep.run.locked():
         assert main([str(sweep_file), "--run-dir", str(root)]) == 2
     assert f"is in use by process {os.getpid()}" in capsys.readouterr().err

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from tula_hpc.allocation import place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
 from tula_hpc.profiler import NodePower, measure
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker, reference_share
+from tula_hpc.worker import Worker
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)

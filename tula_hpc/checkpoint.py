@@ -111,6 +111,11 @@ class CheckpointStore:
         self._prune()
         return path
 
+    def keep_newest_only(self) -> None:
+        """Delete all but the newest usable file, when training is over and only its outcome counts."""
+        self.keep = 1
+        self._prune()
+
     def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None where there is no file at all.
 

@@ -59,6 +59,7 @@ class WorkloadSpec(Spec):
     samples: int | None = Field(
         default=None, ge=1
     )  # train on the first so many samples of a fixed random order; None = all
+    holdout: float = Field(default=0.0, ge=0, lt=1)  # share of them that is not trained on but tested on
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     channels_last: bool = False
@@ -187,17 +188,70 @@ def _hours(text: str) -> float:
     return float(match[1]) * _HOURS[match[2]]
 
 
-class TrainingSpec(Spec):
-    """`[training]`: gradient scaling, checkpoints and restarts."""
+Granularity = Literal["element", "tensor", "layer", "model"]
+Gate = Literal["paper", "none", "smooth", "smoothed"]
+LrScaling = Literal["none", "sqrt", "linear"]
+Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
-    method: Literal["ags", "static", "lbt"] = "ags"
-    small_batch: int = Field(default=32, ge=1)  # reference batch b_small, global
-    delta: float = Field(default=0.5, gt=0)
-    granularity: Literal["element", "tensor"] = "element"
-    s_max: float | None = Field(default=None, gt=0)  # None: sqrt(global batch / small_batch)
+
+class AgsOptions(NamedTuple):
+    """The form of adaptive gradient scaling: what each switch of `[training]` comes to."""
+
+    small_batch: int  # reference batch b_small, global
+    delta: float  # threshold of Δ(G)
+    granularity: Granularity  # what shares one factor: an element, a tensor, a layer, or the whole model
+    exponent: float  # of the ratio of norms: 1 is the paper's, 2 a gain as AdaScale's
+    smoothing: float  # decay of the moving averages of squared norms (of the ratio at "element"), for each update
+    scale_warmup_epochs: float  # the factors grow from 1 to their value over so many epochs
+    gate: Gate  # which steps are scaled: Δ < δ; all; the less the larger Δ/δ is; Δ of smoothed norms < δ
+    exclude_norms: bool  # normalization layers and biases keep the factor 1
+    apply: Literal["gradient", "update"]  # scale the gradient, or what the base optimizer makes of it
+    lr_scaling: LrScaling  # of the rate, on top, from base_batch to the global batch
+    reference: Literal["pass", "free"]  # small gradient: an extra pass; or from the workers' own gradients, no pass
+    update_interval_epochs: float  # between two passes; "free" updates at every step
+
+
+PAPER = AgsOptions(
+    small_batch=32,
+    delta=0.5,
+    granularity="element",
+    exponent=1.0,
+    smoothing=0.0,
+    scale_warmup_epochs=0.0,
+    gate="paper",
+    exclude_norms=False,
+    apply="gradient",
+    lr_scaling="none",
+    reference="pass",
+    update_interval_epochs=1.0,
+)
+PRESETS = {"paper": PAPER, "default": PAPER}
+
+
+class TrainingSpec(Spec):
+    """`[training]`: how the large batch is trained, checkpoints and restarts."""
+
+    method: Method = "ags"
+    base_batch: int = Field(default=128, ge=1)  # global batch that workload.lr was chosen for: lr scaling starts there
+    warmup_epochs: float | None = Field(default=None, ge=0)  # of the rate; None: 5 where the method needs them
+    preset: Literal["default", "paper"] = "default"  # of AGS: what the next twelve keys are where they are left out
+    small_batch: int | None = Field(default=None, ge=1)
+    delta: float | None = Field(default=None, gt=0)
+    granularity: Granularity | None = None
+    exponent: float | None = Field(default=None, gt=0, le=4)
+    smoothing: float | None = Field(default=None, ge=0, lt=1)
+    scale_warmup_epochs: float | None = Field(default=None, ge=0)
+    gate: Gate | None = None
+    exclude_norms: bool | None = None
+    apply: Literal["gradient", "update"] | None = None
+    lr_scaling: LrScaling | None = None
+    reference: Literal["pass", "free"] | None = None
+    update_interval_epochs: float | None = Field(default=None, ge=0)
+    s_max: float | None = Field(default=None, gt=0)  # None: (global batch / small_batch)^(exponent / 2)
     s_min: float = Field(default=0.0, ge=0)
     static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
-    update_interval_epochs: float = Field(default=1.0, gt=0)
+    layer_wise: bool = False  # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it
+    clip_norm: float | None = Field(default=None, gt=0)  # gradients are shortened to this norm, before they are scaled
     log_interval_steps: int = Field(default=10, ge=1)
     checkpoint_minutes: float | None = Field(default=None, gt=0)  # None: the best for spot prices, else 5
     max_requeues: int = Field(default=20, ge=0)
@@ -205,14 +259,50 @@ class TrainingSpec(Spec):
     drift: bool = True  # hold measured step times against the plan's prediction
     drift_minutes: float = Field(default=1.0, gt=0)  # beyond its interval for so long: an event says so
     replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
+    # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
+    curvature_epochs: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
+    scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
+
+    @property
+    def ags(self) -> AgsOptions:
+        """The preset with the keys that are given."""
+        given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
+        return PRESETS[self.preset]._replace(**given)
+
+    @property
+    def free_reference(self) -> bool:
+        """Whether norms of small gradients are wanted from the workers' own gradients at every step, without a pass."""
+        return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
+
+    @property
+    def reference_batch(self) -> int:
+        """The small batch that gradients are held against, global; AdaScale's is the one that workload.lr is for."""
+        return self.base_batch if self.method == "adascale" else self.ags.small_batch
+
+    @property
+    def has_trust_ratios(self) -> bool:
+        """Whether the base optimizer is LARS or LAMB."""
+        return self.layer_wise or self.method in ("lars", "lamb")
 
     @property
     def gradient_copies(self) -> int:
-        """Gradients' worth of memory on top of a plain step while AGS updates its scale.
+        """Gradients' worth of memory on top of a plain step's forward and backward pass.
 
-        The reference gradient, and factors of the same size from the last update where each element has its own.
+        While AGS updates its scale: the reference gradient, and factors of the same size from the last update where
+        each element has its own. In local steps of post-local SGD: gradients of one's own beside DDP's idle buckets.
         """
-        return 0 if self.method != "ags" else 2 if self.granularity == "element" else 1
+        if self.method == "polo":
+            return 1
+        if self.method != "ags" or self.ags.reference == "free":
+            return 0
+        return 2 if self.ags.granularity == "element" else 1
+
+    @property
+    def step_copies(self) -> int:
+        """Parameters' worth of memory on top of a plain optimizer's step: those before it, where updates are scaled."""
+        scales = self.method in ("ags", "static") and self.ags.apply == "update"
+        return int(scales or self.method == "adascale")
 
     @property
     def checkpoint_s(self) -> float:
@@ -223,7 +313,111 @@ class TrainingSpec(Spec):
     def _bounds(self) -> TrainingSpec:
         if self.s_max is not None and self.s_min > self.s_max:
             raise ValueError(f"s_min: {self.s_min} is above s_max = {self.s_max}")
+        options = self.ags
+        if options.granularity == "element" and options.reference == "free":
+            raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
+        if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
+            raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
+        if self.layer_wise and self.method == "ags" and options.apply == "gradient":
+            raise ValueError('layer_wise: LARS and LAMB divide by the gradient\'s size; expected apply = "update"')
         return self
+
+
+Family = Literal["all", "sgd", "adamw", "lars", "lamb"]  # of optimizers that share a learning rate at a small batch
+REFERENCE_COLUMN = "lbt"  # of a study: what every method is held against, at the small batch and at the large ones
+
+
+class StudyCell(NamedTuple):
+    """One training of a study."""
+
+    column: str  # a method, or a variant
+    batch: int  # global
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """Name of the training inside the run directory."""
+        return f"study/{self.column}-b{self.batch}-s{self.seed}"
+
+
+class StudySpec(Spec):
+    """`[study]`: methods × global batches × seeds, each trained once, in place of one planned training."""
+
+    methods: tuple[Name, ...] = ()  # of training.method, or names of variants; each is a column of the table
+    batches: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(default=(0, 1, 2), min_length=1)
+    small_batch: int = Field(default=128, ge=0, le=2**30)  # global batch of the reference, method lbt; 0: none
+    nodes: int = Field(default=1, ge=1, le=65_536)  # of every training
+    metric: Literal["top1", "top5"] = "top1"  # accuracy that the table compares
+    evaluate_every: int = Field(default=1, ge=1)  # epochs between two looks at the test set; after the last always
+    base_lrs: dict[Family, list[Annotated[float, Field(gt=0)]]] = {}  # one is chosen for workload.lr of that family
+    tuning_holdout: float = Field(default=0.1, gt=0, lt=1)  # share of the training samples that the choice is made on
+    variants: dict[Name, dict[str, Any]] = {}  # keys of the sweep with other values, by the variant's name
+
+    @field_validator("base_lrs", mode="before")
+    @classmethod
+    def _of_all(cls, value: object) -> object:
+        return {"all": value} if isinstance(value, list | tuple) and value else value or {}
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _flat(cls, value: object) -> object:
+        """`training.delta = 0.1` without quotes is a table in a table."""
+        if not isinstance(value, dict):
+            return value
+        return {name: dict(_dotted(keys)) if isinstance(keys, dict) else keys for name, keys in value.items()}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StudySpec:
+        lists = {key: getattr(self, key) for key in ("methods", "batches", "seeds")}
+        for key, values in [*lists.items(), *(("base_lrs", rates) for rates in self.base_lrs.values())]:
+            if len(set(values)) != len(values):
+                raise ValueError(f"{key}: expected each value once")
+        if not self.columns:
+            raise ValueError('methods: expected at least one, for example methods = ["lbt", "lrs", "ags"]')
+        for name in self.methods:
+            self._check_column(name)
+        if self.base_lrs and not self.small_batch:
+            raise ValueError("base_lrs: the rate is chosen at the small batch, and small_batch = 0 says there is none")
+        return self
+
+    def _check_column(self, name: str) -> None:
+        known = (*get_args(Method), *self.variants)
+        if name not in known:
+            raise ValueError(
+                f"methods: {_shown(name)} is neither a method nor one of [study.variants]{_nearest(name, known)}; "
+                f"methods: {', '.join(get_args(Method))}"
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Methods and variants, in order."""
+        return tuple(dict.fromkeys([*self.methods, *self.variants]))
+
+    def overrides(self, column: str) -> dict[str, Any]:
+        """Dotted keys of the sweep that a column changes. A variant with the name of a method has that method."""
+        own = {"training.method": column} if column in get_args(Method) else {}
+        return own | self.variants.get(column, {})
+
+    def rates_of(self, family: str) -> list[float]:
+        """Rates to choose from for the optimizers of a family; none: theirs are as given."""
+        chosen = {str(name): rates for name, rates in self.base_lrs.items()}
+        return chosen.get(family, chosen.get("all", []))
+
+    def cells(self) -> list[StudyCell]:
+        """Every training once, seed by seed: with the first seed there is already a whole table."""
+        places = [(REFERENCE_COLUMN, self.small_batch)] if self.small_batch else []
+        places += [(column, batch) for batch in self.batches for column in self.columns]
+        return [StudyCell(*place, seed) for seed in self.seeds for place in dict.fromkeys(places)]
+
+
+def _dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in tables within tables, by dotted keys."""
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 class SweepSpec(Spec):
@@ -234,13 +428,27 @@ class SweepSpec(Spec):
     search: SearchSpec = SearchSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
     training: TrainingSpec = TrainingSpec()
+    study: StudySpec | None = None  # the sweep is a study then: nothing is profiled or planned
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> SweepSpec:
+        method, work = self.training.method, self.workload
+        needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)
+        if work.optimizer != needed:
+            message = f'"{method}" is {needed} with a rate of its own for each layer'
+            raise ValueError(f'training.method: {message}; expected workload.optimizer = "{needed}", and its lr')
+        if method == "polo" and work.zero_stage:
+            message = "every worker has an optimizer of its own"
+            raise ValueError(f'training.method: in "polo" {message}; expected workload.zero_stage = 0')
+        return self
 
     @property
     def updates_per_epoch(self) -> float:
         """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end."""
-        if self.training.method != "ags":
-            return 0.0
-        return max(0.0, 1.0 / self.training.update_interval_epochs - 1.0 / self.workload.epochs)
+        options = self.training.ags
+        if self.training.method != "ags" or options.reference == "free":
+            return 0.0  # no update costs a pass
+        return max(0.0, 1.0 / options.update_interval_epochs - 1.0 / self.workload.epochs)
 
 
 class PricingSpec(Spec):
@@ -429,7 +637,9 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     Raises:
         InputError: One line per mistake: file, key, what was expected.
     """
-    return _parse(SweepSpec, path, overrides, check_paths=check_paths)
+    sweep = _parse(SweepSpec, path, overrides, check_paths=check_paths)
+    _check_columns(sweep, path, check_paths=check_paths)
+    return sweep
 
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
@@ -441,8 +651,12 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
     """Refuse a sweep that the cluster cannot run.
 
     Raises:
-        InputError: Too many nodes, a precision that the device lacks, or no candidate between the batch bounds.
+        InputError: Too many nodes, a precision that the device lacks, no candidate between the batch bounds, or a batch
+            of a study that the workers cannot share.
     """
+    if sweep.study is not None:
+        _check_study(sweep, sweep.study, cluster, sweep_file, cluster_file)
+        return
     parts = cluster.parts()
     largest, allowed = max(sweep.search.cluster_sizes), max(part.max_nodes for part in parts)
     if largest > allowed:
@@ -462,6 +676,91 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
                     f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
                 )
                 raise InputError(message, source=sweep_file, key="search.min_batch")
+
+
+def _check_study(
+    sweep: SweepSpec, study: StudySpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str
+) -> None:
+    part = study_part(study, cluster)
+    if part is None:
+        message = f"{study.nodes} nodes, but {cluster_file} has max_nodes = {max(p.max_nodes for p in cluster.parts())}"
+        raise InputError(message, source=sweep_file, key="study.nodes")
+    for name, column in {name: study_column(sweep, name, check_paths=False) for name in study.columns}.items():
+        work, workers = column.workload, study.nodes * part[1].workers_per_node
+        if column.training.method == "polo" and workers == 1:
+            message = "polo averages the models of several workers; with one it is lbt"
+            raise InputError(message, source=sweep_file, key="study.nodes")
+        if work.precision == "fp16" and part[1].device == "cpu":
+            message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
+            raise InputError(message, source=sweep_file, key="workload.precision")
+        for batch in sorted({cell.batch for cell in study.cells()}):
+            key = "study.batches" if batch in study.batches else "study.small_batch"
+            _check_batch(batch, work, workers, sweep_file, key)
+
+
+def _check_batch(batch: int, work: WorkloadSpec, workers: int, source: Path | str, key: str) -> None:
+    if batch % workers:
+        raise InputError(f"{batch} cannot be shared equally among {workers} workers", source=source, key=key)
+    if work.samples is not None and batch > work.samples * (1 - work.holdout):
+        raise InputError(f"{batch} is above workload.samples = {work.samples}", source=source, key=key)
+
+
+def study_part(study: StudySpec, cluster: ClusterSpec) -> tuple[str, ClusterSpec] | None:
+    """Name and specification of the first part of the cluster that has nodes enough for a study; None without."""
+    named = zip(cluster.part_names(), cluster.parts(), strict=True)
+    return next(((name, part) for name, part in named if part.max_nodes >= study.nodes), None)
+
+
+def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> SweepSpec:
+    """The sweep as one column of its study trains it.
+
+    Raises:
+        ValidationError: A variant's value is not one that its key takes.
+    """
+    tables = sweep.model_dump(mode="json", exclude_none=True, exclude={"study"})
+    for key, value in (sweep.study.overrides(column) if sweep.study else {}).items():
+        section, _, last = key.partition(".")
+        tables[section][last] = value
+    context = {"check_paths": check_paths}
+    changed = SweepSpec.model_validate_json(json.dumps(tables, default=str), strict=True, context=context)
+    return changed.model_copy(update={"study": sweep.study})
+
+
+_STUDY_SETS = {"workload.seed": "study.seeds", "workload.holdout": "study.tuning_holdout"}
+
+
+def _check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
+    """What each column of a study comes to.
+
+    Raises:
+        InputError: One line per mistake in a variant: file, variant, key, what was expected.
+    """
+    if sweep.study is None:
+        return
+    for name, keys in sweep.study.variants.items():
+        _check_variant(name, keys, path)
+    for name in sweep.study.columns:
+        where = f"{path}: study.{'variants' if name in sweep.study.variants else 'methods'}.{name}"
+        try:
+            study_column(sweep, name, check_paths=check_paths)
+        except ValidationError as error:
+            lines = (_explain(SweepSpec, where, item) for item in error.errors())
+            raise InputError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:
+    """Only what a training is may vary."""
+    for key, value in keys.items():
+        section, _, last = key.partition(".")
+        where = f"study.variants.{name}.{key}"
+        if key in _STUDY_SETS:
+            raise InputError(f"is set by {_STUDY_SETS[key]}", source=path, key=where)
+        if section not in ("workload", "training") or not last or "." in last:
+            message = 'expected a key of [workload] or [training], for example "training.delta" or "workload.lr"'
+            raise InputError(message, source=path, key=where)
+        if key == "training.method" and name in get_args(Method) and value != name:
+            message = f"a variant named after a method has that method; call it otherwise for {_shown(value)}"
+            raise InputError(message, source=path, key=where)
 
 
 def cluster_sizes(search: SearchSpec, part: ClusterSpec) -> tuple[int, ...]:
@@ -563,7 +862,7 @@ _EXPECTED = {
 _UNION_MEMBERS = ("constrained-str", "int", "bool")  # of `sbatch`: pydantic adds them to the location
 
 
-def _explain(kind: type[Spec], path: Path, item: Mapping[str, Any]) -> str:
+def _explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     """One line for one pydantic error: file: key: what is wrong."""
     location = [str(part) for part in item["loc"]]
     if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
@@ -592,7 +891,7 @@ def _words(item: Mapping[str, Any]) -> str:
     return str(expected).removeprefix("Value error, ")
 
 
-def _line(path: Path, location: Sequence[str], message: str) -> str:
+def _line(path: Path | str, location: Sequence[str], message: str) -> str:
     key = ".".join(part if part and part.isprintable() else ascii(part) for part in location)
     return str(InputError(message, source=path, key=key))
 

@@ -31,8 +31,11 @@ class DriftStart(NamedTuple):
 
 
 def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
-    """Read plan, profiles and the open episode if there is one. Collective: every worker gets what rank 0 found."""
-    if not job.sweep.training.drift:
+    """Read plan, profiles and the open episode if there is one. Collective: every worker gets what rank 0 found.
+
+    Local steps of post-local SGD exchange nothing, which no prediction knows: there is nothing to hold them against.
+    """
+    if not job.sweep.training.drift or job.sweep.training.method == "polo":
         return DriftStart(job.configuration)
     mine = _read(job, env.job_id) if env.rank == 0 else DriftStart(job.configuration)
     if env.world_size == 1:

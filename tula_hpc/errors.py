@@ -6,6 +6,7 @@
     ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
     │   ├── LaunchError         a job could not be submitted or watched
     │   ├── NotEnoughDataError  too few measurements to fit a model
+    │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
@@ -51,6 +52,10 @@ class LaunchError(StageError):
 
 class NotEnoughDataError(StageError):
     """Too few usable measurements to fit a model; the message says what is missing and what to do."""
+
+
+class DivergedError(StageError):
+    """The loss is not finite."""
 
 
 class InfeasibleError(StageError):

@@ -54,10 +54,19 @@ class Launcher:
     def __init__(self, cluster: ClusterSpec, run: RunDirectory, name: str) -> None:
         self.cluster, self.run, self.name = cluster, run, name
 
-    def submit(self, jobs: Sequence[Callable[[], Any]], *, stage: str, nodes: int, minutes: int) -> list[Submitted]:
+    def submit(
+        self,
+        jobs: Sequence[Callable[[], Any]],
+        *,
+        stage: str,
+        nodes: int,
+        minutes: int,
+        labels: Sequence[str] = (),
+    ) -> list[Submitted]:
         """Submit as one array (a plain job if there is one); every submission has a folder of its own.
 
-        A scheduler that counts its job ids from 1 again thus cannot make an old result look new.
+        A scheduler that counts its job ids from 1 again thus cannot make an old result look new. The events say which
+        job has which of the labels, if there are any.
 
         Raises:
             LaunchError: The scheduler refused.
@@ -67,20 +76,28 @@ class Launcher:
         executor = self._executor(folder)
         executor.update_parameters(**self.parameters(stage=stage, nodes=nodes, minutes=minutes))
         submitted = [Submitted(str(job.job_id), folder) for job in _submit(executor, jobs)]
-        for job in submitted:
+        for i, job in enumerate(submitted):
             data = {"folder": str(folder.relative_to(self.run.root)), "nodes": nodes}
+            data |= {"label": labels[i]} if labels else {}
             self.run.log_event("submitted", stage, job_id=job.job_id, data=data)
         return submitted
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
+        ended: dict[str, Ended] = {}
+        while left := [job for job in jobs if job.job_id not in ended]:
+            ended |= {end.job.job_id: end for end in self.wait_for_some(left, tick)}
+        return [ended[job.job_id] for job in jobs]
+
+    def wait_for_some(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
+        """Wait until any of these is over; returns those that are."""
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
         while True:
             active = self.active([job.job_id for job in jobs])
             for job_id in missing:
                 missing[job_id] = 0 if job_id in active else missing[job_id] + 1
-            if all(count >= self._gone_polls for count in missing.values()):
-                return [self._ended(job) for job in jobs]
+            if any(count >= self._gone_polls for count in missing.values()):
+                return [self._ended(job) for job in jobs if missing[job.job_id] >= self._gone_polls]
             tick(_describe(active))
             time.sleep(POLL_S if self.cluster.executor == "slurm" else 0.2)
 

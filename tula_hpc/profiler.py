@@ -121,7 +121,7 @@ class StepProfile:
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time("optimizer", self._optimizer_step, briefly=True)
-        if self.worker.sweep.training.method == "ags":
+        if self.worker.sweep.training.method == "ags" and self.worker.norms is None:  # else no update takes a pass
             self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
         if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)

@@ -13,7 +13,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -437,6 +437,11 @@ class RunDirectory:
         """The plan."""
         return self.root / "plan.json"
 
+    @property
+    def rates_file(self) -> Path:
+        """The learning rates that a study chose."""
+        return self.root / "study_rates.json"
+
     def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
         """Those estimates that are there and not damaged, by partition."""
         found = {}
@@ -511,6 +516,10 @@ class TrainDirectory(NamedTuple):
         return self.root / "result.json"
 
 
+SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
+SCALE_BINS_PER_OCTAVE = 6
+
+
 class StepMetrics(Record):
     """A line of metrics.jsonl for a logged step."""
 
@@ -531,6 +540,9 @@ class StepMetrics(Record):
     noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the updates of the scale so far
     noise_gradient_square: float | None = None  # |G|² of the updates since the last line, unbiased, so of any sign
     noise_trace: float | None = None  # tr(Σ) of the same updates
+    # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
+    # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
+    scale_histogram: list[int] | None = None
 
 
 class EpochMetrics(Record):
@@ -549,6 +561,26 @@ class EpochMetrics(Record):
     steps: int  # steps in this epoch that epoch_time_s covers
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
     noise_scale: float | None = None  # samples, as of the end of the epoch
+    critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the updates since the last such line
+
+
+class CurvatureMetrics(Record):
+    """A line of metrics.jsonl for the curvature of the training loss on a fixed batch, between two epochs.
+
+    Numbers are None where memory did not suffice, or they are not finite.
+    """
+
+    kind: Literal["curvature"] = "curvature"
+    epoch: int  # epochs completed; 0: before the first step
+    step: int
+    samples_seen: int
+    samples: int  # of the fixed batch
+    eigenvalue: float | None = None  # of the Hessian, largest in magnitude
+    residual: float | None = None  # an eigenvalue lies within so much of it
+    iterations: int | None = None  # Hessian-vector products
+    largest_eigenvalue: float | None = None  # algebraically; another one only where the former is negative
+    largest_residual: float | None = None
+    gradient_norm: float | None = None  # on the same batch
 
 
 class StepParts(Record):
@@ -596,10 +628,28 @@ class TrainResult(Record):
     train_time_s: float  # sum of epoch_time_s
     wall_time_s: float  # from the first start to the end, with queueing between restarts
     restarts: int
+    diverged: bool = False  # of a study: the loss was not finite, which ended it; its accuracies are 0
+    train_accuracy: float | None = None  # of a study: on a fixed choice of training samples, not augmented
+    train_top5_accuracy: float | None = None
 
 
-class _AnyMetrics(RootModel[StepMetrics | EpochMetrics]):
-    root: StepMetrics | EpochMetrics = Field(discriminator="kind")
+class RateTrial(Record):
+    """One rate that was tried for a study, on training samples held out for that."""
+
+    family: str  # of optimizers, see `TunedRates.rates`
+    lr: float
+    accuracy: float | None  # None: it diverged
+
+
+class TunedRates(Record):
+    """study_rates.json: workload.lr as chosen for a study at its small batch, and from what."""
+
+    rates: dict[str, float]  # by family: the base optimizer, or the method where that changes its step (lars, lamb)
+    trials: list[RateTrial]
+
+
+class _AnyMetrics(RootModel[StepMetrics | EpochMetrics | CurvatureMetrics]):
+    root: StepMetrics | EpochMetrics | CurvatureMetrics = Field(discriminator="kind")
 
 
 class Metrics(NamedTuple):
@@ -608,6 +658,7 @@ class Metrics(NamedTuple):
     steps: list[StepMetrics]
     epochs: list[EpochMetrics]
     skipped: int
+    curvature: Sequence[CurvatureMetrics] = ()
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -615,9 +666,16 @@ def read_metrics(path: Path) -> Metrics:
     rows, skipped = read_records(_AnyMetrics, [path])
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
+    curvature: dict[int, CurvatureMetrics] = {}
     for row in rows:
         if isinstance(row.root, StepMetrics):
             steps[row.root.samples_seen] = row.root
-        else:
+        elif isinstance(row.root, EpochMetrics):
             epochs[row.root.epoch] = row.root
-    return Metrics([steps[key] for key in sorted(steps)], [epochs[key] for key in sorted(epochs)], skipped)
+        else:
+            curvature[row.root.epoch] = row.root
+    return Metrics(_in_order(steps), _in_order(epochs), skipped, _in_order(curvature))
+
+
+def _in_order(rows: dict[int, R]) -> list[R]:
+    return [rows[key] for key in sorted(rows)]

@@ -4,25 +4,66 @@ from __future__ import annotations
 
 import math
 
-from tula_hpc.config import WorkloadSpec
+from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
+
+WARMUP_EPOCHS = 5.0  # of the baselines in the paper
+LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
+WARMED_UP = ("lrs", "sqrt", "lars", "lamb", "polo")
 
 
-def learning_rate(workload: WorkloadSpec, epoch: float) -> float:
-    """Rate at a (fractional) epoch: linear warm-up from 1/10 of the rate, then constant, steps or a cosine to 0.
+def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
+    """Rate at a (fractional) epoch: linear warm-up to the method's rate, then constant, steps or a cosine to 0.
 
     torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is less data, and the
-    schedule would run ahead. This one counts data.
+    schedule would run ahead. This one counts data, and the method's rate follows the batch in force.
+
+    Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate that was scaled up
+    more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate, large minibatch SGD", section 2.2),
+    and no warm-up starts above it.
 
     Args:
-        workload: lr, schedule, milestones (epochs), gamma, warmup_epochs.
+        sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]: see `lr_scale` and
+            `warmup_epochs`.
+        global_batch: Over all workers.
         epoch: Samples seen over samples per epoch.
     """
-    if epoch < workload.warmup_epochs:
-        return workload.lr * (0.1 + 0.9 * epoch / workload.warmup_epochs)
+    rate = sweep.workload.lr * lr_scale(sweep.training, global_batch)
+    warmup = warmup_epochs(sweep)
+    if epoch >= warmup:
+        return rate * _decay(sweep.workload, epoch, warmup)
+    start = min(sweep.workload.lr, 0.1 * rate)
+    return start + (rate - start) * epoch / warmup
+
+
+def lr_scale(training: TrainingSpec, global_batch: int) -> float:
+    """The method's rate over workload.lr, which was chosen for `base_batch`: linear, square root, or 1.
+
+    LARS and LAMB are given their rate as it is: it means something else than SGD's or AdamW's.
+    """
+    ratio = global_batch / training.base_batch
+    if training.method == "ags":
+        return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[training.ags.lr_scaling]
+    return {"lrs": ratio, "sqrt": math.sqrt(ratio)}.get(training.method, 1.0)
+
+
+def warmup_epochs(sweep: SweepSpec) -> float:
+    """Epochs of warm-up: training.warmup_epochs, else what the method needs but at least workload.warmup_epochs.
+
+    The baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the training, whichever is less.
+    """
+    training, workload = sweep.training, sweep.workload
+    if training.warmup_epochs is not None:
+        return training.warmup_epochs
+    scaled = training.method == "ags" and training.ags.lr_scaling != "none"
+    needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if scaled or training.method in WARMED_UP else 0.0
+    return max(needed, workload.warmup_epochs)
+
+
+def _decay(workload: WorkloadSpec, epoch: float, warmup: float) -> float:
+    """The schedule's factor after the warm-up."""
     if workload.schedule == "step":
-        return workload.lr * float(workload.gamma ** sum(epoch >= milestone for milestone in workload.milestones))
+        return float(workload.gamma ** sum(epoch >= milestone for milestone in workload.milestones))
     if workload.schedule == "cosine":
-        span = max(workload.epochs - workload.warmup_epochs, 1e-9)
-        progress = min(1.0, (epoch - workload.warmup_epochs) / span)
-        return workload.lr * 0.5 * (1 + math.cos(math.pi * progress))
-    return workload.lr
+        span = max(workload.epochs - warmup, 1e-9)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (epoch - warmup) / span)))
+    return 1.0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tula_hpc.errors import Failure, LaunchError
 
 COMMAND_TIMEOUT_S = 60
+DEFAULT_LARGEST_ARRAY = 1001  # Slurm's own MaxArraySize
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
@@ -74,6 +75,16 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
         raise
     rows = (line.split("|") for line in text.splitlines() if line.count("|") == 2)
     return {job_id: JobState(state, reason) for job_id, state, reason in rows if job_id in wanted}
+
+
+def largest_array() -> int:
+    """Tasks that an array may have on this cluster; Slurm's default where the controller does not say."""
+    try:
+        text = run_command(["scontrol", "show", "config"])
+    except LaunchError:
+        return DEFAULT_LARGEST_ARRAY
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else DEFAULT_LARGEST_ARRAY
 
 
 def steps(job_id: str) -> list[StepState]:

@@ -123,7 +123,7 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
             candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
             end = _train_once(sweep, candidate, label, progress)
             attempts += 1
-            _await_result(sweep.run, files.result_file, end.job)
+            await_result(sweep.run, files.result_file, end.job)
             if not files.result_file.exists():
                 _after_failure(sweep, candidate, end, attempts)
         result = TrainResult.model_validate_json(files.result_file.read_bytes())
@@ -131,7 +131,7 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
     return result
 
 
-def _await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
+def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
     """A job that says it finished left a result, even if a network file system shows it a minute later."""
     finished = any(event.event == "finished" and event.job_id == job.job_id for event in run.events())
     deadline = time.monotonic() + RESULT_WAIT_S
@@ -200,7 +200,7 @@ def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, attempts: int
         StageError: It is not.
     """
     events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
-    failure = _training_failure(events, end)
+    failure = training_failure(events, end)
     if failure.is_oom:
         if not any(event.event == "oom" for event in events):  # killed before it could say so
             _record_training_oom(sweep, in_force(candidate, events), end)
@@ -212,7 +212,7 @@ def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, attempts: int
         raise StageError(f"train: {why([end], failure)}")
 
 
-def _training_failure(events: Sequence[Event], end: Ended) -> Failure:
+def training_failure(events: Sequence[Event], end: Ended) -> Failure:
     """What the job itself wrote down last, else what the scheduler says."""
     own = [event.failure for event in events if event.event == "oom" and event.failure]
     if own:

@@ -7,21 +7,23 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from tula_hpc import slurm
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.curvature_probe import curvature_line
 from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import DivergedError, Failure, StageError
 from tula_hpc.jobs import TrainJob
+from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.optim import NO_READING, NoiseReading, TulaOptimizer
+from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
     EpochMetrics,
@@ -35,7 +37,7 @@ from tula_hpc.records import (
 from tula_hpc.schedule import learning_rate
 from tula_hpc.stopping import Agreed, Decision, StopRequest
 from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import make_test_loader
+from tula_hpc.workloads import make_test_loader, training_samples
 
 REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
 
@@ -65,7 +67,8 @@ def _record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None
     run = RunDirectory(job.root)
     where = {"stage": "train", "partition": job.partition}
     record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update=where)
-    append_record(rank_file(run.profile / f"train-{job.label}.jsonl", env.rank), record)
+    name = job.label.replace("/", "-")
+    append_record(rank_file(run.profile / f"train-{name}.jsonl", env.rank), record)
     run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
 
 
@@ -87,32 +90,48 @@ class Progress:
 
 
 class Evaluation(NamedTuple):
-    """Of the test set."""
+    """Of a set of samples."""
 
     loss: float
     accuracy: float
     top5_accuracy: float
 
 
+NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
+
+
 class Trainer:
-    """One worker's training loop."""
+    """One worker's training loop; a study's cell (`sweep.study` is there) differs from a plan's training.
+
+    It evaluates less often if asked to, measures the accuracy on training samples at the end, keeps its last checkpoint
+    only, and a loss that is not finite is its result, not an error.
+    """
 
     def __init__(self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest, start: DriftStart) -> None:
-        self.job, self.env, self.stop = job, env, stop
+        self.job, self.env, self.stop, self.study = job, env, stop, job.sweep.study
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
         self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
         self.samples_per_epoch = self.worker.samples
         self.store = CheckpointStore(self.files.checkpoints)
+        self.local_states = LocalStates(self.files.checkpoints, self.worker)
         self.guard = DriftGuard(self.worker, job, start)
         self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_s, self.guard.look_every_s)
         self.window = StepWindow()
+        self.critical_batch = CriticalBatch()  # rank 0 alone reads the noise
+        if job.sweep.training.scale_histogram and env.rank == 0 and isinstance(self.worker.optimizer, TulaOptimizer):
+            self.worker.optimizer.histogram = ScaleHistogram()
         self.batch: tuple[Tensor, Tensor] | None = None  # of the last step
         self.restart_count = env.restart_count
         self.progress = self._restore()
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
-        self.test_loader = make_test_loader(
-            self.worker.workload.test,
+        self.test_loader = self._loader(self.worker.workload.test)
+
+    def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
+        """This worker's share of samples that are not augmented."""
+        job, env = self.job, self.env
+        return make_test_loader(
+            samples,
             batch=max(64, job.configuration.local_batch),
             rank=env.rank,
             world_size=env.world_size,
@@ -122,15 +141,33 @@ class Trainer:
 
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""
-        if self.progress.epoch >= self.job.sweep.workload.epochs:  # killed between the last checkpoint and the result
-            return self._finish(self._evaluate())
+        try:
+            return self._train()
+        except DivergedError as error:
+            if self.study is None:
+                raise
+            return self._finish(NO_EVALUATION, str(error))
+
+    def _train(self) -> str:
+        last = self.job.sweep.workload.epochs
+        if self.progress.epoch >= last:  # killed between the last checkpoint and the result
+            return self._finish(self._evaluate(self.test_loader))
         batches = self.worker.batches(self.progress.epoch, self.progress.offset)
-        while self.progress.epoch < self.job.sweep.workload.epochs:
+        evaluation = NO_EVALUATION
+        if self.progress.samples_seen == 0:
+            self._measure_curvature()
+        while self.progress.epoch < last:
             if not self._train_epoch(batches):
                 return self._leave()
-            evaluation = self._evaluate()
+            evaluation = self._evaluate_if_due(self.progress.epoch + 1)
             self._end_epoch(evaluation)
         return self._finish(evaluation)
+
+    def _evaluate_if_due(self, epoch: int) -> Evaluation:
+        """Of the test set, at the end of that epoch: of each, or in a study of some and the last."""
+        every = self.study.evaluate_every if self.study else 1
+        due = epoch % every == 0 or epoch == self.job.sweep.workload.epochs
+        return self._evaluate(self.test_loader) if due else NO_EVALUATION
 
     def _train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """The rest of the current epoch in whole batches; False if all workers agreed to stop in the middle."""
@@ -161,7 +198,7 @@ class Trainer:
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         progress, size = self.progress, self.job.configuration.global_batch
         self.guard.clock.start()
-        self._set_learning_rate()
+        self._place_step()
         inputs, targets = self._next_batch(batches)
         # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have drawn
         torch.manual_seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
@@ -188,24 +225,28 @@ class Trainer:
     def _epoch_ends(self) -> bool:
         return self.progress.offset + self.job.configuration.global_batch > self.samples_per_epoch
 
-    def _set_learning_rate(self) -> None:
-        rate = learning_rate(
-            self.job.sweep.workload, self.progress.epoch + self.progress.offset / self.samples_per_epoch
-        )
+    def _place_step(self) -> None:
+        """The rate, and what else of a step follows from the data seen so far."""
+        progress, size = self.progress, self.job.configuration.global_batch
+        start = progress.epoch + progress.offset / self.samples_per_epoch
         for group in self.worker.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate(self.job.sweep, size, start)
+        last = progress.offset + 2 * size > self.samples_per_epoch  # samples left over at the end are not trained on
+        after = 1.0 if last else (progress.offset + size) / self.samples_per_epoch
+        self.worker.place(start, progress.epoch + after)
 
     def _log_steps(self) -> None:
         """One line for the steps since the last one. The device is waited for here, and only here."""
         progress, optimizer = self.progress, self.worker.optimizer
         waited_s = self.window.waited_s
         mean_loss, steps, seconds = self.window.close()
-        if not math.isfinite(mean_loss):
-            raise StageError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
+        if self._any_diverged(mean_loss):
+            raise DivergedError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
         if self.env.rank != 0:
             return
         statistics = optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else None
         noise = self._noise()
+        self.critical_batch.add(noise, steps)
         append_record(
             self.files.metrics_file,
             StepMetrics(
@@ -225,23 +266,34 @@ class Trainer:
                 noise_scale=_finite(noise.noise_scale),
                 noise_gradient_square=_finite(noise.recent_square),
                 noise_trace=_finite(noise.recent_trace),
+                scale_histogram=self._scales_used(),
             ),
             durable=False,
         )
+
+    def _any_diverged(self, loss: float) -> bool:
+        """The workers of a study's cell agree, since all of them end with it; another training just fails."""
+        diverged = not math.isfinite(loss)
+        return diverged if self.study is None else self._any(diverged)
+
+    def _scales_used(self) -> list[int] | None:
+        optimizer = self.worker.optimizer
+        histogram = optimizer.histogram if isinstance(optimizer, TulaOptimizer) else None
+        return histogram.read() if histogram is not None else None
 
     def _noise(self) -> NoiseReading:
         optimizer = self.worker.optimizer
         return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
 
     @torch.no_grad()
-    def _evaluate(self) -> Evaluation:
-        """Loss and accuracy over the whole test set, each worker on its share."""
+    def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
+        """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
         self.worker.share_buffers()
         model = self.worker.model
         was_training = model.training
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)  # loss, top 1, top 5, count
-        for inputs, targets in self.test_loader:
+        for inputs, targets in loader:
             sums += self._score(inputs, targets.to(self.worker.device))
         model.train(was_training)
         loss, top1, top5, count = self.worker.total(*sums.tolist())
@@ -261,9 +313,12 @@ class Trainer:
         progress.epoch += 1
         progress.train_time_s += progress.epoch_time_s
         progress.epoch_loss = float(self.epoch_loss)
+        if self.study is not None and not math.isfinite(evaluation.loss):
+            raise DivergedError(f"the loss on the test set is not finite after {progress.epoch} epochs")
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
-        if self.env.rank == 0:
+        if self.env.rank == 0 and evaluation is not NO_EVALUATION:
             append_record(self.files.metrics_file, self._epoch_metrics(evaluation))
+        self._measure_curvature()
         progress.offset = progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
         self.epoch_loss.zero_()
@@ -283,13 +338,25 @@ class Trainer:
             epoch_time_s=progress.epoch_time_s,
             steps=progress.epoch_steps,
             noise_scale=_finite(self._noise().noise_scale),
+            critical_batch=_finite(self.critical_batch.take()),
         )
+
+    def _measure_curvature(self) -> None:
+        progress, training = self.progress, self.job.sweep.training
+        if progress.epoch not in training.curvature_epochs:
+            return
+        seen = {"epoch": progress.epoch, "step": progress.step, "samples_seen": progress.samples_seen}
+        line = curvature_line(self.worker, training.curvature_samples, **seen)
+        if self.env.rank == 0:
+            append_record(self.files.metrics_file, line)
 
     def _save(self) -> None:
         """A checkpoint by rank 0; the others go on once it is on disk."""
         if self.window.steps:
             self._log_steps()  # or the losses since the last line would be lost to a resumed run
         self.progress.epoch_loss = float(self.epoch_loss)
+        where = {"samples_seen": self.progress.samples_seen, "restart_count": self.restart_count}
+        own = self.local_states.save(**where)
         optimizer_state = self.worker.optimizer_state()
         if self.env.rank == 0:
             state = {
@@ -298,8 +365,9 @@ class Trainer:
                 "scaler": self.worker.scaler.state_dict(),
                 "progress": asdict(self.progress),
                 "global_batch": self.job.configuration.global_batch,
+                **own,
             }
-            self.store.save(state, samples_seen=self.progress.samples_seen, restart_count=self.restart_count)
+            self.store.save(state, **where)
         self.worker.agree(0.0)
         self.agreed.mark_saved()
         self.window = StepWindow()  # the time of saving is no step's time
@@ -317,14 +385,12 @@ class Trainer:
         if loaded is None:
             self.worker.model.load_state_dict(initial)
             return Progress(started_at=time.time())
-        self.worker.model.load_state_dict(loaded.state["model"])
-        self.worker.optimizer.load_state_dict(loaded.state["optimizer"])
-        self.worker.scaler.load_state_dict(loaded.state["scaler"])
+        self.worker.load_own_state(self.local_states.load(loaded))
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])
         progress.restarts += 1
-        self._log_resume(progress, loaded.path, loaded.rejected)
+        self._log_resume(progress, loaded)
         return progress
 
     def _check_same(self, loaded: LoadedCheckpoint | None) -> None:
@@ -342,11 +408,12 @@ class Trainer:
         self.worker.forward_backward(inputs, targets)
         self.worker.optimizer.zero_grad(set_to_none=True)
 
-    def _log_resume(self, progress: Progress, path: Path, rejected: list[tuple[Path, str]]) -> None:
+    def _log_resume(self, progress: Progress, loaded: LoadedCheckpoint) -> None:
         if self.env.rank != 0:
             return
-        refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in rejected)
-        detail = f"from {path.name} at step {progress.step}" + (f" ({refused})" if refused else "")
+        refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
+        detail = f"from {loaded.path.name} at step {progress.step}{self.local_states.note(loaded)}"
+        detail += f" ({refused})" if refused else ""
         data = {"step": progress.step, "samples_seen": progress.samples_seen, "epoch": progress.epoch}
         self._event("resumed", detail, data)
 
@@ -386,8 +453,9 @@ class Trainer:
     def _event(self, event: str, detail: str, data: dict[str, Any]) -> None:
         self.run_directory.log_event(event, "train", detail=detail, job_id=self.env.job_id, data=data)
 
-    def _finish(self, evaluation: Evaluation) -> str:
+    def _finish(self, evaluation: Evaluation, diverged: str = "") -> str:
         progress, configuration = self.progress, self.job.configuration
+        training = self._evaluate_training() if self.study is not None and not diverged else None
         result = TrainResult(
             label=self.job.label,
             nodes=configuration.nodes,
@@ -404,11 +472,22 @@ class Trainer:
             train_time_s=progress.train_time_s,
             wall_time_s=time.time() - progress.started_at,
             restarts=progress.restarts,
+            diverged=bool(diverged),
+            train_accuracy=training.accuracy if training else None,
+            train_top5_accuracy=training.top5_accuracy if training else None,
         )
+        if self.study is not None:
+            self.local_states.keep_newest_only()
         if self.env.rank == 0:
             write_atomically(self.files.result_file, result.model_dump_json(indent=1))
-            self._event("finished", f"test accuracy {evaluation.accuracy:.4f}", {})
+            self._event("finished", diverged or f"test accuracy {evaluation.accuracy:.4f}", {})
+            if self.study is not None:
+                self.store.keep_newest_only()
         return "finished"
+
+    def _evaluate_training(self) -> Evaluation:
+        """Of a fixed choice of training samples as they are, at the end."""
+        return self._evaluate(self._loader(training_samples(self.job.sweep.workload)))
 
 
 class StepWindow:

@@ -16,12 +16,21 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.optim import TulaOptimizer, local_gradient, reference_gradient
+from tula_hpc.methods import build_optimizer, reference_share
+from tula_hpc.optim import (
+    LocalNorms,
+    PartNorms,
+    TulaOptimizer,
+    local_gradient,
+    looks_at_whole_batch,
+    reference_gradient,
+)
+from tula_hpc.optim.post_local import PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads import build_workload, make_train_loader
-from tula_hpc.workloads.optimizers import base_optimizer, consolidate, shards
+from tula_hpc.workloads.optimizers import consolidate
 
 # A peer that died is noticed by gloo at once and by srun -K1; this bounds the wait where neither helps.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -49,7 +58,8 @@ class Worker:
         self.parallel = self._wrap(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
-        self.optimizer = build_optimizer(sweep, self.parameters, configuration, self.samples)
+        self.optimizer = build_optimizer(sweep, self.model, self.parameters, configuration, self.samples)
+        self.norms = self._small_norms()
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
             workload.train,
@@ -69,7 +79,30 @@ class Worker:
         if self.env.world_size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        # where workers step by themselves, rank 0's BatchNorm statistics must not replace their own meanwhile
+        broadcast = self.sweep.training.method != "polo"
+        return DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
+        )
+
+    def _small_norms(self) -> LocalNorms | PartNorms | None:
+        """What gives norms of small gradients at every step without a pass; None: they take passes, if anything.
+
+        A single worker takes its batch in two parts, where that changes nothing but the order of additions. BatchNorm
+        would train on statistics of half the batch: such a model keeps the reference pass, at its interval.
+        """
+        if not self.sweep.training.free_reference or not isinstance(self.optimizer, TulaOptimizer):
+            return None
+        norms: LocalNorms | PartNorms
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if isinstance(self.parallel, DistributedDataParallel):
+            norms = LocalNorms(parameters, self.configuration.local_batch).attach(self.parallel)
+        elif looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
+            return None
+        else:
+            norms = PartNorms(parameters)
+        self.optimizer.update_interval = None  # no pass is ever due
+        return norms
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
@@ -91,9 +124,14 @@ class Worker:
         """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off."""
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            with self.autocast():
-                loss = self.workload.loss(self.parallel(inputs), targets)
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if isinstance(self.norms, PartNorms):
+                return torch.stack([self._backward(*part) for part in self.norms.parts(inputs, targets)]).sum()
+            return self._backward(inputs, targets)
+
+    def _backward(self, inputs: Tensor, targets: Tensor, share: float = 1.0) -> Tensor:
+        with self.autocast():
+            loss = self.workload.loss(self.parallel(inputs), targets) * share
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def reference_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:
@@ -132,13 +170,66 @@ class Worker:
         due = isinstance(self.optimizer, TulaOptimizer) and self.optimizer.update_due
         small = self.reference_gradient(inputs, targets) if due else None
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.forward_backward(inputs, targets)
+        loss = self.forward_backward(inputs, targets, synchronize=not self.is_local)
         self.scaler.unscale_(self.optimizer)
         if small is not None and isinstance(self.optimizer, TulaOptimizer):
             self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
+        self._observe_small(self._clip())
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
+
+    def _clip(self) -> Tensor | float:
+        """Shorten the gradient to training.clip_norm; what it was multiplied with, on the device."""
+        limit = self.sweep.training.clip_norm
+        if limit is None:
+            return 1.0
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch has it
+
+    def _observe_small(self, shortened: Tensor | float) -> None:
+        """Give the optimizer the norms of this step's small gradients, where they are had without a pass.
+
+        They are multiplied as the large gradient was, so that clipping leaves their ratio alone.
+        """
+        if self.norms is None or not isinstance(self.optimizer, TulaOptimizer):
+            return
+        # the loss scale as a tensor: `get_scale` would wait for the device
+        scaled = self.scaler.is_enabled()
+        loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
+        squares, batch = self.norms.squares(loss_scale)
+        self.optimizer.observe_small(squares * shortened**2, batch)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this worker steps by itself just now, as all do in post-local SGD after the synchronous epochs."""
+        return isinstance(self.optimizer, PostLocalSGD) and self.optimizer.averager.local
+
+    def place(self, start: float, end: float) -> None:
+        """Say which data the next step sees; call it on every worker.
+
+        Args:
+            start: Epochs seen before the step, fractional.
+            end: Epochs seen after it; whole after the last step of an epoch.
+        """
+        if isinstance(self.optimizer, PostLocalSGD):
+            self.optimizer.averager.place(start, end)
+            if start == self.optimizer.averager.synchronous_epochs:
+                self.share_buffers()  # all go their own ways from one point
+
+    def own_state(self) -> dict[str, Any]:
+        """What only this worker has while `is_local`."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on with what `own_state`, or rank 0's checkpoint, holds."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
 
     def optimizer_state(self) -> dict[str, Any]:
         """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""
@@ -205,44 +296,6 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
     if cluster.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-
-
-def build_optimizer(
-    sweep: SweepSpec, parameters: list[nn.Parameter], configuration: Configuration, samples: int
-) -> torch.optim.Optimizer:
-    """The base optimizer of the workload, inside `TulaOptimizer` unless the method is plain large-batch training.
-
-    Args:
-        sweep: Optimizer and gradient scaling.
-        parameters: What is trained.
-        configuration: Gives the large batch.
-        samples: Training samples in an epoch; the scale's update interval is stated in epochs.
-    """
-    sharded = shards(sweep.workload, configuration.world_size)
-    base = base_optimizer(sweep.workload, parameters, sharded=sharded)
-    training = sweep.training
-    if training.method == "lbt":
-        return base
-    steps_per_epoch = max(1, samples // configuration.global_batch)
-    interval = max(1, round(training.update_interval_epochs * steps_per_epoch))
-    reference = reference_share(training, configuration) * configuration.world_size
-    return TulaOptimizer(
-        base,
-        small_batch=min(reference, configuration.global_batch),
-        large_batch=configuration.global_batch,
-        delta=training.delta,
-        granularity=training.granularity,
-        s_max=training.s_max,
-        s_min=training.s_min,
-        static_scale=training.static_scale if training.method == "static" else None,
-        update_interval=None if training.method == "static" else interval,
-    )
-
-
-def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
-    """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
-    wanted = max(2, training.small_batch // configuration.world_size)
-    return min(wanted, configuration.local_batch)
 
 
 def describe_versions() -> dict[str, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from tests.forked import fork_workers, run_workers
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
@@ -92,8 +92,7 @@ def _state_elements(worker: Worker) -> int:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120, env=environment)
+    run_workers(__file__, folder)
     return folder
 
 
@@ -134,12 +133,5 @@ def test_a_single_worker_goes_on_from_the_same_checkpoint(folder: Path, name: st
     assert not torch.equal(weights(alone), before)
 
 
-def main(folder: Path) -> int:
-    """Both workers from one process, forked before torch starts any thread: torch is imported once."""
-    child = os.fork()
-    work(0 if child else 1, folder)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import fork_workers, free_ports, run_workers
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc import drift_probe, noise_probe, trainer
 from tula_hpc import worker as worker_module
@@ -53,20 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         known = candidate(CONFIGURATION)
         chosen = slowed(known, 1e-5 / known.step_time_s)
         write_plan(run, plan([known] * 4, chosen=chosen))
-    paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {**os.environ, **paths, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORKERS)}
-    command = [sys.executable, __file__, str(folder), *free_ports(3)]
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    run_workers(__file__, folder, *free_ports(3), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
     return folder
-
-
-def free_ports(count: int) -> list[str]:
-    """One for each process group: a quick worker could still meet the last group's store under the same port."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [str(each.getsockname()[1]) for each in sockets]
 
 
 def drift_events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -149,12 +136,5 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def main(folder: Path, *ports: str) -> int:
-    """Both workers from one process, forked before torch starts any thread: torch is imported once."""
-    child = os.fork()
-    work(0 if child else 1, folder, ports)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]), ports=sys.argv[2:])))

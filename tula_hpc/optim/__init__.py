@@ -1,6 +1,16 @@
 """Gradient scaling for large batches: the wrapping optimizer, its sensitivity gate, and the reference gradient."""
 
+from tula_hpc.optim.critical_batch import CriticalBatch
+from tula_hpc.optim.curvature import (
+    Curvature,
+    Eigenvalue,
+    LocalHessian,
+    measure_curvature,
+    power_iteration,
+    start_vector,
+)
 from tula_hpc.optim.gradscale import GradScale, Granularity, StaticScale, default_s_max, element_ratio, tensor_ratio
+from tula_hpc.optim.local_norms import LocalNorms
 from tula_hpc.optim.noise_scale import (
     NO_READING,
     NoiseReading,
@@ -8,30 +18,51 @@ from tula_hpc.optim.noise_scale import (
     gradient_square,
     noise_scale,
     noise_trace,
+    square_at,
 )
-from tula_hpc.optim.optimizer import STATE_KEY, Statistics, TulaOptimizer
+from tula_hpc.optim.norm_ratio import norm_ratio
+from tula_hpc.optim.norms import squared_norm
+from tula_hpc.optim.optimizer import Statistics, TulaOptimizer
+from tula_hpc.optim.part_norms import PartNorms, looks_at_whole_batch
 from tula_hpc.optim.reference import local_gradient, reference_gradient
-from tula_hpc.optim.sensitivity import Sensitivity, relative_change, squared_norm
+from tula_hpc.optim.scale_histogram import ScaleHistogram
+from tula_hpc.optim.sensitivity import Gate, Sensitivity, relative_change
+from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer
 
 __all__ = [
     "NO_READING",
     "STATE_KEY",
+    "CriticalBatch",
+    "Curvature",
+    "Eigenvalue",
+    "Gate",
     "GradScale",
     "Granularity",
+    "LocalHessian",
+    "LocalNorms",
     "NoiseReading",
     "NoiseScale",
+    "PartNorms",
+    "ScaleHistogram",
     "Sensitivity",
     "StaticScale",
     "Statistics",
     "TulaOptimizer",
+    "WrappingOptimizer",
     "default_s_max",
     "element_ratio",
     "gradient_square",
     "local_gradient",
+    "looks_at_whole_batch",
+    "measure_curvature",
     "noise_scale",
     "noise_trace",
+    "norm_ratio",
+    "power_iteration",
     "reference_gradient",
     "relative_change",
+    "square_at",
     "squared_norm",
+    "start_vector",
     "tensor_ratio",
 ]

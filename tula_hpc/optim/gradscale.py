@@ -1,4 +1,4 @@
-"""Scale factors for gradients: estimated from two batches, kept, and applied without waiting for the device.
+"""Scale factors for gradients: estimated from two batches and kept.
 
 Source: Tula paper, Algorithm 1 (UpdateGradScale): s = min(|g_small / (g_large + ε)|, s_max) with
 s_max = √(b_large / b_small). The floor s_min > 0 is what the paper's convergence lemma asks for.
@@ -7,43 +7,34 @@ s_max = √(b_large / b_small). The floor s_min > 0 is what the paper's converge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-8  # ε of Algorithm 1
-PIECE_ELEMENTS = (
-    2**24
-)  # gated factors are made for so many elements at a time: bounds the extra memory (64 MiB in float32)
+from tula_hpc.optim.norm_ratio import EPSILON, NormRatios, norm_ratio
 
-Granularity = Literal["element", "tensor"]
+Granularity = Literal["element", "tensor", "layer", "model"]
 
 
-def default_s_max(small_batch: int, large_batch: int) -> float:
-    """√(b_large / b_small), the square-root scaling rule."""
-    return math.sqrt(large_batch / small_batch)
+def default_s_max(small_batch: int, large_batch: int, exponent: float = 1.0) -> float:
+    """√(b_large / b_small), the square-root scaling rule, to the power of `exponent`: 2 gives the linear rule."""
+    return float(math.sqrt(large_batch / small_batch) ** exponent)
 
 
-def element_ratio(small: Tensor, large: Tensor) -> Tensor:
-    """|g_small / (g_large + ε)| element by element, at least in float32; 1 where that is not finite."""
+def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
+    """|g_small / (g_large + ε)|^exponent element by element, at least in float32; 1 where the ratio is not finite."""
     dtype = torch.promote_types(large.dtype, torch.float32)
-    return _finite_or_one((small.to(dtype) / (large.to(dtype) + EPSILON)).abs())
+    ratio = (small.to(dtype) / (large.to(dtype) + EPSILON)).abs().nan_to_num_(nan=1.0, posinf=1.0)
+    return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()  # finite, however large
 
 
-def tensor_ratio(small: Tensor, large: Tensor) -> Tensor:
-    """‖g_small‖ / (‖g_large‖ + ε), one 0-dim factor for the whole tensor; 1 where that is not finite."""
+def tensor_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
+    """(‖g_small‖ / (‖g_large‖ + ε))^exponent, one 0-dim factor for the whole tensor; see `norm_ratio`."""
     dtype = torch.promote_types(large.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in (small, large)]
-    return _finite_or_one(norms[0] / (norms[1] + EPSILON))
-
-
-RATIOS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"element": element_ratio, "tensor": tensor_ratio}
-
-
-def _finite_or_one(ratio: Tensor) -> Tensor:
-    return ratio.nan_to_num_(nan=1.0, posinf=1.0)
+    squares = [torch.linalg.vector_norm(g, dtype=dtype).double().square() for g in (small, large)]
+    return norm_ratio(squares[0], squares[1], exponent, dtype)
 
 
 class ScaleSummary(NamedTuple):
@@ -58,14 +49,31 @@ class GradScale:
     """The adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
     Args:
-        granularity: One factor for each element, or one for each tensor.
+        granularity: What shares a factor: an element, a tensor, a layer or the whole model.
         s_min: Lower bound of a factor.
         s_max: Upper bound of a factor.
+        exponent: Of the ratio.
+        smoothing: Decay, for each update, of the averages of squared norms; at "element", of the factor itself, where
+            more would take more memory.
+        layers: See `NormRatios`.
+        exclude: Parameters that never have a factor.
     """
 
-    def __init__(self, granularity: Granularity, s_min: float, s_max: float) -> None:
-        self.granularity = granularity
+    def __init__(
+        self,
+        granularity: Granularity,
+        s_min: float,
+        s_max: float,
+        *,
+        exponent: float = 1.0,
+        smoothing: float = 0.0,
+        layers: Sequence[Sequence[Tensor]] | None = None,
+        exclude: Collection[Tensor] = (),
+    ) -> None:
+        self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
+        self.exclude = frozenset(exclude)
         self.s_min, self.s_max = s_min, s_max
+        self.norms = NormRatios(granularity, exponent, smoothing, layers, self.exclude)
         self._factors: dict[Tensor, Tensor] = {}
         self._summaries: dict[int, ScaleSummary] = {}  # by number of parameters; kept until a factor changes
 
@@ -73,24 +81,27 @@ class GradScale:
         """The parameter's factor, of its shape or 0-dim; None stands for 1."""
         return self._factors.get(parameter)
 
-    def update(
+    def update_elements(
         self, parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
     ) -> None:
-        """New factors from gradients of two batches at the same weights; where either is None the old factor stays.
+        """New factors from gradients of two batches at the same weights; where either is None the old factor stays."""
+        for p, s, g in zip(parameters, small, large, strict=True):
+            if s is not None and g is not None and p not in self.exclude:
+                ratio = element_ratio(s.detach().to(p.device), g.detach().to(p.device), self.exponent)
+                self._set(p, self._smoothed(p, ratio))
 
-        Raises:
-            ValueError: Lengths or shapes differ.
-        """
-        triples = [
-            (p, s, g) for p, s, g in zip(parameters, small, large, strict=True) if s is not None and g is not None
-        ]
-        for parameter, *gradients in triples:
-            if any(gradient.shape != parameter.shape for gradient in gradients):
-                shapes = " and ".join(str(tuple(gradient.shape)) for gradient in gradients)
-                raise ValueError(f"gradients of shapes {shapes} for a parameter of shape {tuple(parameter.shape)}")
-        ratio = RATIOS[self.granularity]
-        for p, small_gradient, large_gradient in triples:
-            self._set(p, ratio(small_gradient.detach().to(p.device), large_gradient.detach().to(p.device)))
+    def update_norms(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, present: Sequence[bool]) -> None:
+        """New factors from squared norms, as `NormRatios.update` takes them; where not `present` the old one stays."""
+        ratios = self.norms.update(parameters, small, large)
+        shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
+        if not shared:
+            return
+        bounded = torch.stack(list(shared.values())).clamp_(self.s_min, self.s_max).unbind()
+        factors = dict(zip(shared, bounded, strict=True))
+        for parameter, ratio, here in zip(parameters, ratios, present, strict=True):
+            if ratio is not None and here:
+                self._factors[parameter] = factors[id(ratio)].to(parameter.device)
+        self._summaries = {}
 
     def bound(self, s_min: float, s_max: float) -> None:
         """Set new bounds and clamp the factors to them."""
@@ -102,7 +113,7 @@ class GradScale:
         """Replace all factors by copies, clamped to the bounds: the batch may have changed since they were saved."""
         self._factors, self._summaries = {}, {}
         for parameter, factor in zip(parameters, factors, strict=True):
-            if factor is not None:
+            if factor is not None and parameter not in self.exclude:
                 self._set(parameter, factor.to(parameter.device))
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
@@ -110,6 +121,13 @@ class GradScale:
         if len(parameters) not in self._summaries:
             self._summaries[len(parameters)] = _summarize([(p.numel(), self.factor(p)) for p in parameters])
         return self._summaries[len(parameters)]
+
+    def _smoothed(self, parameter: Tensor, ratio: Tensor) -> Tensor:
+        old = self._factors.get(parameter)
+        if self.smoothing == 0 or old is None:
+            return ratio
+        bounded = ratio.clamp_(self.s_min, self.s_max)  # or one tiny g_large would outweigh many updates
+        return torch.lerp(old.to(ratio.dtype).expand_as(ratio), bounded, 1 - self.smoothing)
 
     def _set(self, parameter: Tensor, factor: Tensor) -> None:
         # a new tensor each time, so that a state_dict taken before keeps its values
@@ -122,59 +140,42 @@ class StaticScale:
 
     Args:
         scale: The factor, positive.
+        exclude: Parameters that never have a factor.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, exclude: Collection[Tensor] = ()) -> None:
+        self.scale, self.exclude = scale, frozenset(exclude)
         self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def factor(self, parameter: Tensor) -> Tensor:
-        """The constant as a 0-dim tensor on the parameter's device, made once."""
+    def factor(self, parameter: Tensor) -> Tensor | None:
+        """The constant as a 0-dim tensor on the parameter's device, made once; None stands for 1."""
+        if parameter in self.exclude:
+            return None
         key = (parameter.device, torch.promote_types(parameter.dtype, torch.float32))
         if key not in self._factors:
             self._factors[key] = torch.full((), self.scale, device=key[0], dtype=key[1])
         return self._factors[key]
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """The constant, three times."""
-        return ScaleSummary(self.scale, self.scale, self.scale)
+        """Of the constant and of the ones that excluded parameters have."""
+        sizes = {kept: sum(p.numel() for p in parameters if (p in self.exclude) == kept) for kept in (True, False)}
+        values = [value for value, kept in ((1.0, True), (self.scale, False)) if sizes[kept]] or [self.scale]
+        share = sizes[False] / max(1, sizes[True] + sizes[False])
+        mean = values[0] if len(values) == 1 else 1 + share * (self.scale - 1)
+        return ScaleSummary(mean, min(values), max(values))
 
 
-class _Pair(NamedTuple):
-    gradient: Tensor
-    factor: Tensor
-
-
-def multiply_where(quiet: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
-    """Multiply gradients in place by their factors where `quiet`, by 1 where not; None stands for the factor 1.
-
-    The choice is made on the device. A fused s·q + (1 − q) would need fewer launches than `torch.where`, but
-    `torch._foreach_add` reads a 0-dim tensor on the host.
-
-    Args:
-        quiet: 0-dim bool tensor.
-        gradients: Dense gradients.
-        factors: For each gradient a factor of its shape or 0-dim, on its device.
-    """
-    pairs = [_Pair(g, factor) for g, factor in zip(gradients, factors, strict=True) if factor is not None]
-    for piece in _pieces(pairs):
-        here = quiet.to(piece[0].factor.device)
-        chosen = [torch.where(here, pair.factor, 1.0) for pair in piece]
-        torch._foreach_mul_([pair.gradient for pair in piece], chosen)
-
-
-def _pieces(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """Lists of one device and type, each of about `PIECE_ELEMENTS` elements at most (or one larger tensor)."""
-    open_pieces: dict[tuple[torch.device, torch.dtype, torch.dtype], list[_Pair]] = {}
-    elements: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
-    for pair in pairs:
-        key = (pair.factor.device, pair.factor.dtype, pair.gradient.dtype)
-        if key in open_pieces and elements[key] + pair.factor.numel() > PIECE_ELEMENTS:
-            yield open_pieces.pop(key)
-        piece = open_pieces.setdefault(key, [])
-        elements[key] = pair.factor.numel() + (elements[key] if piece else 0)
-        piece.append(pair)
-    yield from open_pieces.values()
+def check_shapes(parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless there is a gradient of the parameter's shape, or None, for each parameter."""
+    for name, gradients in (("small_grads", small), ("large_grads", large)):
+        if len(gradients) != len(parameters):
+            expected = f"one entry for each of {len(parameters)} parameters"
+            raise ValueError(f"{name}: expected {expected}, got {len(gradients)}")
+    for parameter, *pair in zip(parameters, small, large, strict=True):
+        both = [gradient for gradient in pair if gradient is not None]
+        if len(both) == 2 and any(gradient.shape != parameter.shape for gradient in both):
+            shapes = " and ".join(str(tuple(gradient.shape)) for gradient in both)
+            raise ValueError(f"gradients of shapes {shapes} for a parameter of shape {tuple(parameter.shape)}")
 
 
 def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 DECAY = 0.9  # of the moving averages, for each pair of gradients
+STEP_DECAY = 0.99  # of the same, where every step brings a pair
 
 Number = TypeVar("Number", float, Tensor)
 
 
 def gradient_square(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
-    """Unbiased |G|² from |g_b|² and |g_B|²; of any sign.
+    """Unbiased |G|² from |g_b|² and |g_B|²; of any sign. Vectors of squared norms, one for each tensor, will do.
 
     Args:
         small: |g_b|², squared norm of the mean gradient over b samples; a mean of several such norms will do.
@@ -39,6 +40,21 @@ def gradient_square(small: Number, large: Number, small_batch: float, large_batc
 def noise_trace(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
     """Unbiased tr(Σ), the variance of one sample's gradient summed over all elements; see `gradient_square`."""
     return (small - large) / (1.0 / small_batch - 1.0 / large_batch)
+
+
+def square_at(small: Number, large: Number, small_batch: float, large_batch: float, batch: float) -> Number:
+    """E|g|² at any batch, from |g_b|² and |g_B|²: the line in 1/batch through both; of any sign.
+
+        s(n) = |g_B|² + (|g_b|² − |g_B|²)·(1/n − 1/B)/(1/b − 1/B)
+
+    Args:
+        small: |g_b|².
+        large: |g_B|².
+        small_batch: b.
+        large_batch: B, above b.
+        batch: n, samples.
+    """
+    return large + noise_trace(small, large, small_batch, large_batch) * (1.0 / batch - 1.0 / large_batch)
 
 
 def noise_scale(square: float, trace: float) -> float:
@@ -60,15 +76,25 @@ NO_READING = NoiseReading(math.nan, math.nan, math.nan)
 class NoiseScale:
     """Follows |G|² and tr(Σ) over training in moving averages that stay on the device.
 
-    A pair counts 1 − `DECAY`. Both averages have the same weights, so that their ratio is right from the first pair on.
+    Both averages have the same weights, so that their ratio is right from the first pair on.
     Pairs that are not finite (an overflow in float16) are passed over.
     """
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None  # (5,), float64: averages of |G|², tr(Σ); sums and count since last read
 
-    def observe(self, small: Tensor, large: Tensor, small_batch: int, large_batch: int) -> None:
-        """Take in squared norms (0-dim) of two batches' gradients at the same weights. Does not wait for the device."""
+    def observe(
+        self, small: Tensor, large: Tensor, small_batch: float, large_batch: float, decay: float = DECAY
+    ) -> None:
+        """Take in squared norms of two batches' gradients at the same weights. Does not wait for the device.
+
+        Args:
+            small: |g_b|², 0-dim.
+            large: |g_B|², 0-dim.
+            small_batch: b; a pair that is not of a smaller and a larger batch is passed over.
+            large_batch: B.
+            decay: The pair counts 1 − `decay` in the averages.
+        """
         if large_batch <= small_batch:
             return
         small, large = small.double(), large.to(small.device).double()
@@ -76,7 +102,7 @@ class NoiseScale:
         trace = noise_trace(small, large, small_batch, large_batch)
         pair = torch.stack([square, trace])
         old = torch.zeros(5, dtype=torch.float64, device=pair.device) if self._sums is None else self._sums
-        averages = DECAY * old[:2] + (1 - DECAY) * pair
+        averages = decay * old[:2] + (1 - decay) * pair
         new = torch.cat([averages, old[2:4] + pair, old[4:] + 1])
         self._sums = torch.where(torch.isfinite(pair).all(), new, old)
 

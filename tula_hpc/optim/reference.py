@@ -49,7 +49,7 @@ def reference_gradient(
         return [None] * len(parameters)
     gradients = local_gradient(model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale)
     with torch.no_grad():
-        found = _average(gradients, trainable, group)
+        found = average_over_workers(gradients, trainable, group)
     of = dict(zip(trainable, found, strict=True))
     return [of.get(parameter) for parameter in parameters]
 
@@ -78,15 +78,43 @@ def local_gradient(
     Returns:
         For each parameter its gradient, or None where the loss does not depend on it.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.enable_grad(), _untouched_rng(parameters):
-        with autocast or nullcontext():
-            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards whatever happens
-            value = loss(functional_call(model, buffers, (inputs,)), targets)
+    with traceless_loss(model, loss, inputs, targets, parameters, autocast=autocast) as value:
         gradients = torch.autograd.grad(value * loss_scale, parameters, allow_unused=True)
     if loss_scale == 1.0:
         return list(gradients)
     return [None if gradient is None else gradient / loss_scale for gradient in gradients]
+
+
+@contextmanager
+def traceless_loss(
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    inputs: Any,
+    targets: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    seed: int | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+) -> Iterator[Tensor]:
+    """The loss with its graph, to be derived inside the block; buffers and random numbers are then as before.
+
+    Args:
+        model: The plain module.
+        loss: Called as `loss(output, targets)`.
+        inputs: A batch.
+        targets: Its targets.
+        parameters: What the loss is derived by; their devices' random numbers are restored.
+        seed: Of the random numbers inside the block; None: those that come next.
+        autocast: Context for forward pass and loss.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.enable_grad(), _untouched_rng(parameters):
+        if seed is not None:
+            torch.manual_seed(seed)
+        with autocast or nullcontext():
+            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards whatever happens
+            value = loss(functional_call(model, buffers, (inputs,)), targets)
+        yield value
 
 
 @contextmanager
@@ -99,10 +127,10 @@ def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def _average(
+def average_over_workers(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> Sequence[Tensor | None]:
-    """Mean over the workers in one all-reduce.
+    """Mean over the workers in one all-reduce; what was given, where there is one worker.
 
     A parameter that only some workers used counts as zero on the others. Behind the gradients travels one number for
     each parameter, how many workers used it, so that all workers agree on which entries are None.
@@ -112,26 +140,33 @@ def _average(
     workers = dist.get_world_size(group)
     if workers == 1:
         return gradients
-    flat = _flatten(gradients, parameters)
+    used = torch.tensor([float(gradient is not None) for gradient in gradients])
+    flat = flatten(gradients, parameters, used)
     dist.all_reduce(flat, group=group)
-    used = flat[-len(parameters) :].tolist()
-    averages = _unflatten(flat[: -len(parameters)] / workers, parameters)
-    return [average if count else None for average, count in zip(averages, used, strict=True)]
+    counts = flat[-len(parameters) :].tolist()
+    averages = unflatten(flat[: -len(parameters)] / workers, parameters)
+    return [average if count else None for average, count in zip(averages, counts, strict=True)]
 
 
-def _flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """One vector on the first parameter's device: all gradients, then a 1 or 0 for each: used or not."""
-    device, dtype = parameters[0].device, torch.float32
-    for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
+def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *behind: Tensor) -> Tensor:
+    """One vector in the parameters' order, with zeros for None, on the first one's device; `behind` at its end."""
+    device, dtype = flat_kind(parameters)
     parts = [
         torch.zeros(p.numel(), device=device, dtype=dtype) if g is None else g.to(device, dtype).reshape(-1)
         for g, p in zip(gradients, parameters, strict=True)
     ]
-    used = torch.tensor([float(g is not None) for g in gradients], device=device, dtype=dtype)
-    return torch.cat([*parts, used])
+    return torch.cat([*parts, *(tensor.to(device, dtype) for tensor in behind)])
 
 
-def _unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def flat_kind(parameters: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
+    """Device and type of that vector: the first parameter's device, and float32 at least."""
+    dtype = torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return parameters[0].device, dtype
+
+
+def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of a vector as the parameters are: in shape, type and device."""
     parts = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [part.view(p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]

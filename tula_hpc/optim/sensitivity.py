@@ -1,39 +1,20 @@
-"""Δ(G): how much the gradient's norm changed since the step before. Everything stays on the device.
+"""Δ(G): how much the gradient's norm changed since the step before, and how much of the scale a step therefore uses.
 
-Source: Tula paper, equation of the gradient variability, Δ(G_i) = |(‖G_i‖² − ‖G_{i−1}‖²) / ‖G_{i−1}‖²|.
+Source: Tula paper, equation of the gradient variability, Δ(G_i) = |(‖G_i‖² − ‖G_{i−1}‖²) / ‖G_{i−1}‖²|. Everything
+stays on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+Gate = Literal["paper", "none", "smooth", "smoothed"]
 
-def squared_norm(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """‖G‖² over all gradients taken as one vector; no host synchronization between devices of one kind.
-
-    Half-precision gradients are accumulated in float32: float16 would overflow at a norm of 65504.
-
-    Args:
-        gradients: Dense tensors of any shapes, devices and floating-point types.
-        device: Where the result lies; the first gradient's device if None.
-
-    Returns:
-        0-dim tensor, float32 or float64; 0 without gradients.
-    """
-    if not gradients:
-        return torch.zeros((), device=device)
-    device = device or gradients[0].device
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    norms: list[Tensor] = []
-    for (_, dtype), group in alike.items():
-        norms += torch._foreach_norm(group, 2.0, torch.promote_types(dtype, torch.float32))
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+GATE_DECAY = 0.9  # of the norm's moving average for "smoothed", where no smoothing is asked for
 
 
 def relative_change(current: Tensor, previous: Tensor) -> Tensor:
@@ -50,39 +31,48 @@ def relative_change(current: Tensor, previous: Tensor) -> Tensor:
 class _Seen(NamedTuple):
     """What the gate knows; 0-dim tensors on one device."""
 
-    previous: Tensor  # last finite ‖G‖²; NaN before the first
+    previous: Tensor  # last finite ‖G‖², or the average with it; NaN before the first
     norm_squared: Tensor  # ‖G‖² of the last step, finite or not
     sensitivity: Tensor  # Δ(G) of the last step; NaN where it has no meaning
-    quiet: Tensor  # 1 where the last step was not sensitive, else 0
-    quiet_steps: Tensor  # how many steps were not sensitive since the count was last taken
+    quiet: Tensor  # how much of the scale the last step used: 0, 1, or between them with gate "smooth"
+    quiet_steps: Tensor  # how many steps used any of it since the count was last taken
 
 
 class Sensitivity:
-    """Follows Δ(G) from step to step and says, on the device, whether a step is sensitive.
+    """Follows Δ(G) from step to step and says, on the device, how much of the scale a step uses.
 
-    A step is quiet (its gradient may be scaled) where Δ(G) < δ. The first step has no predecessor and a non-finite norm
-    has no Δ: both are sensitive. A non-finite norm is not remembered: the next Δ compares with the last finite one.
+    The first step has no predecessor and a non-finite norm has no Δ: such steps use none of it, except with
+    gate "none". A non-finite norm is not remembered: the next Δ compares with the last finite one.
 
     Args:
         delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ.
+        gate: "paper": all of the scale where Δ < δ, else nothing. "none": always all. "smooth": the share
+            max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against its value before.
+        decay: Of that average, for each step, from 0 to below 1.
     """
 
-    def __init__(self, delta: float) -> None:
-        self.delta = delta
+    def __init__(self, delta: float, gate: Gate = "paper", decay: float = GATE_DECAY) -> None:
+        self.delta, self.gate = delta, gate
+        self._decay = decay if gate == "smoothed" else 0.0
         self._seen: _Seen | None = None
 
-    def observe(self, gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-        """Take in the gradients of one step, before any scaling; returns a 0-dim bool tensor: the step is quiet."""
-        norm_squared = squared_norm(gradients, device)
+    def observe(self, norm_squared: Tensor) -> Tensor:
+        """Take in ‖G‖² of one step, before any scaling.
+
+        Returns:
+            0-dim tensor: what share of the scale the step uses, a bool or, with gate "smooth", a number from 0 to 1.
+        """
         seen = self._seen or _nothing_seen(norm_squared)
-        sensitivity = relative_change(norm_squared, seen.previous)
-        quiet = sensitivity < self.delta  # false where Δ is NaN
-        previous = torch.where(torch.isfinite(norm_squared), norm_squared, seen.previous)
-        self._seen = _Seen(previous, norm_squared, sensitivity, quiet.to(sensitivity.dtype), seen.quiet_steps + quiet)
-        return quiet
+        current = self._average(norm_squared, seen.previous)
+        sensitivity = relative_change(current, seen.previous)
+        share = self._share(sensitivity)
+        previous = torch.where(torch.isfinite(current), current, seen.previous)
+        steps = seen.quiet_steps + (share > 0)
+        self._seen = _Seen(previous, norm_squared, sensitivity, share.to(sensitivity.dtype), steps)
+        return share
 
     def read(self) -> tuple[float, float, float, int]:
-        """Δ(G), ‖G‖, quiet (0 or 1) and quiet steps since the last reading. Waits for the device."""
+        """Δ(G), ‖G‖, share of the scale and steps that used any since the last reading. Waits for the device."""
         if self._seen is None:
             return float("nan"), float("nan"), 0.0, 0
         seen = self._seen
@@ -98,6 +88,20 @@ class Sensitivity:
         """Restore what `state_dict` gave, as copies on `device`."""
         fields = None if state is None else {name: state[name].to(device, copy=True) for name in _Seen._fields}
         self._seen = None if fields is None else _Seen(**fields)
+
+    def _average(self, norm_squared: Tensor, average: Tensor) -> Tensor:
+        """The new moving average, which the first finite norm starts."""
+        if self._decay == 0:
+            return norm_squared
+        moved = self._decay * average + (1 - self._decay) * norm_squared
+        return torch.where(average.isnan(), norm_squared, moved)
+
+    def _share(self, sensitivity: Tensor) -> Tensor:
+        if self.gate == "none":
+            return torch.ones_like(sensitivity, dtype=torch.bool)
+        if self.gate == "smooth":
+            return (1 - sensitivity / self.delta).clamp_min(0).nan_to_num_(nan=0.0)
+        return sensitivity < self.delta  # false where Δ is NaN
 
 
 def _nothing_seen(like: Tensor) -> _Seen:

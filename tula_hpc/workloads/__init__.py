@@ -1,6 +1,7 @@
 """What is trained on what: models, data sets, loaders, and a user's own of either (`entry_points`)."""
 
 from tula_hpc.workloads.build import Workload, build_workload
+from tula_hpc.workloads.data import training_samples
 from tula_hpc.workloads.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
 from tula_hpc.workloads.models import build_model
 
@@ -12,4 +13,5 @@ __all__ = [
     "build_workload",
     "make_test_loader",
     "make_train_loader",
+    "training_samples",
 ]

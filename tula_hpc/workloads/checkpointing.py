@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tula_hpc.errors import InputError
@@ -85,21 +85,25 @@ def _run(owner: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _buffers_untouched(owner)
+        return nullcontext(), _BuffersUntouched(owner)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-@contextmanager
-def _buffers_untouched(owner: nn.Module) -> Iterator[None]:
-    """Let copies of the buffers be changed meanwhile."""
-    originals = [(module, dict(module._buffers)) for module in owner.modules() if module._buffers]
-    for module, buffers in originals:
-        module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in originals:
+class _BuffersUntouched(AbstractContextManager[None]):
+    """Lets copies of the buffers be changed meanwhile. It can be entered again: second derivatives compute so often."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        self._originals: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._originals = [(module, dict(module._buffers)) for module in self._owner.modules() if module._buffers]
+        for module, buffers in self._originals:
+            module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for module, buffers in self._originals:
             module._buffers.update(buffers)
 
 

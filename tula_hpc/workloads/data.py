@@ -45,17 +45,44 @@ def build_data(spec: WorkloadSpec) -> Data:
         InputError: The data folder is not as expected, or the user's function is not.
     """
     data = _own(spec) if is_entry_point(spec.dataset) else _BUILDERS[spec.dataset](spec, _image_size(spec))
-    if spec.samples is None or spec.dataset == "synthetic":
-        return data
-    return data._replace(train=_first(data.train, spec.samples, spec.seed))
+    if spec.samples is not None and spec.dataset != "synthetic":
+        data = data._replace(train=_first(data.train, spec.samples, spec.seed))
+    return _hold_out(spec, data) if spec.holdout else data
+
+
+def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
+    """Those that a model is trained on, as they are, not augmented; a fixed random choice where there are more.
+
+    The choice does not depend on the seed of the training.
+    """
+    train = build_data(spec.model_copy(update={"augment": False})).train
+    return _some(train, random_order(_length(train), 0)[:most])
+
+
+def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
+    """Some of the training samples in place of the test set, as they are; the same ones for every seed of a training.
+
+    With `samples` the seed decides which samples there are; of these the same places are held out.
+    """
+    order = random_order(_length(data.train), 0)
+    held = max(1, round(spec.holdout * len(order)))
+    plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
+    return data._replace(train=_some(data.train, order[held:]), test=_some(plain.train, order[:held]))
 
 
 def _first(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:
-    available = len(train)  # type: ignore[arg-type] # all of ours have a length, and the user's were checked
+    available = _length(train)
     if samples > available:
         raise InputError(f"{samples}, but the training set has {available}", key="workload.samples")
-    chosen = random_order(available, seed)[:samples]
-    return train.take(chosen) if isinstance(train, _Takes) else Subset(train, chosen.tolist())
+    return _some(train, random_order(available, seed)[:samples])
+
+
+def _some(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
+    return data.take(chosen) if isinstance(data, _Takes) else Subset(data, chosen.tolist())
+
+
+def _length(data: Dataset[Any]) -> int:
+    return len(data)  # type: ignore[arg-type] # all of ours have a length, and the user's were checked
 
 
 def _image_size(spec: WorkloadSpec) -> int:

@@ -43,6 +43,7 @@ from tula_hpc.config import (
 from tula_hpc.errors import InputError
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
+from tula_hpc.workloads.optimizers import layer_wise_kinds
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
 FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
@@ -61,10 +62,13 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
         RuntimeError: The model can be counted neither on fake tensors nor on real ones.
     """
     started = time.monotonic()
+    if sweep.training.has_trust_ratios:
+        layer_wise_kinds()  # for what their library takes in memory
     host = resident.resident_bytes() if cluster.device == "cpu" else 0
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     shapes = find_shapes(sweep.workload)
     counts, method = _count_somehow(sweep.workload, shapes, world, cluster.device)
+    counts = counts.with_step_copies(sweep.training.step_copies)
     batches = _local_batches(sweep, cluster)
     peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
     scaling = counts.gradients * sweep.training.gradient_copies
@@ -149,7 +153,7 @@ def describe(footprint: Footprint) -> Iterator[str]:
         "gradients": footprint.gradient_bytes,
         "optimizer states": footprint.optimizer_bytes,
         "activations of a sample": footprint.activation_bytes_per_sample,
-        "gradient scaling (AGS)": footprint.scaling_bytes,
+        "gradient copies of the method": footprint.scaling_bytes,
         "interpreter and libraries": footprint.host_baseline_bytes,
     }
     yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"

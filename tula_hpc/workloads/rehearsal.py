@@ -67,6 +67,14 @@ class Counts(NamedTuple):
         line = self.fixed + self.per_sample * local_batch
         return max(line, float(self.least.backward_bytes), optimizer)
 
+    def with_step_copies(self, copies: int) -> Counts:
+        """With so many more copies of what is trained during the optimizer's step."""
+        extra = copies * self.gradients
+        least, small, large = (
+            step._replace(optimizer_bytes=step.optimizer_bytes + extra) for step in (self.least, self.small, self.large)
+        )
+        return self._replace(least=least, small=small, large=large)
+
     def _slope(self, low_bytes: int, high_bytes: int) -> float:
         return (high_bytes - low_bytes) / (self.batches[1] - self.batches[0])
 

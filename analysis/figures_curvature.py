@@ -1,0 +1,255 @@
+"""First and second order over training: the gradient's norm by batch, the Hessian's largest eigenvalue, and Δ(G).
+
+The paper's figures 3 (gradient norm by batch; largest eigenvalue and gradient norm) and 4 (Δ(G) beside accuracy).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from tula_hpc.analysis import figures_labels as labels
+from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.correlation import rank_correlation
+from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures_training import Mark, draw_marks
+from tula_hpc.analysis.formatting import format_number, format_percent
+from tula_hpc.analysis.report_data import RunContents, Training
+from tula_hpc.records import CurvatureMetrics, StepMetrics
+
+WINDOWS = 40  # a curve over training is drawn through so many medians
+ENDS = 10  # the first and the last of so many parts stand for the beginning and the end
+MOST_LINES = len(style.SIZES)
+RATE_DROP = 0.7  # a step of the schedule multiplies the rate by less
+CONVERGED = 0.1  # residual over eigenvalue: above, the point is drawn hollow
+FEWEST_FOR_CORRELATION = 6
+
+
+class Curve(NamedTuple):
+    """A logged quantity over epochs, where it is finite and above 0."""
+
+    epochs: list[float]
+    values: list[float]
+
+    def medians(self) -> Curve:
+        """The medians of consecutive windows, each at its median epoch."""
+        size = math.ceil(len(self.epochs) / WINDOWS) or 1
+        starts = range(0, len(self.epochs), size)
+        columns = [[statistics.median(column[at : at + size]) for at in starts] for column in self]
+        return Curve(*columns)
+
+    @property
+    def change(self) -> tuple[float, float]:
+        """Medians of the beginning and of the end."""
+        size = math.ceil(len(self.values) / ENDS)
+        return statistics.median(self.values[:size]), statistics.median(self.values[-size:])
+
+
+def _curve(steps: Iterable[StepMetrics], field: str) -> Curve:
+    pairs = [(row.epoch, getattr(row, field)) for row in steps]
+    known = [(epoch, value) for epoch, value in pairs if value is not None and 0 < value < math.inf]
+    return Curve([epoch for epoch, _ in known], [value for _, value in known])
+
+
+def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
+    """The norm of the large batch's gradient, one curve for each batch that was trained with."""
+    curves = _norms_by_batch(run.trainings)
+    if not curves:
+        return Missing("gradient_norm", "gradient norm", "training logged no gradient norm", optional=True)
+    title = _norm_title(curves)
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 3.2)
+        style.value_axis(axes, [v for curve in curves.values() for v in curve.medians().values], label="gradient norm")
+        ends = []
+        for (batch, curve), colour in zip(curves.items(), style.SIZES, strict=False):
+            _draw_curve(axes, curve, colour.light)
+            medians = curve.medians()
+            ends.append(labels.EndLabel(medians.epochs[-1], medians.values[-1], f"B = {batch:,}", colour.light))
+        _epoch_axis(axes)
+        labels.label_ends(axes, ends)
+    caption = (
+        "The norm of the gradient of a whole batch, before any scaling. Dots: logged steps. Lines: medians of "
+        f"consecutive parts, {WINDOWS} at most."
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (batch, epoch, value) for batch, curve in curves.items() for epoch, value in zip(*curve, strict=True)
+    ]
+    return Drawing("gradient_norm", title, caption, figure, Table(("global_batch_samples", "epochs", "norm"), rows))
+
+
+def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, Curve]:
+    """Of the first training of each batch; of as many batches as there are colours, ascending."""
+    found: dict[int, Curve] = {}
+    for training in trainings:
+        batch, curve = _batch_of(training), _curve(training.metrics.steps, "gradient_norm")
+        if batch is not None and batch not in found and len(curve.values) > 1:
+            found[batch] = curve
+    return dict(sorted(found.items())[:MOST_LINES])
+
+
+def _batch_of(training: Training) -> int | None:
+    """The global batch; that of the first epoch, where it changed."""
+    if training.metrics.epochs:
+        return training.metrics.epochs[0].global_batch
+    first, *_ = [*training.metrics.steps, None]  # before the first epoch has ended
+    return first.samples_seen // first.step if first is not None and first.step else None
+
+
+def _norm_title(curves: dict[int, Curve]) -> str:
+    changes = {batch: curve.change for batch, curve in curves.items()}
+    if len(changes) == 1:
+        ((before, after),) = changes.values()
+        return f"The gradient's norm {_moved(before, after)}"
+    (small, (_, at_small)), *_, (large, (_, at_large)) = changes.items()
+    return (
+        f"At the end the gradient's norm is {format_number(at_small, 2)} at B = {small:,} "
+        f"and {format_number(at_large, 2)} at B = {large:,}"
+    )
+
+
+def _moved(before: float, after: float) -> str:
+    """What a quantity did, in words."""
+    if abs(after - before) <= 0.1 * before:
+        return f"stayed at about {format_number(after, 2)}"
+    return f"{'rose' if after > before else 'fell'} from {format_number(before, 2)} to {format_number(after, 2)}"
+
+
+def draw_curvature(run: RunContents) -> Drawing | Missing:
+    """The Hessian's largest eigenvalue and the gradient's norm on the same batch."""
+    training = next((item for item in run.trainings if len(_measured(item)) > 1), None)
+    if training is None:
+        asked = bool(run.sweep and run.sweep.training.curvature_epochs and run.trainings)
+        return Missing("curvature", "curvature", "it has not been measured twice yet", optional=not asked)
+    rows = _measured(training)
+    title = _curvature_title(rows)
+    with style.styled():
+        figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
+        _draw_eigenvalues(above, rows)
+        _draw_norms(below, rows)
+        _epoch_axis(below)
+        draw_marks([above, below], rate_drops(training.metrics.steps))
+    caption = (
+        f"Above: the largest eigenvalue of the Hessian of the training loss, on {rows[0].samples:,} "
+        "training samples, always the same; bars: the residual, within which an eigenvalue lies; hollow: the iteration "
+        "had not converged. Large means a sharp valley, where small steps already matter. Below: the gradient's norm "
+        "on the same samples."
+    )
+    return Drawing("curvature", title, caption, figure, _curvature_table(rows))
+
+
+def _measured(training: Training) -> list[CurvatureMetrics]:
+    return [row for row in training.metrics.curvature if row.largest_eigenvalue is not None]
+
+
+def _is_rough(row: CurvatureMetrics) -> bool:
+    value, residual = row.largest_eigenvalue, row.largest_residual
+    return value is None or residual is None or residual > CONVERGED * abs(value)
+
+
+def _draw_eigenvalues(axes: Axes, rows: Sequence[CurvatureMetrics]) -> None:
+    colour = style.SIZES[0].light
+    epochs, values = [row.epoch for row in rows], [row.largest_eigenvalue or 0.0 for row in rows]
+    if min(values) > 0:
+        style.value_axis(axes, values, label="largest eigenvalue")
+    else:
+        axes.set_ylabel("largest eigenvalue")
+        axes.axhline(0, color=style.MUTED.light, linewidth=1)
+    axes.plot(epochs, values, "-", color=colour)
+    axes.errorbar(
+        epochs, values, yerr=[row.largest_residual or 0.0 for row in rows], fmt="none", ecolor=colour, elinewidth=1
+    )
+    for row, value in zip(rows, values, strict=True):
+        face = style.PAPER.light if _is_rough(row) else colour
+        axes.plot([row.epoch], [value], "o", color=colour, markerfacecolor=face, zorder=4)
+
+
+def _draw_norms(axes: Axes, rows: Sequence[CurvatureMetrics]) -> None:
+    known = [(row.epoch, row.gradient_norm) for row in rows if row.gradient_norm is not None]
+    style.value_axis(axes, [norm for _, norm in known], label="gradient norm")
+    axes.plot([epoch for epoch, _ in known], [norm for _, norm in known], "o-", color=style.SIZES[1].light)
+
+
+def _curvature_title(rows: Sequence[CurvatureMetrics]) -> str:
+    values = [row.largest_eigenvalue or 0.0 for row in rows]
+    title = f"The loss's sharpest curvature went from {format_number(values[0], 2)} to {format_number(values[-1], 2)}"
+    norms = [math.nan if row.gradient_norm is None else row.gradient_norm for row in rows]
+    rank = rank_correlation(values, norms)
+    if len(rows) < FEWEST_FOR_CORRELATION or math.isnan(rank):
+        return title
+    return f"{title}; rank correlation with the gradient's norm: {format_number(rank, 2).replace('-', '−')}"
+
+
+def _curvature_table(rows: Sequence[CurvatureMetrics]) -> Table:
+    columns = (
+        "epochs",
+        "step",
+        "eigenvalue",
+        "residual",
+        "iterations",
+        "largest_eigenvalue",
+        "largest_residual",
+        "gradient_norm",
+    )
+    names = ("epoch", *columns[1:])
+    return Table(columns, [tuple(getattr(row, name) for name in names) for row in rows])
+
+
+def draw_variability(run: RunContents) -> Drawing | Missing:
+    """Δ(G) beside test accuracy."""
+    training = next((item for item in run.trainings if _has_both(item)), None)
+    if training is None:
+        why = "training logged no Δ(G) yet, or no epoch"
+        return Missing("variability", "gradient variability beside accuracy", why, optional=True)
+    curve, epochs = _curve(training.metrics.steps, "sensitivity"), training.metrics.epochs
+    title = (
+        f"Gradient variability {_moved(*curve.change)} as accuracy went to {format_percent(epochs[-1].test_accuracy)}"
+    )
+    with style.styled():
+        figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
+        style.value_axis(above, curve.values, label="variability Δ(G)")
+        _draw_curve(above, curve, style.SIZES[0].light)
+        accuracy = [100 * row.test_accuracy for row in epochs]
+        below.plot([row.epoch for row in epochs], accuracy, "o-", color=style.SIZES[2].light, markersize=3.5)
+        below.set_ylabel("test accuracy, %")
+        below.set_ylim(bottom=0)
+        _epoch_axis(below)
+        draw_marks([above, below], rate_drops(training.metrics.steps))
+    caption = (
+        "Above: Δ(G), by which share the squared norm of the gradient changed from one step to the next (dots: logged "
+        "steps; line: medians of consecutive parts). Below: test accuracy. The paper sees both move together: fast "
+        "learning and drops of the learning rate as high Δ(G), convergence as a low and steady one."
+    )
+    rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
+    rows += [("test_accuracy_percent", row.epoch, 100 * row.test_accuracy) for row in epochs]
+    return Drawing("variability", title, caption, figure, Table(("mark", "epochs", "value"), rows))
+
+
+def _has_both(training: Training) -> bool:
+    return bool(training.metrics.epochs and len(_curve(training.metrics.steps, "sensitivity").values) > 1)
+
+
+def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:
+    """Where the schedule cut the learning rate that was constant before: a cosine does so nowhere."""
+    return [
+        Mark(after.epoch, f"rate × {format_number(after.lr / before.lr, 2)}")
+        for earlier, before, after in zip(steps, steps[1:], steps[2:], strict=False)
+        if earlier.lr == before.lr and after.lr < RATE_DROP * before.lr
+    ]
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: str) -> None:
+    """Values as faint dots, their medians as a line."""
+    axes.plot(*curve, "o", color=colour, markersize=2.6, markeredgewidth=0, alpha=0.45)
+    axes.plot(*curve.medians(), "-", color=colour)
+
+
+def _epoch_axis(axes: Axes) -> None:
+    axes.set_xlabel("epochs of training")
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.set_xlim(left=0)
+    axes.margins(x=0.03)

@@ -1,0 +1,94 @@
+"""The table of a study as a figure: methods down, batches across, the better the darker."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.study_data import StudyContents
+from tula_hpc.analysis.study_table import Entry, StudyTable
+from tula_hpc.analysis.study_text import CSV_COLUMNS, answer, csv_rows, percent, signed
+from tula_hpc.config import REFERENCE_COLUMN
+
+ROW_IN = 0.6
+NAME_SHARE = 0.22  # of the width, for the methods' names
+DARKEST = 0.5  # opacity of the best
+
+
+def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
+    """Mean and deviation of test accuracy, train accuracy and the recovered share in every cell."""
+    if not any(entry.settled for entry in table.entries.values()):
+        return Missing("study_table", "table of methods and batches", "no training has a result yet")
+    title = answer(table).removesuffix(".")
+    lines = 1 + len(table.columns) + (table.reference is not None)
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, ROW_IN * lines + 0.15)
+        axes.set_axis_off()
+        axes.set_xlim(0, 1)
+        axes.set_ylim(lines, 0)
+        width = (1 - NAME_SHARE) / len(table.batches)
+        for place, batch in enumerate(table.batches):
+            left = NAME_SHARE + place * width
+            axes.text(left + width / 2, 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light)
+            _draw_batch(axes, table.row(batch), left, width)
+        for place, name in enumerate(table.columns):
+            axes.text(0, 1.5 + place, name, va="center", weight="bold")
+        if table.reference is not None:
+            _draw_reference(axes, table.reference, lines - 0.5)
+    return Drawing("study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table)))
+
+
+def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float) -> None:
+    means = [entry.test.mean for entry in row if entry.test]
+    low, high = min(means, default=0.0), max(means, default=1.0)
+    for place, entry in enumerate(row):
+        share = (entry.test.mean - low) / (high - low) if entry.test and high > low else 0.0
+        box = (left + 0.04 * width, 1.06 + place), 0.92 * width, 0.88
+        axes.add_patch(Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0))
+        if entry.mark:
+            edge = style.INK.light if entry.mark == "best" else style.ALERT.light
+            axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
+        _write(axes, entry, left + width / 2, 1.5 + place)
+
+
+def _write(axes: Axes, entry: Entry, x: float, y: float) -> None:
+    text = percent(entry.test) if entry.test else "diverged" if entry.diverged else "no result"
+    colour = style.ALERT.light if entry.mark == "worst" else style.INK.light
+    weight = "bold" if entry.mark == "best" else "normal"
+    lines = [line for line in (_achieved(entry), _counts(entry)) if line]
+    axes.text(x, y - 0.12 * len(lines), text, ha="center", va="center", color=colour, weight=weight)
+    for place, line in enumerate(lines):
+        height = y + 0.15 - 0.12 * (len(lines) - 1) + 0.22 * place
+        axes.text(x, height, line, ha="center", va="center", size=7, color=style.MUTED.light)
+
+
+def _achieved(entry: Entry) -> str:
+    parts = [f"train {100 * entry.train.mean:.1f}"] if entry.train else []
+    if entry.recovered is not None and entry.column != REFERENCE_COLUMN:
+        parts.append(f"{signed(entry.recovered)} back")
+    return ", ".join(parts)
+
+
+def _counts(entry: Entry) -> str:
+    runs = entry.diverged + entry.failed + entry.missing + (entry.test.runs if entry.test else 0)
+    counts = [(getattr(entry, name), name) for name in ("diverged", "failed", "missing")]
+    return ", ".join(f"{count} of {runs} {name}" for count, name in counts if count)
+
+
+def _draw_reference(axes: Axes, small: Entry, y: float) -> None:
+    train = f", train {100 * small.train.mean:.1f}" if small.train else ""
+    text = f"small batch: {small.column} at B = {small.batch:,}: {percent(small.test)}{train}"
+    axes.text(0, y, text, va="center", color=style.INK.light)
+
+
+def _caption(contents: StudyContents) -> str:
+    kind = "top-5 accuracy" if contents.study.metric == "top5" else "accuracy"
+    return (
+        f"Test {kind} at the end of {contents.sweep.workload.epochs} epochs, mean and standard deviation over "
+        f"{len(contents.study.seeds)} seeds; below it the accuracy on training samples, and how much of what plain "
+        "large-batch training (lbt) lost against the small batch came back. Framed dark: best of the batch; framed "
+        "red: worst. Runs that diverged are counted and not in the means; "
+        "for the frames they count as 0."
+    )

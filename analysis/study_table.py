@@ -1,0 +1,139 @@
+"""A study's table: accuracy by method and batch over the seeds, against plain training and a small batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from tula_hpc.analysis.study_data import Outcome
+from tula_hpc.config import REFERENCE_COLUMN, StudySpec
+
+LEAST_LOSS = 0.01  # accuracy that the large batch must have lost before a share of it says anything
+
+Mark = Literal["best", "worst", ""]
+
+
+class Spread(NamedTuple):
+    """Accuracy over seeds, as a share of 1."""
+
+    mean: float
+    deviation: float | None  # sample standard deviation, n − 1 in the denominator; None for one seed
+    runs: int
+
+
+class Entry(NamedTuple):
+    """A method (or variant) at one batch. Runs that diverged or failed have no accuracy: they are counted instead."""
+
+    column: str
+    batch: int
+    test: Spread | None  # of the runs that finished; None if none did
+    train: Spread | None
+    diverged: int
+    failed: int
+    missing: int
+    recovered: float | None = None  # share of what plain training lost against the small batch, see `recovered_share`
+    mark: Mark = ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is anything to compare."""
+        return self.test is not None or self.diverged > 0
+
+
+class StudyTable(NamedTuple):
+    """All entries, and the small batch that they are held against."""
+
+    columns: tuple[str, ...]
+    batches: tuple[int, ...]
+    reference: Entry | None
+    entries: dict[tuple[str, int], Entry]
+
+    def row(self, batch: int) -> list[Entry]:
+        """The entries of one batch, in the order of the columns."""
+        return [self.entries[column, batch] for column in self.columns]
+
+    def best(self, batch: int) -> Entry | None:
+        """The method of highest mean test accuracy at a batch."""
+        return next((entry for entry in self.row(batch) if entry.mark == "best"), None)
+
+    def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
+        """How many runs of the whole study ended so."""
+        entries = {(entry.column, entry.batch): entry for entry in (*self.entries.values(), *self._references())}
+        return sum(getattr(entry, status) for entry in entries.values())
+
+    def _references(self) -> tuple[Entry, ...]:
+        return () if self.reference is None else (self.reference,)
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and deviation; None of nothing."""
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), deviation, len(values))
+
+
+def make_table(study: StudySpec, outcomes: Iterable[Outcome]) -> StudyTable:
+    """Aggregate the outcomes over seeds, mark the best and the worst at each batch."""
+    grouped: dict[tuple[str, int], list[Outcome]] = {}
+    for outcome in outcomes:
+        grouped.setdefault((outcome.cell.column, outcome.cell.batch), []).append(outcome)
+    plain = {place: _entry(*place, group) for place, group in grouped.items()}
+    reference = plain.get((REFERENCE_COLUMN, study.small_batch)) if study.small_batch else None
+    entries: dict[tuple[str, int], Entry] = {}
+    for batch in study.batches:
+        row = [plain.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
+        marks = marks_of(row)
+        for entry in row:
+            recovered = recovered_share(entry, plain.get((REFERENCE_COLUMN, batch)), reference)
+            entries[entry.column, batch] = entry._replace(recovered=recovered, mark=marks.get(entry.column, ""))
+    return StudyTable(study.columns, study.batches, reference, entries)
+
+
+def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
+    ended = Counter(outcome.status for outcome in outcomes)
+    test = spread([outcome.test for outcome in outcomes if outcome.test is not None])
+    train = spread([outcome.train for outcome in outcomes if outcome.train is not None])
+    return Entry(column, batch, test, train, ended["diverged"], ended["failed"], ended["missing"])
+
+
+def marks_of(row: Sequence[Entry]) -> Mapping[str, Mark]:
+    """Best and worst of one batch, by column.
+
+    Here a run that diverged counts as an accuracy of 0, and a method of which any did is never the best.
+    """
+    ranked = sorted((entry for entry in row if entry.settled), key=_level)
+    if len(ranked) < 2 or _level(ranked[0]) == _level(ranked[-1]):
+        return {}
+    marks: dict[str, Mark] = {ranked[0].column: "worst"}
+    whole = [entry for entry in ranked if not entry.diverged]
+    if whole and whole[-1] is not ranked[0]:
+        marks[whole[-1].column] = "best"
+    return marks
+
+
+def _level(entry: Entry) -> float:
+    if entry.test is None:
+        return 0.0
+    return entry.test.mean * entry.test.runs / (entry.test.runs + entry.diverged)
+
+
+def recovered_share(entry: Entry, plain: Entry | None, small: Entry | None) -> float | None:
+    """(method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
+
+    0 is no better than plain large-batch training, 1 as good as the small batch. None where one of the three is
+    unknown, or where plain training lost less than `LEAST_LOSS`.
+    """
+    if plain is None or small is None or entry.test is None or plain.test is None or small.test is None:
+        return None
+    lost = small.test.mean - plain.test.mean
+    return (entry.test.mean - plain.test.mean) / lost if lost >= LEAST_LOSS else None
+
+
+def within_one_deviation(entry: Entry, best: Entry) -> bool:
+    """Whether a method's mean is at most the best's standard deviation over seeds below the best's mean."""
+    if entry.test is None or best.test is None or entry.diverged:
+        return False
+    return best.test.mean - entry.test.mean <= (best.test.deviation or 0.0)

@@ -1,0 +1,277 @@
+"""A study in words: what each batch shows, what to be careful about; and its table as text, CSV and LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tula_hpc.analysis.formatting import UNKNOWN, plural
+from tula_hpc.analysis.report_tables import TextTable
+from tula_hpc.analysis.study_data import StudyContents
+from tula_hpc.analysis.study_table import LEAST_LOSS, Entry, Spread, StudyTable, within_one_deviation
+from tula_hpc.config import REFERENCE_COLUMN
+from tula_hpc.records import Metrics
+
+TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in the last tenth of its epochs
+
+
+def percent(value: Spread | None) -> str:
+    """For example "71.3 ± 0.4 %"."""
+    if value is None:
+        return UNKNOWN
+    deviation = "" if value.deviation is None else f" ± {100 * value.deviation:.1f}"
+    return f"{100 * value.mean:.1f}{deviation} %"
+
+
+def points(difference: float) -> str:
+    """For example "6.2 points"."""
+    return f"{abs(100 * difference):.1f} points"
+
+
+def listed(names: Sequence[str]) -> str:
+    """For example "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def answer(table: StudyTable) -> str:
+    """The study in one or two sentences: who is best, how often."""
+    leaders = {column: _led(table, column) for column in table.columns}
+    most = max(leaders.values(), default=0)
+    decided = sum(table.best(batch) is not None for batch in table.batches)
+    if not most:
+        return "No batch has two methods with results yet."
+    names = listed([column for column, count in leaders.items() if count == most])
+    verb = "are" if " and " in names else "is"
+    where = f"at {most} of {decided} batches" if decided > 1 else "at the one batch that can be judged"
+    return f"{names} {verb} best, or within one standard deviation of the best, {where}."
+
+
+def _led(table: StudyTable, column: str) -> int:
+    pairs = ((table.entries[column, batch], table.best(batch)) for batch in table.batches)
+    return sum(best is not None and within_one_deviation(entry, best) for entry, best in pairs)
+
+
+def verdicts(table: StudyTable) -> list[str]:
+    """A paragraph for each batch."""
+    return [" ".join(_verdict(table, batch)) for batch in table.batches]
+
+
+def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
+    row, best = table.row(batch), table.best(batch)
+    yield f"B = {batch:,}: {_loss(table, batch)}"
+    if best is not None:
+        yield _best(best, row)
+        near = [e.column for e in row if e.column != best.column and within_one_deviation(e, best)]
+        yield f"Within one standard deviation of it: {listed(near)}." if near else ""
+    shares = [(e.column, e.recovered) for e in row if e.recovered is not None and e.column != REFERENCE_COLUMN]
+    if shares:
+        words = [f"{column} {signed(share)}" for column, share in sorted(shares, key=lambda item: -item[1])]
+        yield f"Recovered of that loss: {', '.join(words)}."
+    worst = next((entry for entry in row if entry.mark == "worst"), None)
+    if worst is not None and worst.test is not None and not worst.diverged:
+        yield f"Worst is {worst.column} with {percent(worst.test)}."
+    yield from (_diverged(entry) for entry in row if entry.diverged)
+
+
+def signed(share: float) -> str:
+    """For example "−12 %"."""
+    return f"{100 * share:.0f} %".replace("-", "−")
+
+
+def _loss(table: StudyTable, batch: int) -> str:
+    plain, small = table.entries.get((REFERENCE_COLUMN, batch)), table.reference
+    if small is None or small.test is None or plain is None or plain.test is None:
+        return "there is no small batch and plain large-batch training to compare with."
+    lost = small.test.mean - plain.test.mean
+    against = f"against the {percent(small.test)} of B = {small.batch:,}"
+    if lost < LEAST_LOSS:
+        return f"plain large-batch training lost nothing to speak of ({points(lost)}) {against}."
+    return f"plain large-batch training ({percent(plain.test)}) lost {points(lost)} {against}."
+
+
+def _best(best: Entry, row: Sequence[Entry]) -> str:
+    others = [entry for entry in row if entry.column != best.column and entry.test is not None and not entry.diverged]
+    text = f"Best is {best.column} with {percent(best.test)}"
+    if not others or best.test is None:
+        return f"{text}."
+    second = max(others, key=lambda entry: entry.test.mean if entry.test else 0.0)
+    ahead = best.test.mean - second.test.mean if second.test else 0.0
+    return f"{text}, {points(ahead)} above {second.column}."
+
+
+def _diverged(entry: Entry) -> str:
+    runs = entry.diverged + (entry.test.runs if entry.test else 0)
+    return f"{entry.column} diverged in {entry.diverged} of {plural(runs, 'run')}."
+
+
+def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
+    """What keeps the table from being the last word."""
+    return [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
+
+
+def _incomplete(table: StudyTable) -> Iterator[str]:
+    missing, failed = table.number_of("missing"), table.number_of("failed")
+    if missing:
+        yield f"{plural(missing, 'training')} of the study {'has' if missing == 1 else 'have'} no result yet."
+    if failed:
+        yield f"{plural(failed, 'training')} failed and {'is' if failed == 1 else 'are'} not in the means."
+
+
+def _few_seeds(contents: StudyContents) -> Iterator[str]:
+    if len(contents.study.seeds) < 3:
+        yield f"Only {plural(len(contents.study.seeds), 'seed')}: the deviations say little."
+
+
+def _not_trained_out(contents: StudyContents) -> Iterator[str]:
+    if not contents.study.small_batch:
+        return
+    gains = [_late_gain(metrics) for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch)]
+    known = [gain for gain in gains if gain is not None]
+    if known and (gain := sum(known) / len(known)) > TRAINED_OUT:
+        yield (
+            f"The small batch still gained {points(gain)} in the last tenth of its epochs: it is not trained out, and "
+            "methods that merely train faster look better than they are."
+        )
+
+
+def _late_gain(metrics: Metrics) -> float | None:
+    """Test accuracy at the end less that after nine tenths of the epochs."""
+    if len(metrics.epochs) < 2:
+        return None
+    last = metrics.epochs[-1]
+    earlier = [row for row in metrics.epochs if row.epoch <= 0.9 * last.epoch]
+    return last.test_accuracy - earlier[-1].test_accuracy if earlier else None
+
+
+def _edge_rates(contents: StudyContents) -> Iterator[str]:
+    for name, rate in contents.rates.rates.items() if contents.rates else ():
+        rates = sorted(contents.study.rates_of(name))
+        if len(rates) > 1 and rate in (rates[0], rates[-1]):
+            side = "smaller" if rate == rates[0] else "larger"
+            yield f"The chosen rate of {name}, {rate:g}, is at the edge of study.base_lrs: a {side} one may be better."
+
+
+def table_cells(table: StudyTable) -> TextTable:
+    """For reading: a line for each method, a column for each batch; test accuracy, train accuracy and remarks below."""
+    columns = ("method", *(f"B = {batch:,}" for batch in table.batches))
+    rows = [(name, *(_cell(table.entries[name, batch]) for batch in table.batches)) for name in table.columns]
+    return TextTable(columns, [*_reference_row(table), *rows])
+
+
+def _reference_row(table: StudyTable) -> list[tuple[str, ...]]:
+    small = table.reference
+    if small is None:
+        return []
+    return [(f"small batch\n{small.column}, B = {small.batch:,}", _cell(small), *[""] * (len(table.batches) - 1))]
+
+
+def _cell(entry: Entry) -> str:
+    lines = [percent(entry.test) + (f" ({entry.mark})" if entry.mark else "")]
+    if entry.train is not None:
+        lines.append(f"train {percent(entry.train)}")
+    if entry.recovered is not None and entry.column != REFERENCE_COLUMN:
+        lines.append(f"{signed(entry.recovered)} recovered")
+    counts = [f"{getattr(entry, name)} {name}" for name in ("diverged", "failed", "missing") if getattr(entry, name)]
+    return "\n".join([*lines, *counts])
+
+
+def plain_text(table: StudyTable) -> str:
+    """For a terminal: one line for each method, test accuracy only."""
+    cells = table_cells(table)
+    rows = [cells.columns, *([_one_line(cell) for cell in row] for row in cells.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(cells.columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _one_line(cell: str) -> str:
+    first, *others = cell.split("\n")
+    kept = [line for line in others if line.endswith(("diverged", "failed", "missing")) or line.startswith("lbt,")]
+    return ", ".join([first, *kept])
+
+
+def csv_rows(table: StudyTable) -> list[tuple[str | int | float | None, ...]]:
+    """The table's numbers, percent; the small batch first. The head is `CSV_COLUMNS`."""
+    small = [("small batch", table.reference)] if table.reference else []
+    return [_csv_row(kind, entry) for kind, entry in [*small, *(("", entry) for entry in table.entries.values())]]
+
+
+CSV_COLUMNS = (
+    "kind",
+    "method",
+    "global_batch_samples",
+    "test_accuracy_percent",
+    "test_deviation_percent",
+    "train_accuracy_percent",
+    "train_deviation_percent",
+    "runs",
+    "diverged",
+    "failed",
+    "missing",
+    "recovered_percent",
+    "mark",
+)
+
+
+def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
+    runs = entry.test.runs if entry.test else 0
+    accuracies = (*_percents(entry.test), *_percents(entry.train))
+    counts = (runs, entry.diverged, entry.failed, entry.missing)
+    recovered = None if entry.recovered is None else 100 * entry.recovered
+    return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
+
+
+def _percents(value: Spread | None) -> tuple[float | None, float | None]:
+    if value is None:
+        return None, None
+    return 100 * value.mean, None if value.deviation is None else 100 * value.deviation
+
+
+def latex(table: StudyTable) -> str:
+    """A booktabs table: the best of each batch bold, the worst underlined; train accuracy in small print."""
+    head = " & ".join(["$B$", *(_escaped(name) for name in table.columns)])
+    lines = [
+        r"% needs \usepackage{booktabs}; test accuracy in %, mean and deviation over seeds; train accuracy below",
+        rf"\begin{{tabular}}{{r{'c' * len(table.columns)}}}",
+        r"\toprule",
+        rf"{head} \\",
+        r"\midrule",
+        *(line for batch in table.batches for line in _latex_rows(table, batch)),
+        *_latex_reference(table),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_rows(table: StudyTable, batch: int) -> Iterator[str]:
+    row = table.row(batch)
+    yield " & ".join([str(batch), *map(_latex_cell, row)]) + r" \\"
+    if any(entry.train for entry in row):
+        yield " & ".join(["", *(rf"\footnotesize {_latex_number(entry.train)}" for entry in row)]) + r" \\"
+
+
+def _latex_reference(table: StudyTable) -> Iterator[str]:
+    small = table.reference
+    if small is not None:
+        text = f"{_latex_number(small.test)} (train {_latex_number(small.train)})"
+        yield r"\midrule"
+        yield rf"{small.batch} & \multicolumn{{{len(table.columns)}}}{{l}}{{{_escaped(small.column)}: {text}}} \\"
+
+
+def _latex_cell(entry: Entry) -> str:
+    text = _latex_number(entry.test) if entry.test else "diverged" if entry.diverged else "--"
+    if entry.test and entry.diverged:
+        text += rf"$^{{{entry.diverged}\times}}$"  # that many runs diverged
+    return {"best": rf"\textbf{{{text}}}", "worst": rf"\underline{{{text}}}", "": text}[entry.mark]
+
+
+def _latex_number(value: Spread | None) -> str:
+    if value is None:
+        return "--"
+    deviation = "" if value.deviation is None else rf"\,$\pm$\,{100 * value.deviation:.2f}"
+    return f"{100 * value.mean:.2f}{deviation}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("_", r"\_")

@@ -1,0 +1,245 @@
+"""What TulaOptimizer adds to a whole training step of its base, SGD with momentum, as JSON.
+
+    python -m tests.benchmarks.optimizer_overhead [--device cpu|cuda] [--models …] [--batch …] [--seconds …] [--out …]
+
+Forms: `element`, the paper's (an ordinary step; the extra pass once an epoch is timed by the profiler, not here);
+`tensor`; `free`, which also estimates its factors anew at every step from norms that are given to it (taking those is
+not part of it). Model, data, base optimizer and its momenta are one and the same for all forms. A round is one step
+of each form in a random order, so that a machine that slows down slows all of them; the overhead is the median over
+rounds of a form's time over the base's in the same round, its interval from resampled rounds. `wall` is that of the
+clock, `processor` that of the time in which this process had a processor, on which other work has less influence.
+
+A step varies by more than what is measured. So the optimizer's part is also timed alone, after a backward pass of
+`FEW` samples: its difference from the base's, `extra_s`, does not depend on the batch, and over the base's step it is
+`overhead_of_parts`. Memory: what the optimizer keeps from step to step, and on CUDA by how much a step's peak rises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.wrapping import STATE_KEY
+
+MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_small")
+FORMS: dict[str, dict[str, Any]] = {
+    "element": {"granularity": "element"},
+    "tensor": {"granularity": "tensor"},
+    "free": {"granularity": "tensor", "smoothing": 0.9},
+}
+SMALL, LARGE = 32, 1024
+RESAMPLES = 2000
+FEW = 2  # samples of the pass before the optimizer alone is timed
+LEAST = 3  # rounds, whatever they take
+
+
+class Seconds(NamedTuple):
+    """What one step took."""
+
+    wall: float
+    processor: float  # of this process on all of its processors
+
+
+CLOCKS = Seconds._fields
+Round = dict[str, Seconds]
+
+
+class Bench:
+    """One model with one base optimizer, and wrappers of it that share everything.
+
+    Args:
+        model: A torchvision classifier's name.
+        batch: Samples in a step.
+        image_size: Pixels.
+        device: Where it trains.
+    """
+
+    def __init__(self, model: str, batch: int, image_size: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device, self.batch = device, batch
+        self.model: nn.Module = torchvision.models.get_model(model, weights=None, num_classes=100).to(device)
+        self.inputs = torch.randn(batch, 3, image_size, image_size, device=device)
+        self.targets = torch.randint(100, (batch,), device=device)
+        self.base = SGD(self.model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
+        self.squares = torch.empty(0)
+        wrapped = {
+            name: TulaOptimizer(self.base, small_batch=SMALL, large_batch=LARGE, **f) for name, f in FORMS.items()
+        }
+        self.forms: dict[str, Optimizer] = {"base": self.base, **wrapped}
+        self._first_factors()
+
+    def _first_factors(self) -> None:
+        """Every form has its factors before the first measured step."""
+        self.gradients()
+        large = [p.grad for p in self.model.parameters()]
+        small = [g + 0.3 * g.std() * torch.randn_like(g) for g in large if g is not None]
+        for form in self.forms.values():
+            if isinstance(form, TulaOptimizer):
+                form.update_gradscale(small, large)
+        self.squares = torch.stack([g.double().square().sum() for g in small])
+
+    def gradients(self, samples: int | None = None) -> None:
+        """Forward and backward pass on the one batch, or the first samples of it."""
+        self.base.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(self.model(self.inputs[:samples]), self.targets[:samples])
+        torch.autograd.backward(loss)
+
+    def now(self) -> Seconds:
+        """The time when the device has done all."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Seconds(time.perf_counter(), time.process_time())
+
+    def step(self, name: str) -> Seconds:
+        """One whole step."""
+        start = self.now()
+        self.gradients()
+        self.optimize(name)
+        return _since(start, self.now())
+
+    def optimizer_alone(self, name: str) -> Seconds:
+        """The optimizer's part, after a backward pass that has finished."""
+        self.gradients(FEW)
+        start = self.now()
+        self.optimize(name)
+        return _since(start, self.now())
+
+    def optimize(self, name: str) -> None:
+        """The part of a step that differs."""
+        form = self.forms[name]
+        if name == "free" and isinstance(form, TulaOptimizer):
+            form.observe_small(self.squares, SMALL)
+        form.step()
+
+    def extra_peak_bytes(self, name: str) -> int | None:
+        """By how much a step's peak is above the base's; None where the device does not count it."""
+        if self.device.type != "cuda":
+            return None
+        peaks = []
+        for each in ("base", name):
+            self.step(each)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.step(each)
+            peaks.append(torch.cuda.max_memory_allocated(self.device))
+        return peaks[1] - peaks[0]
+
+
+def _since(start: Seconds, end: Seconds) -> Seconds:
+    return Seconds(*(after - before for before, after in zip(start, end, strict=True)))
+
+
+def rounds(bench: Bench, seconds: float, measure: Callable[[str], Seconds]) -> Iterator[Round]:
+    """Times of each form, round by round for so long, after one round to warm up."""
+    order, generator = list(bench.forms), random.Random(0)
+    for name in order:
+        measure(name)
+    end, index = time.perf_counter() + seconds, 0
+    while index < LEAST or time.perf_counter() < end:
+        generator.shuffle(order)
+        yield {name: measure(name) for name in order}
+        index += 1
+
+
+def overhead(pairs: Sequence[Round], name: str, clock: str) -> dict[str, Any]:
+    """Median of the paired ratios minus 1, with its 90 % interval and the ratios' quartiles."""
+    ratios = [getattr(pair[name], clock) / getattr(pair["base"], clock) - 1 for pair in pairs]
+    generator = random.Random(1)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    interval = [medians[RESAMPLES // 20], medians[-RESAMPLES // 20]]
+    return {
+        "overhead": statistics.median(ratios),
+        "interval_90": interval,
+        "quartiles": statistics.quantiles(ratios, n=4),
+    }
+
+
+def of_parts(whole: Sequence[Round], alone: Sequence[Round], name: str, clock: str) -> dict[str, float]:
+    """What the form adds to the optimizer's part, as such and over the base's whole step."""
+    extra = statistics.median(getattr(pair[name], clock) - getattr(pair["base"], clock) for pair in alone)
+    step = statistics.median(getattr(pair["base"], clock) for pair in whole)
+    return {"extra_s": extra, "step_s": step, "overhead_of_parts": extra / step}
+
+
+def state_bytes(form: Optimizer) -> int:
+    """What a TulaOptimizer keeps beside its base, each storage counted once."""
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, list):
+            for each in value:
+                visit(each)
+
+    visit(form.state_dict()[STATE_KEY])
+    return sum(storages.values())
+
+
+def measure(model: str, batch: int, image_size: int, seconds: float, device: torch.device) -> dict[str, Any]:
+    """One model's row."""
+    bench = Bench(model, batch, image_size, device)
+    whole = list(rounds(bench, seconds, bench.step))
+    alone = list(rounds(bench, seconds / 2, bench.optimizer_alone))
+    sizes = [parameter.numel() for parameter in bench.model.parameters()]
+    row: dict[str, Any] = {"model": model, "batch": batch, "image_size": image_size}
+    row |= {"parameters": sum(sizes), "tensors": len(sizes), "rounds": len(whole), "rounds_alone": len(alone)}
+    row["forms"] = {name: _form(bench, whole, alone, name) for name in FORMS}
+    for name, form in row["forms"].items():
+        shown = [
+            f"{clock} {form[clock]['overhead']:+.2%}, parts {form[clock]['overhead_of_parts']:+.2%}" for clock in CLOCKS
+        ]
+        print(f"{model} b={batch} {name}: {'; '.join(shown)}", file=sys.stderr)
+    return row
+
+
+def _form(bench: Bench, whole: Sequence[Round], alone: Sequence[Round], name: str) -> dict[str, Any]:
+    clocks = {clock: overhead(whole, name, clock) | of_parts(whole, alone, name, clock) for clock in CLOCKS}
+    parameters = sum(p.numel() for p in bench.model.parameters())
+    kept = state_bytes(bench.forms[name]) / parameters
+    return clocks | {"state_bytes_per_parameter": kept, "extra_peak_bytes": bench.extra_peak_bytes(name)}
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--batch", type=int, nargs="+", default=[128], help="one for all models, or one for each")
+    parser.add_argument("--image-size", type=int, help="pixels; default 64 on CPU, 224 on CUDA")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of whole steps for each model; half of it on top")
+    parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    image_size = arguments.image_size or (64 if device.type == "cpu" else 224)
+    batches = arguments.batch * (len(arguments.models) if len(arguments.batch) == 1 else 1)
+    todo = zip(arguments.models, batches, strict=True)
+    rows = [measure(model, batch, image_size, arguments.seconds, device) for model, batch in todo]
+    result = {"device": _device_name(device), "torch": torch.__version__, "base": "SGD with momentum", "rows": rows}
+    text = json.dumps(result, indent=1) + "\n"
+    if arguments.out:
+        arguments.out.write_text(text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""The workers' own norms with real workers over gloo: right, and DDP does not notice. As a program: the workers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.forked import fork_workers, run_workers
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.optim import LocalNorms, TulaOptimizer, local_gradient
+from tula_hpc.records import Configuration
+from tula_hpc.worker import Worker
+
+WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
+BATCH, STEPS = 6, 4
+loss = nn.CrossEntropyLoss()
+
+
+class Branches(nn.Module):
+    """Takes its second branch only for inputs whose first element is positive, its third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.always(x)
+        return out + self.sometimes(x) if x[0, 0] > 0 else out
+
+
+class Mixed(nn.Module):
+    """Three layers of three types, which DDP keeps in three buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8).double(), nn.Linear(8, 3).half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(x)).double())).half())
+        return out.float()
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Case(NamedTuple):
+    """A model, how DDP is set, and how it is trained."""
+
+    model: Callable[[], nn.Module] = plain
+    options: dict[str, Any] = {}  # noqa: RUF012 # never changed
+    passes: int = 1  # accumulated into one gradient
+    set_to_none: bool = True
+
+
+CASES = {
+    "plain": Case(),
+    "many buckets": Case(options={"bucket_cap_mb": 1e-4}),
+    "bucket views": Case(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}),
+    "zeroed": Case(set_to_none=False),
+    "accumulated": Case(passes=2),
+    "mixed types": Case(Mixed),
+    "unused": Case(Branches, {"find_unused_parameters": True}),
+    "unused, views": Case(Branches, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "static graph": Case(options={"static_graph": True, "bucket_cap_mb": 1e-4}),
+}
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A worker's batch; on the first worker alone the second branch is taken."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(BATCH, 4, generator=generator)
+    inputs[0, 0] = 1.0 if rank == 0 else -1.0
+    return inputs, torch.randint(3, (BATCH,), generator=generator)
+
+
+def backward(ddp: DistributedDataParallel, step: int, rank: int, passes: int, scale: float = 1.0) -> None:
+    for index in range(passes):
+        inputs, targets = batch(step * passes + index, rank)
+        with ddp.no_sync() if index < passes - 1 else nullcontext():
+            torch.autograd.backward(loss(ddp(inputs), targets) * (scale / passes))
+
+
+def new_ddp(case: Case) -> DistributedDataParallel:
+    torch.manual_seed(5)
+    return DistributedDataParallel(case.model(), **case.options)
+
+
+def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
+    """Gradients of some steps; with the hook, also the norms, and what they should be."""
+    ddp = new_ddp(case)
+    seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": []}
+    parameters = list(ddp.parameters())
+    norms = LocalNorms(parameters, BATCH * case.passes)
+    if hook:
+        norms.attach(ddp)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad(case.set_to_none)
+        if hook:
+            seen["expected"].append(expected_squares(ddp, step, rank, case.passes))
+        backward(ddp, step, rank, case.passes)
+        if hook:
+            squares, samples = norms.squares()
+            assert samples == BATCH * case.passes
+            seen["squares"].append(squares)
+        seen["gradients"].append([None if p.grad is None else p.grad.clone() for p in parameters])
+        optimizer.step()
+    return seen
+
+
+def expected_squares(ddp: DistributedDataParallel, step: int, rank: int, passes: int) -> Tensor:
+    """Mean over the workers, by another way; NaN where no worker used a parameter."""
+    parameters = list(ddp.parameters())
+    totals = [torch.zeros_like(p) for p in parameters]
+    used = torch.zeros(len(parameters), dtype=torch.float64)
+    for index in range(passes):
+        found = local_gradient(ddp.module, loss, *batch(step * passes + index, rank), parameters)
+        for place, gradient in enumerate(found):
+            if gradient is not None:
+                totals[place] += gradient / passes
+                used[place] = 1.0
+    squares = torch.stack([total.double().square().sum() for total in totals])
+    for tensor in (squares, used):
+        dist.all_reduce(tensor)
+    return torch.where(used > 0, squares / WORKERS, math.nan)
+
+
+def infinite(gradient: Tensor) -> Tensor:
+    return torch.full_like(gradient, math.inf)
+
+
+def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
+    """Squares of the first step: as they are, of a scaled loss, and with an infinite bias gradient on one worker."""
+    seen = {}
+    for name, scale in (("plain", 1.0), ("scaled", 1024.0), ("overflown", 1.0)):
+        ddp = new_ddp(Case())
+        parameters = list(ddp.parameters())
+        norms = LocalNorms(parameters, BATCH).attach(ddp)
+        if name == "overflown" and rank == 1:
+            parameters[1].register_hook(infinite)  # type: ignore[no-untyped-call] # torch's
+        backward(ddp, 0, rank, 1, scale)
+        seen[name] = norms.squares(torch.tensor(scale))[0]
+    return seen
+
+
+def frozen_and_foreign(rank: int) -> Tensor:
+    """A frozen parameter in the list, one of the model's that is not, and another order."""
+    torch.manual_seed(5)
+    model = plain()
+    parameters = list(model.parameters())
+    parameters[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    norms = LocalNorms([*reversed(parameters[:-1])], BATCH).attach(ddp)
+    backward(ddp, 0, rank, 1)
+    return norms.squares()[0]
+
+
+def exchanged(rank: int) -> list[int]:
+    """Numbers that are sent behind the gradients, which alone are float64, at each of some steps."""
+    ddp, sizes, all_reduce = new_ddp(Case()), [], dist.all_reduce
+
+    def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sizes.extend([tensor.numel()] if tensor.dtype is torch.float64 else [])
+        return all_reduce(tensor, *arguments, **options)
+
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
+    dist.all_reduce = counted
+    for step in range(STEPS):
+        backward(ddp, step, rank, 1)
+        norms.squares()
+    dist.all_reduce = all_reduce
+    return sizes
+
+
+def misuse(rank: int) -> list[str]:
+    """What is said when there is nothing to read."""
+    ddp, said = new_ddp(Case()), []
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
+    for _ in range(2):
+        try:
+            norms.squares()
+        except RuntimeError as error:
+            said.append(str(error))
+        backward(ddp, 0, rank, 1)
+        norms.squares()
+    with ddp.no_sync():
+        torch.autograd.backward(loss(ddp(batch(0, rank)[0]), batch(0, rank)[1]))
+    try:
+        norms.squares()
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def train_worker(rank: int, method: str) -> dict[str, Any]:
+    """A whole worker of a job, told at every step."""
+    workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
+    training = {"method": method, "small_batch": 5, "granularity": "tensor", "reference": "free"}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+    worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
+    worker.forward_backward(*next(worker.batches()))  # thrown away, as the trainer does before it restores
+    losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), 10)]
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    return {
+        "losses": losses,
+        "weights": torch.cat([p.detach().flatten() for p in worker.parameters]),
+        "factors": [factor is not None for factor in worker.optimizer.gradscale],
+        "small_batch": worker.optimizer.small_batch,
+        "update_due": worker.optimizer.update_due,
+        "noise": worker.optimizer.noise().noise_scale,
+    }
+
+
+def work(rank: int, folder: Path) -> None:
+    """One worker: every case with and without the hook."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=WORKERS, timeout=timedelta(seconds=60)
+    )
+    seen: dict[str, Any] = {
+        name: {"with": train(case, rank, hook=True), "without": train(case, rank, hook=False)}
+        for name, case in CASES.items()
+    }
+    seen["first step"] = scaled_and_overflown(rank)
+    seen["frozen"] = frozen_and_foreign(rank)
+    seen["exchanged"] = exchanged(rank)
+    seen["said"] = misuse(rank)
+    seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
+    torch.save(seen, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each worker saw."""
+    folder = tmp_path_factory.mktemp("workers")
+    run_workers(__file__, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
+
+
+def same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_ddp_without_the_hook_bit_for_bit(ranks: list[dict[str, Any]], name: str) -> None:
+    for seen in ranks:
+        pairs = zip(seen[name]["with"]["gradients"], seen[name]["without"]["gradients"], strict=True)
+        assert all(same(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_squares_are_the_mean_of_the_workers_own_norms(ranks: list[dict[str, Any]], name: str) -> None:
+    """At every step: DDP regroups its buckets after the first."""
+    tolerance = 2e-3 if name == "mixed types" else 1e-5
+    for seen in ranks:
+        for squares, expected in zip(seen[name]["with"]["squares"], seen[name]["with"]["expected"], strict=True):
+            torch.testing.assert_close(squares.double(), expected, rtol=tolerance, atol=1e-12, equal_nan=True)
+        for mine, theirs in zip(seen[name]["with"]["squares"], ranks[0][name]["with"]["squares"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_parameter_that_nobody_used_has_no_norm(ranks: list[dict[str, Any]]) -> None:
+    for name in ("unused", "unused, views"):
+        for squares in ranks[1][name]["with"]["squares"]:
+            assert squares.isnan().tolist() == [False] * 4 + [True] * 2
+
+
+def test_the_loss_scale_is_divided_out(ranks: list[dict[str, Any]]) -> None:
+    torch.testing.assert_close(ranks[0]["first step"]["scaled"], ranks[0]["first step"]["plain"])
+
+
+def test_one_workers_overflow_leaves_that_tensor_alone_without_a_norm_on_all(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        squares, expected = seen["first step"]["overflown"], seen["first step"]["plain"]
+        assert squares.isnan().tolist() == [place == 1 for place in range(len(expected))]
+        assert torch.equal(squares[2:], expected[2:])
+
+
+def test_squares_come_in_the_order_that_was_asked_for(ranks: list[dict[str, Any]]) -> None:
+    expected = ranks[0]["first step"]["plain"]
+    squares = ranks[0]["frozen"]
+    assert squares[-1].isnan()
+    torch.testing.assert_close(squares[:-1], expected[1:-1].flip(0))
+
+
+def test_one_number_a_parameter_is_sent_at_every_step(ranks: list[dict[str, Any]]) -> None:
+    """And one for those that have none."""
+    assert ranks[0]["exchanged"] == [6 + 1] * STEPS
+
+
+def test_nothing_is_read_twice_nor_without_an_all_reduce(ranks: list[dict[str, Any]]) -> None:
+    assert len(ranks[0]["said"]) == 3
+    assert all("no backward pass with an all-reduce" in words for words in ranks[0]["said"])
+
+
+@pytest.mark.parametrize("method", ["ags", "adascale"])
+def test_a_worker_trains_with_it_and_takes_no_pass(ranks: list[dict[str, Any]], method: str) -> None:
+    first = ranks[0]["worker"][method]
+    for seen in ranks:
+        mine = seen["worker"][method]
+        assert torch.equal(mine["weights"], first["weights"])
+        assert all(mine["factors"])
+        assert not mine["update_due"]
+        assert mine["noise"] > 0
+    assert sum(first["losses"][-3:]) < sum(first["losses"][:3])
+
+
+def test_the_reference_batch_is_what_was_asked_for_and_no_multiple_of_the_workers(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["worker"]["ags"]["small_batch"] == 5
+
+
+if __name__ == "__main__":
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

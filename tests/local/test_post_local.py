@@ -1,0 +1,247 @@
+"""Methods with two workers over gloo: post-local SGD, and norms that must be those of the all-reduced gradient.
+
+Run as a program, this file is the two workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.forked import fork_workers, free_ports, run_workers
+from tula_hpc import trainer
+from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import StageError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.local_states import LocalStates
+from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.stopping import StopRequest
+from tula_hpc.trainer import run_training
+from tula_hpc.worker import Worker, process_group
+
+WORKERS, BATCH, STEPS = 2, 16, 3
+STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step
+STOPPED_AFTER = STEPS_PER_EPOCH + 1  # models differ
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+OPTIMIZERS = {"lbt": "sgd", "lars": "sgd", "lamb": "adamw"}
+COMPACT = "tula_hpc.workloads.compact:compact_cnn"  # with BatchNorm
+PERCEPTRON = "tests.examples.own_workload:perceptron"  # without, so that workers do not matter
+
+
+def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
+    workload = {
+        "model": model,
+        "dataset": "digits",
+        "loader_workers": 0,
+        "samples": STEPS_PER_EPOCH * BATCH * WORKERS,
+        "epochs": EPOCHS,
+        "optimizer": OPTIMIZERS.get(method, "sgd"),
+        "zero_stage": zero_stage,
+    }
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": {"method": method}})
+
+
+def new_worker(spec: SweepSpec, env: WorkerEnvironment = ALONE) -> Worker:
+    configuration = Configuration(env.world_size, 1, BATCH * WORKERS // env.world_size)
+    return Worker(spec, ClusterSpec(), configuration, env)
+
+
+def weights(worker: Worker) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in worker.model.parameters()])
+
+
+def trained(worker: Worker) -> Worker:
+    for batch in islice(worker.batches(), STEPS):
+        worker.train_step(*batch)
+    return worker
+
+
+# the two workers
+
+
+def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
+    os.environ["RANK"] = str(rank)
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+    pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # this process ends soon: never put back
+    os.environ["MASTER_PORT"] = ports[0]
+    assert train(folder / "whole") == "finished"
+    os.environ["MASTER_PORT"] = ports[1]
+    train(folder / "stopped", stop_after=STOPPED_AFTER)
+    dist.destroy_process_group()  # the trainer has left it to the end of the process
+    if rank == 0:
+        shutil.copytree(folder / "stopped", folder / "as it stopped")
+    os.environ["MASTER_PORT"] = ports[2]
+    assert train(folder / "stopped") == "finished"
+    os.environ["MASTER_PORT"] = ports[3]
+    with process_group(ClusterSpec(), env):
+        seen = {"polo": local_steps(env), **methods(env)}
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+def train(root: Path, stop_after: int = 0) -> str:
+    stop, step = StopRequest(), Worker.train_step
+    steps = 0
+
+    def counted(self: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == stop_after:
+            stop.received = signal.SIGTERM
+        return step(self, inputs, targets)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(Worker, "train_step", counted)
+        return run_training(TrainJob(sweep("polo"), ClusterSpec(), Configuration(WORKERS, 1, BATCH), root), stop)
+    return "stopped"
+
+
+def local_steps(env: WorkerEnvironment) -> dict[str, Tensor]:
+    """A synchronous step, a local one, and one that ends with an average: gradients, weights, running means."""
+    worker = new_worker(sweep("polo"), env)
+    seen = {}
+    spans = {"synchronous": (0.875, 1.0), "local": (1.0, 1.125), "averaged": (1.125, 1.25)}
+    for (name, span), batch in zip(spans.items(), worker.batches(), strict=False):
+        worker.place(*span)
+        worker.train_step(*batch)
+        seen[f"{name} weights"] = weights(worker)
+        seen[f"{name} means"] = torch.cat([b.flatten() for n, b in worker.model.named_buffers() if "mean" in n])
+        if name != "averaged":  # where the gradient is dropped before the average
+            seen[f"{name} gradient"] = torch.cat([p.grad.flatten() for p in worker.parameters if p.grad is not None])
+    return seen
+
+
+def methods(env: WorkerEnvironment) -> dict[str, Any]:
+    plain = {name: weights(trained(new_worker(sweep(name, PERCEPTRON), env))) for name in OPTIMIZERS}
+    sharded = {f"{name} sharded": weights(trained(new_worker(sweep(name, PERCEPTRON, 1), env))) for name in OPTIMIZERS}
+    return plain | sharded
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both workers have trained; see `work`."""
+    folder = tmp_path_factory.mktemp("methods")
+    for name in ("whole", "stopped"):
+        RunDirectory(folder / name).create().train().root.mkdir()
+    run_workers(__file__, folder, *free_ports(4), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each worker saw."""
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
+
+
+def checkpoints(folder: Path, name: str) -> Path:
+    return RunDirectory(folder / name).train().checkpoints
+
+
+def latest(folder: Path) -> LoadedCheckpoint:
+    loaded = CheckpointStore(folder).load_latest()
+    assert loaded is not None
+    return loaded
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, wherever tensors are."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+# norms
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_workers_train_as_one_with_the_whole_batch(ranks: list[dict[str, Any]], name: str) -> None:
+    """Layer-wise rates see the norm of the all-reduced gradient, not of a worker's own."""
+    spec = sweep(name, PERCEPTRON)
+    start, alone = new_worker(spec), trained(new_worker(spec))
+    sizes = [p.numel() for p in start.parameters]
+    expected = torch.split(weights(alone) - weights(start), sizes)
+    for seen in ranks:
+        for move, wanted in zip(torch.split(seen[name] - weights(start), sizes), expected, strict=True):
+            assert (move - wanted).norm() < 0.02 * wanted.norm()  # the layer-wise moves are small against the weights
+    assert torch.equal(ranks[0][name], ranks[1][name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_divided_states_change_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    for seen in ranks:
+        torch.testing.assert_close(seen[f"{name} sharded"], seen[name], rtol=1e-6, atol=1e-7)
+
+
+# post-local SGD
+
+
+def test_workers_step_together_then_apart_and_meet_in_the_average(ranks: list[dict[str, Any]]) -> None:
+    first, second = (seen["polo"] for seen in ranks)
+    for what in ("weights", "gradient"):
+        assert torch.equal(first[f"synchronous {what}"], second[f"synchronous {what}"])
+        assert not torch.equal(first[f"local {what}"], second[f"local {what}"])
+    for what in ("weights", "means"):
+        assert not torch.equal(first[f"local {what}"], second[f"local {what}"])
+        assert torch.equal(first[f"averaged {what}"], second[f"averaged {what}"])
+
+
+def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Path) -> None:
+    for part in ("", "worker-0001"):
+        whole, resumed = (latest(checkpoints(folder, name) / part).state for name in ("whole", "stopped"))
+        for what in ("model", "optimizer", "scaler"):
+            assert same(whole[what], resumed[what])
+
+
+def test_every_worker_saves_its_own_state_and_evaluates_one_model(folder: Path) -> None:
+    """At an epoch's end there is one model, and each worker's own momenta."""
+    for name, one_model in (("as it stopped", False), ("whole", True)):
+        mine, others = (latest(checkpoints(folder, name) / part).state for part in ("", "worker-0001"))
+        assert mine["workers"] == WORKERS
+        assert same(mine["model"], others["model"]) == one_model
+        assert not same(mine["optimizer"], others["optimizer"])
+
+
+def test_another_number_of_workers_goes_on_from_the_mean(folder: Path) -> None:
+    states = LocalStates(checkpoints(folder, "as it stopped"), new_worker(sweep("polo")))
+    parts = [latest(checkpoints(folder, "as it stopped") / part).state for part in ("", "worker-0001")]
+    loaded = latest(states.folder)
+    mean = states.load(loaded)
+    for name, tensor in mean["model"].items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, (parts[0]["model"][name] + parts[1]["model"][name]) / 2)
+    momenta = [state["optimizer"]["state"][0]["momentum_buffer"] for state in (mean, *parts)]
+    torch.testing.assert_close(momenta[0], (momenta[1] + momenta[2]) / 2)
+    states.worker.load_own_state(mean)
+    trained(states.worker)
+    assert "2 workers" in states.note(loaded)
+
+
+def test_a_damaged_part_is_named_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints(folder, "as it stopped"), copy)
+    loaded = latest(copy)
+    (copy / "worker-0001" / loaded.path.name).unlink()
+    with pytest.raises(StageError, match=r"worker-0001.*delete .* to go on from the checkpoint before it"):
+        LocalStates(copy, new_worker(sweep("polo"))).load(loaded)
+
+
+if __name__ == "__main__":
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]), ports=sys.argv[2:])))

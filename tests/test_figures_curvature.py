@@ -1,0 +1,228 @@
+"""Figures of gradient norms, curvature, variability and applied scales."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.run_factory import make_run, write_training
+from tula_hpc.analysis.correlation import rank_correlation
+from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, draw_all
+from tula_hpc.analysis.figures_curvature import WINDOWS, Curve, rate_drops
+from tula_hpc.analysis.figures_scale import BINS, ONE, Used, bin_scales
+from tula_hpc.analysis.report_data import RunContents, Training, read_run
+from tula_hpc.records import SCALE_BINS_PER_OCTAVE, EpochMetrics, Metrics
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
+    return read_run(make_run(tmp_path_factory.mktemp("figures") / "run"))
+
+
+def drawn(contents: RunContents, name: str) -> Drawing:
+    result = FIGURES[name](contents)
+    assert isinstance(result, Drawing)
+    return result
+
+
+def rows(drawing: Drawing) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(drawing.table.to_csv())))
+
+
+def with_metrics(contents: RunContents, **changes: object) -> RunContents:
+    """The run with other lines in its training's log."""
+    training = contents.trainings[0]
+    return contents._replace(trainings=[training._replace(metrics=training.metrics._replace(**changes))])  # type: ignore[arg-type]
+
+
+def with_batch(training: Training, batch: int, factor: float) -> Training:
+    """The same at another batch and another norm."""
+    metrics = training.metrics
+    steps = [row.model_copy(update={"gradient_norm": factor * (row.gradient_norm or 0)}) for row in metrics.steps]
+    epochs = [row.model_copy(update={"global_batch": batch}) for row in metrics.epochs]
+    return training._replace(metrics=Metrics(steps, epochs, 0), label=f"b{batch}")
+
+
+# curvature
+
+
+def test_curvature_shows_what_was_measured(run: RunContents) -> None:
+    drawing, measured = drawn(run, "curvature"), run.trainings[0].metrics.curvature
+    table = rows(drawing)
+    assert [float(row["largest_eigenvalue"]) for row in table] == [row.largest_eigenvalue for row in measured]
+    assert [float(row["gradient_norm"]) for row in table] == [row.gradient_norm for row in measured]
+    line = drawing.figure.axes[0].get_lines()[0]
+    assert list(line.get_ydata()) == [row.largest_eigenvalue for row in measured]  # type: ignore[arg-type]
+    assert "512 training samples" in drawing.caption
+
+
+def test_a_rough_eigenvalue_is_hollow(run: RunContents) -> None:
+    points = [line for line in drawn(run, "curvature").figure.axes[0].get_lines() if line.get_marker() == "o"]
+    hollow = [line.get_xdata()[0] for line in points if line.get_markerfacecolor() != line.get_color()]  # type: ignore[index]
+    assert hollow == [4]  # where the residual is 30 % of it
+
+
+def test_the_title_says_the_rank_correlation_of_enough_points(run: RunContents) -> None:
+    measured = run.trainings[0].metrics.curvature
+    rank = rank_correlation([r.largest_eigenvalue or 0 for r in measured], [r.gradient_norm or 0 for r in measured])
+    assert rank == pytest.approx(1)
+    assert "rank correlation with the gradient's norm: 1" in drawn(run, "curvature").title
+    assert "correlation" not in drawn(with_metrics(run, curvature=measured[:3]), "curvature").title
+
+
+def test_negative_eigenvalues_and_gaps_are_drawn(run: RunContents) -> None:
+    measured = list(run.trainings[0].metrics.curvature)
+    measured[1] = measured[1].model_copy(update={"largest_eigenvalue": -5.0})
+    measured[2] = measured[2].model_copy(update={"largest_eigenvalue": None, "gradient_norm": None})
+    measured[3] = measured[3].model_copy(update={"gradient_norm": None})
+    drawing = drawn(with_metrics(run, curvature=measured), "curvature")
+    assert len(rows(drawing)) == len(measured) - 1
+    assert drawing.svg()
+
+
+# gradient norm
+
+
+def test_each_batch_has_one_curve(run: RunContents) -> None:
+    main = run.trainings[0]
+    batch = main.metrics.epochs[0].global_batch
+    three = [main, with_batch(main, 4 * batch, 2.0), with_batch(main, 4 * batch, 9.0), with_batch(main, 2, 3.0)]
+    drawing = drawn(run._replace(trainings=three), "gradient_norm")
+    norms: dict[int, list[float]] = {}
+    for row in rows(drawing):
+        norms.setdefault(int(row["global_batch_samples"]), []).append(float(row["norm"]))
+    assert list(norms) == [2, batch, 4 * batch]
+    first = [row.gradient_norm for row in main.metrics.steps]
+    assert norms[4 * batch] == [2.0 * (norm or 0) for norm in first]  # of the first training with that batch
+    assert f"at B = {4 * batch:,}" in drawing.title
+
+
+def test_an_unfinished_epoch_has_its_batch_from_the_steps(run: RunContents) -> None:
+    steps = [row for row in run.trainings[0].metrics.steps if 0 < row.epoch < 0.9]
+    drawing = drawn(with_metrics(run, epochs=[], steps=steps), "gradient_norm")
+    assert {int(row["global_batch_samples"]) for row in rows(drawing)} == {steps[0].samples_seen // steps[0].step}
+
+
+@pytest.mark.parametrize(("last", "words"), [(1.02, "stayed"), (3.0, "rose from 1 to 3"), (0.5, "fell from 1 to 0.5")])
+def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words: str) -> None:
+    steps = run.trainings[0].metrics.steps
+    half = len(steps) // 2
+    changed = [
+        row.model_copy(update={"gradient_norm": 1.0 if index < half else last}) for index, row in enumerate(steps)
+    ]
+    assert words in drawn(with_metrics(run, steps=changed), "gradient_norm").title
+
+
+def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:
+    curve = Curve([float(i) for i in range(1000)], [1.0 + (i % 7) for i in range(1000)])
+    medians = curve.medians()
+    assert len(medians.epochs) <= WINDOWS
+    assert medians.epochs[0] < 25
+    assert medians.epochs[-1] > 975
+    assert all(3 <= value <= 5 for value in medians.values)
+    short = Curve([0.0, 1.0], [3.0, 4.0])
+    assert short.medians() == short
+
+
+# variability
+
+
+def test_variability_stands_beside_accuracy(run: RunContents) -> None:
+    table = rows(drawn(run, "variability"))
+    metrics = run.trainings[0].metrics
+    assert [float(r["value"]) for r in table if r["mark"] == "step"] == [row.sensitivity for row in metrics.steps]
+    accuracies = [float(row["value"]) for row in table if row["mark"] == "test_accuracy_percent"]
+    assert accuracies == [100 * row.test_accuracy for row in metrics.epochs]
+
+
+def test_cuts_of_the_rate_are_marked_and_a_cosine_is_not(run: RunContents) -> None:
+    steps = run.trainings[0].metrics.steps
+    cut = [row.model_copy(update={"lr": 0.1 if row.epoch < 5 else 0.01}) for row in steps]
+    (mark,) = rate_drops(cut)
+    assert mark.epoch == pytest.approx(5, abs=0.3)
+    assert mark.what == "rate × 0.1"
+    last = steps[-1].epoch
+    cosine = [
+        row.model_copy(update={"lr": 0.1 * (1 + math.cos(math.pi * row.epoch / last)) / 2 + 1e-4}) for row in steps
+    ]
+    assert rate_drops(cosine) == []
+
+
+# scale
+
+
+def used(counts: dict[int, float], below: float = 0.0, above: float = 0.0) -> Used:
+    filled = np.zeros(BINS)
+    for place, count in counts.items():
+        filled[place] = count
+    return Used("main", filled, below, above)
+
+
+@pytest.mark.parametrize("ends", [0.0, 20.0])
+def test_a_density_covers_the_share_within_the_axis(ends: float) -> None:
+    example = used({ONE: 30.0, ONE + 6: 50.0}, below=ends)
+    scales, density = example.density()
+    octaves = np.diff(np.log2(scales))[0]
+    assert float(density.sum() * octaves) == pytest.approx(80 / (80 + ends), rel=1e-3)
+    assert scales[np.argmax(density)] == pytest.approx(2, rel=0.03)
+    assert example.unscaled_share == 30 / (80 + ends)
+
+
+def test_the_median_has_half_below_it() -> None:
+    assert used({ONE: 40, ONE + SCALE_BINS_PER_OCTAVE: 60}).median == pytest.approx(2)
+    assert used({ONE: 60, ONE + SCALE_BINS_PER_OCTAVE: 40}).median == pytest.approx(1)
+    assert used({ONE: 1}, above=9).median == bin_scales()[-1]
+
+
+def test_the_densitys_table_sums_over_the_whole_log(run: RunContents) -> None:
+    drawing = drawn(run, "scale_density")
+    counts = [int(row["elements_times_steps"]) for row in rows(drawing)]
+    logged = [row.scale_histogram or [] for row in run.trainings[0].metrics.steps]
+    assert counts == [sum(column) for column in zip(*logged, strict=True)]
+    assert sum(float(row["share"]) for row in rows(drawing)) == pytest.approx(1)
+
+
+def test_several_trainings_have_a_curve_each(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", stage="plan")
+    for label in ("main", "other"):
+        write_training(files, epochs_done=2, label=label)
+    drawing = drawn(read_run(files), "scale_density")
+    assert {row["mark"] for row in rows(drawing)} == {"main", "other"}
+    legend = drawing.figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["main", "other"]
+
+
+def test_lines_of_other_bins_are_passed_over(run: RunContents) -> None:
+    steps = [row.model_copy(update={"scale_histogram": [1, 2, 3]}) for row in run.trainings[0].metrics.steps]
+    assert isinstance(FIGURES["scale_density"](with_metrics(run, steps=steps)), Missing)
+
+
+# what is not there
+
+
+def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents) -> None:
+    training = run.trainings[0]
+    fields = ("gradient_norm", "sensitivity", "scale_mean", "scale_histogram")
+    plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]
+    bare = with_metrics(run, steps=plain, curvature=[])
+    assert {item.name for item in draw_all(bare).missing} == {"sensitivity"}
+    assert run.sweep is not None
+    wanted = run.sweep.training.model_copy(update={"curvature_epochs": (0, 4), "scale_histogram": True})
+    asked = bare._replace(sweep=run.sweep.model_copy(update={"training": wanted}))
+    assert {item.name for item in draw_all(asked).missing} == {"sensitivity", "curvature", "scale_density"}
+
+
+def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", stage="plan")
+    write_training(files, epochs_done=1)
+    contents = read_run(files)
+    assert isinstance(contents.trainings[0].metrics.epochs[0], EpochMetrics)
+    for name in ("variability", "gradient_norm", "scale_density"):
+        assert drawn(contents, name).svg()
+    assert isinstance(FIGURES["curvature"](contents), Missing)

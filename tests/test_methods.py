@@ -1,0 +1,382 @@
+"""`training.method`: what each method makes of the workload's optimizer."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from tests.run_factory import candidate, plan, write_plan
+from tula_hpc import methods
+from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, load_sweep
+from tula_hpc.drift_start import begin_drift_watch
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import InputError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.local_states import fold_into
+from tula_hpc.methods import build_optimizer, synchronous_epochs
+from tula_hpc.optim import TulaOptimizer, post_local
+from tula_hpc.optim.post_local import AVERAGES_PER_EPOCH, EpochAverager, PostLocalSGD
+from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.worker import Worker
+from tula_hpc.workloads.layers import layers, norms_and_biases
+from tula_hpc.workloads.optimizers import own_states
+from tula_hpc.workloads.rehearsal import Counts, Step
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
+COMPACT = "tula_hpc.workloads.compact:compact_cnn"
+PERCEPTRON = "tests.examples.own_workload:perceptron"  # without BatchNorm
+LR = {"lars": 5.0, "lamb": 1e-2}
+
+
+def sweep(method: str, model: str = COMPACT, **training: object) -> SweepSpec:
+    optimizer = "adamw" if method == "lamb" else "sgd"
+    workload = {"model": model, "dataset": "digits", "loader_workers": 0, "optimizer": optimizer}
+    workload |= {"lr": LR.get(method, 0.05)}
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": {"method": method, **training}})
+
+
+def with_workload(spec: SweepSpec, **changes: object) -> SweepSpec:
+    return spec.model_copy(update={"workload": spec.workload.model_copy(update=changes)})
+
+
+def new_worker(method: str, model: str = COMPACT, **training: object) -> Worker:
+    return Worker(sweep(method, model, **training), ClusterSpec(), CONFIGURATION, ALONE)
+
+
+def train(worker: Worker, steps: int) -> list[float]:
+    return [float(worker.train_step(*batch)) for batch in islice(worker.batches(), steps)]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm([16]), nn.Linear(16, 2))
+
+
+def optimizer_for(spec: SweepSpec, model: nn.Module, configuration: Configuration = CONFIGURATION) -> Any:
+    return build_optimizer(spec, model, list(model.parameters()), configuration, 50_000)
+
+
+def with_gradients(model: nn.Module, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
+
+
+def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
+    """What the first step with a known gradient does to each parameter."""
+    model = small_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_for(spec, model)
+    with_gradients(model, factor)
+    optimizer.step()
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+# all of them
+
+
+@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # those that tests/test_worker.py has not
+def test_a_few_steps_learn(method: str) -> None:
+    losses = train(new_worker(method, base_batch=16, small_batch=16), 12)
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+@pytest.mark.parametrize("method", ["lrs", "sqrt", "polo"])
+def test_with_one_worker_some_methods_differ_from_plain_training_in_the_rate_only(method: str) -> None:
+    runs = [new_worker("lbt"), new_worker(method)]
+    assert train(runs[0], 3) == train(runs[1], 3)
+
+
+def test_adascale_is_plain_training_at_its_base_batch() -> None:
+    runs = [new_worker("lbt"), new_worker("adascale", base_batch=64)]
+    assert train(runs[0], 3) == pytest.approx(train(runs[1], 3), rel=1e-5)
+
+
+def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
+    worker = new_worker("adascale", PERCEPTRON, base_batch=16)
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    assert (worker.optimizer.s_min, worker.optimizer.s_max) == (1.0, 4.0)
+    train(worker, 5)
+    gains = {float(factor) for factor in worker.optimizer.gradscale if factor is not None}
+    assert len(gains) == 1
+    assert 1.0 < gains.pop() <= 4.0
+
+
+def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each option that is not the schedule's reaches the optimizer."""
+    others = AgsOptions(64, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", "linear", "pass", 0.5)
+    monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
+    plain = optimizer_for(sweep("ags", preset="paper"), small_model())
+    for name, value in others._asdict().items():
+        given = optimizer_for(sweep("ags", preset="paper", **{name: value}), small_model())
+        differs = {key for key in given if key != "exclude" and given[key] != plain[key]}
+        differs |= {"exclude"} if len(given["exclude"]) != len(plain["exclude"]) else set()
+        assert bool(differs) == (name not in ("lr_scaling", "reference")), name
+
+
+def test_layers_are_told_where_they_share_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
+    model = small_model()
+    given = optimizer_for(sweep("ags", granularity="layer"), model)
+    assert [len(layer) for layer in given["layers"]] == [2, 2, 2, 2]
+    assert given["layers"] == layers(model, model.parameters())
+
+
+# parameters by kind
+
+
+def test_layers_part_the_parameters() -> None:
+    model = small_model()
+    model.append(nn.Linear(2, 2))
+    model[-1].weight = model[0].weight  # shared: the first layer has it
+    model[0].bias.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = layers(model, trained)
+    assert sorted(id(p) for layer in found for p in layer) == sorted(map(id, trained))
+    assert [len(layer) for layer in found] == [1, 2, 2, 2, 1]
+
+
+def test_norms_and_biases_are_all_but_the_weights() -> None:
+    model = small_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in model.parameters()} - {names[id(p)] for p in norms_and_biases(model)} == {
+        "0.weight",
+        "4.weight",
+    }
+    shaped = nn.LayerNorm([4, 4])  # its weight is no vector
+    assert len(norms_and_biases(shaped)) == 2
+
+
+# LARS and LAMB
+
+
+@pytest.mark.parametrize(("method", "plain"), [("lars", "sgd"), ("lamb", "adamw")])
+@pytest.mark.parametrize("decay", [0.0, 5e-4])
+def test_layer_wise_rates_depend_on_the_weights_norm_not_on_the_gradients(
+    method: str, plain: str, decay: float
+) -> None:
+    """With decay the direction changes a little, the length of a move does not."""
+    spec = with_workload(sweep(method), weight_decay=decay, lr=0.5)
+    weights = dict(small_model().named_parameters())
+    trust = 0.001 if method == "lars" else 1.0
+    small, large = (moves(spec, factor) for factor in (1.0, 100.0))
+    for name in ("0.weight", "4.weight"):
+        for move in (small[name], large[name]):
+            assert float(move.norm()) == pytest.approx(0.5 * trust * float(weights[name].detach().norm()), rel=1e-2)
+    biases = moves(with_workload(sweep("lbt"), optimizer=plain, weight_decay=0.0, lr=0.5), 1.0)
+    for name in ("0.bias", "1.weight", "1.bias", "3.weight", "4.bias"):
+        torch.testing.assert_close(small[name], biases[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "plain"), [("lars", "sgd"), ("lamb", "adamw")])
+def test_layer_wise_optimizers_hold_the_states_that_memory_is_estimated_for(method: str, plain: str) -> None:
+    sizes = []
+    for spec in (sweep(method), with_workload(sweep("lbt"), optimizer=plain)):
+        model = small_model()
+        optimizer = optimizer_for(spec, model)
+        with_gradients(model)
+        optimizer.step()
+        values = [value for state in own_states(optimizer).values() for value in state.values()]
+        sizes.append(sum(value.numel() for value in values if isinstance(value, Tensor) and value.dim()))
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("method", ["lars", "lamb"])
+def test_a_resumed_layer_wise_run_goes_on_bit_for_bit(method: str) -> None:
+    whole, half = new_worker(method), new_worker(method)
+    train(whole, 4)
+    batches = list(islice(half.batches(), 4))
+    for batch in batches[:2]:
+        half.train_step(*batch)
+    resumed = new_worker(method)
+    resumed.load_own_state(half.own_state())
+    for batch in batches[2:]:
+        resumed.train_step(*batch)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters, resumed.parameters, strict=True))
+
+
+def test_only_layer_wise_methods_need_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("timm", "timm.optim", "timm.optim.lars", "timm.optim.lamb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for method in get_args(Method):
+        if method in ("lars", "lamb"):
+            with pytest.raises(ImportError):
+                optimizer_for(sweep(method), small_model())
+        else:
+            optimizer_for(sweep(method), small_model())
+    package = Path(methods.__file__).parent
+    tops = [node for path in package.rglob("*.py") for node in ast.parse(path.read_text()).body]
+    names = {getattr(node, "module", None) for node in tops if isinstance(node, ast.ImportFrom)}
+    assert not any(name and name.startswith("timm") for name in names)
+
+
+@pytest.mark.parametrize("plain", ["sgd", "adamw"])
+def test_scaling_goes_around_layer_wise_rates_where_a_factor_on_the_gradient_would_cancel_out(plain: str) -> None:
+    from timm.optim.lamb import Lamb
+    from timm.optim.lars import Lars
+
+    form: dict[str, Any] = {"layer_wise": True, "preset": "paper", "apply": "update", "granularity": "tensor"}
+    optimizer = optimizer_for(with_workload(sweep("ags", **form), optimizer=plain), small_model())
+    assert isinstance(optimizer, TulaOptimizer)
+    assert isinstance(optimizer.base, Lars if plain == "sgd" else Lamb)
+    with pytest.raises(ValueError, match='expected apply = "update"'):
+        sweep("ags", **form | {"apply": "gradient"})
+
+
+@pytest.mark.parametrize(
+    ("method", "workload", "expected"),
+    [
+        ("lars", 'optimizer = "adamw"', 'workload.optimizer = "sgd"'),
+        ("lamb", 'optimizer = "sgd"', 'workload.optimizer = "adamw"'),
+        ("polo", "zero_stage = 1", "workload.zero_stage = 0"),
+    ],
+)
+def test_combinations_without_sense_are_refused(tmp_path: Path, method: str, workload: str, expected: str) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_text(f'name = "x"\n[workload]\n{workload}\n[training]\nmethod = "{method}"\n')
+    with pytest.raises(InputError) as caught:
+        load_sweep(path)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: training.method: ")
+    assert expected in line
+    assert "\n" not in line
+
+
+# clipping
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_clipped_step_is_no_longer_than_the_norm_allows(precision: str) -> None:
+    spec = with_workload(sweep("lbt", clip_norm=1e-3), momentum=0.0, weight_decay=0.0, precision=precision)
+    worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    before = [p.detach().clone() for p in worker.parameters]
+    train(worker, 1)
+    after = [p.detach() for p in worker.parameters]
+    move = math.sqrt(sum(float((p - q).square().sum()) for p, q in zip(after, before, strict=True)))
+    assert move == pytest.approx(0.05 * 1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("reference", ["pass", "free"])
+def test_clipping_leaves_the_factors_alone(reference: str) -> None:
+    """Small and large gradient are shortened alike."""
+    options = {"granularity": "tensor", "small_batch": 16, "reference": reference, "gate": "none"}
+    options |= {"update_interval_epochs": 0.001}
+    clipped = {}
+    for norm in (None, 1e-3):
+        worker = new_worker("ags", PERCEPTRON, **options, clip_norm=norm)
+        worker.sweep = with_workload(worker.sweep, lr=1e-9)  # so that both see the same gradients
+        for group in worker.optimizer.param_groups:
+            group["lr"] = 1e-9
+        train(worker, 3)
+        assert isinstance(worker.optimizer, TulaOptimizer)
+        clipped[norm] = torch.stack([factor for factor in worker.optimizer.gradscale if factor is not None])
+    torch.testing.assert_close(clipped[None], clipped[1e-3], rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(clipped[None], torch.ones_like(clipped[None]))
+
+
+# post-local SGD
+
+
+def averager(model: nn.Module | None = None, synchronous: int = 0) -> EpochAverager:
+    group = cast("Any", object())  # nothing is exchanged here
+    return EpochAverager(model or small_model(), synchronous, group=group)
+
+
+@given(st.integers(1, 60), st.integers(0, 3), st.integers(0, 30))
+def test_an_epoch_has_four_averages_and_ends_with_one(steps: int, synchronous: int, rest: int) -> None:
+    """Whatever the number of steps, and with samples left over at its end."""
+    about, samples = averager(synchronous=synchronous), steps * 32 + rest
+    for epoch in range(5):
+        due = []
+        for step in range(steps):
+            end = epoch + 1.0 if step == steps - 1 else epoch + (step + 1) * 32 / samples
+            about.place(epoch + step * 32 / samples, end)
+            assert about.local == (epoch >= synchronous)
+            due.append(about.due)
+        assert due[-1] == (epoch >= synchronous)
+        assert sum(due) == (min(steps, AVERAGES_PER_EPOCH) if epoch >= synchronous else 0) or rest
+        assert sum(due) <= AVERAGES_PER_EPOCH
+
+
+@given(st.integers(1, 1000))
+def test_the_synchronous_epochs_are_whole_and_leave_most_of_the_training(epochs: int) -> None:
+    synchronous = synchronous_epochs(epochs)
+    assert 1 <= synchronous <= 5
+    assert synchronous <= max(1, epochs / 5)
+
+
+def test_an_overflow_of_ones_own_does_not_keep_a_worker_from_the_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaged: list[int] = []
+    monkeypatch.setattr(post_local, "average_over_workers", lambda tensors, _: averaged.append(len(tensors)))
+    model = nn.Linear(2, 2)
+    optimizer = PostLocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), averager(model))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    before = model.weight.detach().clone()
+    for factor in (math.inf, 1.0):
+        optimizer.averager.place(0.9, 1.0)
+        scaler.scale(factor * model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.weight, before) == (factor == math.inf)
+        assert model.weight.grad is None  # its memory is the average's
+    assert averaged == [2, 2]
+
+
+def test_a_restored_optimizer_still_takes_the_rate_that_is_set() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = PostLocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), averager(model))
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())  # a plain one's will do
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = model.weight.detach().clone()
+    with_gradients(model)
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_local_steps_are_held_against_no_prediction(tmp_path: Path) -> None:
+    for method in ("lbt", "polo"):
+        run = RunDirectory(tmp_path / method).create()
+        known = candidate(CONFIGURATION)
+        write_plan(run, plan([known] * 4, chosen=known))
+        start = begin_drift_watch(TrainJob(sweep(method), ClusterSpec(), CONFIGURATION, run.root), ALONE)
+        assert (start.prediction is None) == (method == "polo")
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6))
+def test_folding_states_makes_their_mean(values: list[float]) -> None:
+    states = [{"a": [torch.tensor([value])], "n": torch.tensor(7), "lr": 0.1} for value in values]
+    mean = states[0]
+    for count, state in enumerate(states[1:], start=2):
+        fold_into(mean, state, count)
+    torch.testing.assert_close(mean["a"], [torch.tensor([sum(values) / len(values)])], rtol=1e-4, atol=1e-3)
+    assert (int(cast("Tensor", mean["n"])), mean["lr"]) == (7, 0.1)
+
+
+# memory
+
+
+def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
+    step = Step(backward_bytes=100, optimizer_bytes=60, blocks=())
+    counts = Counts(20, 20, 20, (4, 8), step, step, step._replace(backward_bytes=300))
+    for copies in (0, 1, 3):
+        more = counts.with_step_copies(copies)
+        assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]  # activations make the larger
+        assert more.fixed == counts.fixed
+    extra = {method: sweep(method).training for method in get_args(Method)}
+    assert {method for method, spec in extra.items() if spec.gradient_copies} == {"ags", "polo"}
+    assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
+    assert sweep("ags", apply="update").training.step_copies == 1

@@ -1,0 +1,553 @@
+"""Options beyond Algorithm 1: what shares a factor, exponent, smoothing, warm-up, gates, exclusion, scaled updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tula_hpc.optim import TulaOptimizer, norm_ratio
+
+SHAPES = ((3, 2), (4,), (), (5,))
+LAYERS = ((0, 1), (2,))  # the last parameter is in none
+SMALL, LARGE, LOCAL = 4, 64, 16  # b_small, b_large, and the batch that observed squares come from
+NORM_FORMS = ("tensor", "layer", "model")
+UNITS = {"tensor": [[0], [1], [2], [3]], "layer": [[0, 1], [2], [3]], "model": [[0, 1, 2, 3]]}
+
+
+class Still(Optimizer):
+    """Does nothing: what happens to gradients is the wrapper's work."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
+        return None if closure is None else closure()
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in SHAPES]
+
+
+def wrap(params: Sequence[nn.Parameter], base: Optimizer | None = None, **options: Any) -> TulaOptimizer:
+    if options.get("granularity") == "layer":
+        options.setdefault("layers", [[params[place] for place in layer] for layer in LAYERS])
+    options = {"small_batch": SMALL, "large_batch": LARGE, "delta": math.inf, **options}
+    return TulaOptimizer(base or Still(params), **options)
+
+
+def gradients(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def give(params: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    for parameter, value in zip(params, values, strict=True):
+        parameter.grad = None if value is None else value.clone()
+
+
+def squares_of(values: Sequence[Tensor]) -> list[float]:
+    return [float(value.square().sum()) for value in values]
+
+
+def factors(optimizer: TulaOptimizer) -> list[float]:
+    found = []
+    for factor in optimizer.gradscale:
+        assert factor is not None
+        assert factor.dim() == 0, "one number, never spread over the tensor"
+        found.append(float(factor))
+    return found
+
+
+def brought(small: float, large: float, batch: float, wanted: float, large_batch: float) -> float:
+    """The law as the brief has it, apart from the code's own."""
+    return large + (small - large) * (1 / wanted - 1 / large_batch) / (1 / batch - 1 / large_batch)
+
+
+# factors from norms
+
+
+@pytest.mark.parametrize("granularity", NORM_FORMS)
+@given(
+    seed=st.integers(0, 2**16),
+    exponent=st.sampled_from([0.5, 1.0, 2.0]),
+    smoothing=st.sampled_from([0.0, 0.9]),
+    s_min=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=12, deadline=None)
+def test_factors_from_observed_norms_follow_their_formula(
+    granularity: str, seed: int, exponent: float, smoothing: float, s_min: float
+) -> None:
+    """Against a plain transcription with floats: law in 1/batch, averages without bias, sums, root, power, bounds."""
+    params = parameters()
+    optimizer = wrap(params, granularity=granularity, exponent=exponent, smoothing=smoothing, s_min=s_min)
+    sums, weight = [[0.0, 0.0] for _ in SHAPES], 0.0
+    for step in range(4):
+        large = gradients(seed + step)
+        small = [value * (1 + 2 * torch.rand((), dtype=torch.float64).item()) for value in squares_of(large)]
+        give(params, large)
+        optimizer.observe_small(torch.tensor(small), LOCAL)
+        optimizer.step()
+        weight = smoothing * weight + 1 - smoothing
+        for pair, s, g in zip(sums, torch.tensor(small).tolist(), squares_of(large), strict=True):
+            for which, value in enumerate((brought(s, g, LOCAL, SMALL, LARGE), g)):
+                pair[which] = smoothing * pair[which] + (1 - smoothing) * value
+        expected = [0.0] * len(SHAPES)
+        for unit in UNITS[granularity]:
+            s, g = (max(0.0, sum(sums[place][which] / weight for place in unit)) for which in (0, 1))
+            ratio = (math.sqrt(s) / (math.sqrt(g) + 1e-8)) ** exponent
+            for place in unit:
+                expected[place] = min(max(ratio, s_min), (LARGE / SMALL) ** (exponent / 2))
+        assert factors(optimizer) == pytest.approx(expected, rel=1e-9)
+        for parameter, before, factor in zip(params, large, expected, strict=True):
+            torch.testing.assert_close(parameter.grad, before * (factor if step else 1.0))  # no Δ at the first step
+
+
+@pytest.mark.parametrize("granularity", NORM_FORMS)
+def test_both_references_give_the_same_factors_from_the_same_gradients(granularity: str) -> None:
+    params, others = parameters(), parameters()
+    free, by_pass = wrap(params, granularity=granularity), wrap(others, granularity=granularity)
+    small, large = gradients(1), gradients(2)
+    by_pass.update_gradscale(small, large)
+    give(params, large)
+    free.observe_small(torch.tensor(squares_of(small), dtype=torch.float64), SMALL)
+    free.step()
+    assert factors(free) == pytest.approx(factors(by_pass), rel=1e-12)
+    assert (free.update_interval, by_pass.update_due) == (None, False)
+
+
+@pytest.mark.parametrize("batch", [2, 8, 31.5])
+def test_expected_norms_give_the_same_factor_whatever_batch_they_come_from(batch: float) -> None:
+    """|g_n|² = |G|² + tr(Σ)/n for every n, so that the factor is that of b_small."""
+    square, trace = 3.0, 40.0
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = wrap([parameter], granularity="tensor")
+    parameter.grad = torch.full((1,), math.sqrt(square + trace / LARGE), dtype=torch.float64)
+    optimizer.observe_small(torch.tensor([square + trace / batch]), batch)
+    optimizer.step()
+    expected = math.sqrt((square + trace / SMALL) / (square + trace / LARGE))
+    assert factors(optimizer) == pytest.approx([expected], rel=1e-6)
+    assert optimizer.noise().noise_scale == pytest.approx(trace / square, rel=1e-5)
+
+
+def test_smoothing_takes_the_noise_out_of_the_ratio() -> None:
+    spread = {}
+    for smoothing in (0.0, 0.95):
+        generator, seen = torch.Generator().manual_seed(0), []
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = wrap([parameter], granularity="tensor", smoothing=smoothing, s_max=100.0)
+        for _ in range(150):
+            noise = torch.rand(2, generator=generator) + 0.5
+            parameter.grad = noise[:1].sqrt()
+            optimizer.observe_small(4 * noise[1:], SMALL)
+            optimizer.step()
+            seen += factors(optimizer)
+        spread[smoothing] = torch.tensor(seen[50:]).std().item()
+        assert torch.tensor(seen[50:]).mean().item() == pytest.approx(2.0, rel=0.1)
+    assert spread[0.95] < spread[0.0] / 3
+
+
+def test_smoothed_elements_move_towards_each_new_ratio_within_the_bounds() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = wrap([parameter], smoothing=0.75)
+    ones = torch.ones(3)
+    optimizer.update_gradscale([ones * 2], [ones])
+    optimizer.update_gradscale([torch.tensor([1.0, 1e9, 3.0])], [torch.tensor([1.0, 0.0, 1.0])])
+    (factor,) = optimizer.gradscale
+    torch.testing.assert_close(factor, torch.tensor([1.75, 2.5, 2.25]))  # the middle one towards s_max = 4
+
+
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 3.0])
+def test_the_default_bound_and_the_element_ratio_follow_the_exponent(exponent: float) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = wrap([parameter], exponent=exponent)
+    assert optimizer.s_max == pytest.approx((LARGE / SMALL) ** (exponent / 2))
+    optimizer.update_gradscale([torch.tensor([1.5, -100.0])], [torch.tensor([-1.0, 1.0])])
+    (factor,) = optimizer.gradscale
+    torch.testing.assert_close(factor, torch.tensor([1.5**exponent, optimizer.s_max]))
+    optimizer.set_batch(16)
+    assert optimizer.s_max == pytest.approx(2.0**exponent)
+
+
+def test_norm_ratio_of_nothing_is_one() -> None:
+    small, large = torch.tensor([0.0, 4.0, -1.0, math.nan, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0, math.nan])
+    assert norm_ratio(small, large).tolist() == pytest.approx([1.0, 2.0, 0.0, 1.0, 1.0])
+
+
+# what is passed over
+
+
+@pytest.mark.parametrize("granularity", NORM_FORMS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["small", "large"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_a_norm_that_is_not_finite_changes_no_factor_of_its_unit(
+    granularity: str, bad: float, where: str, smoothing: float
+) -> None:
+    params = parameters()
+    optimizer = wrap(params, granularity=granularity, smoothing=smoothing)
+    for step in range(3):
+        give(params, gradients(step))
+        squares = torch.tensor(squares_of(gradients(step)), dtype=torch.float64) * (1.5 + step)
+        before = optimizer.state_dict()["tula"]["averages"]
+        if step == 2 and where == "small":
+            squares[3] = bad
+        elif step == 2:
+            params[3].grad = torch.full_like(params[3], bad)
+        optimizer.observe_small(squares, LOCAL)
+        optimizer.step()
+    after = optimizer.state_dict()["tula"]["averages"]
+    assert torch.equal(before[:, 3], after[:, 3])
+    assert not torch.equal(before[:, 0], after[:, 0])
+    assert all(math.isfinite(factor) for factor in factors(optimizer))
+
+
+@pytest.mark.parametrize("granularity", NORM_FORMS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_pass_that_overflowed_changes_no_factor(granularity: str, bad: float, where: int) -> None:
+    optimizer = wrap(parameters(), granularity=granularity)
+    pair = [gradients(1), gradients(2)]
+    optimizer.update_gradscale(*pair)
+    before = factors(optimizer)
+    pair[where] = [torch.full_like(gradient, bad) for gradient in pair[where]]
+    optimizer.update_gradscale(*pair)
+    assert factors(optimizer) == before
+
+
+@pytest.mark.parametrize("granularity", ["element", *NORM_FORMS])
+@pytest.mark.parametrize("gate", ["paper", "none", "smooth", "smoothed"])
+@pytest.mark.parametrize("apply", ["gradient", "update"])
+def test_zero_infinite_and_missing_gradients_leave_finite_factors_and_the_other_weights_alone(
+    granularity: str, gate: str, apply: str
+) -> None:
+    params = parameters()
+    optimizer = wrap(params, SGD(params, lr=0.1), granularity=granularity, gate=gate, apply=apply, smoothing=0.5)
+    zeros = [torch.zeros_like(p) for p in params]
+    unused: list[Tensor | None] = [None, *gradients(3)[1:]]
+    for large in (zeros, gradients(1), zeros, unused, [None] * 4, gradients(2)):
+        give(params, large)
+        if granularity == "element":
+            optimizer.update_gradscale(large, large)
+        else:
+            optimizer.observe_small(torch.tensor([math.nan if g is None else 1.0 for g in large]), LOCAL)
+        optimizer.step()
+    assert all(f is None or (f.isfinite().all() and f.min() >= 0) for f in optimizer.gradscale)
+    assert all(parameter.isfinite().all() for parameter in params)
+    give(params, [torch.full_like(params[0], math.inf), *gradients(4)[1:]])
+    optimizer.step()
+    assert not params[0].isfinite().any()
+    assert all(parameter.isfinite().all() for parameter in params[1:])
+    assert all(f is None or f.isfinite().all() for f in optimizer.gradscale)
+
+
+# gates
+
+
+def shares(gate: str, norms: Sequence[float], **options: Any) -> list[float]:
+    """One step for each norm; what share of a static scale of 3 was applied, read from the gradient."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = wrap([parameter], gate=gate, static_scale=3.0, **options)
+    seen = []
+    for norm in norms:
+        parameter.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step()
+        share = (parameter.grad.item() / norm - 1) / 2 if norm else math.nan
+        seen.append(share)
+        if math.isfinite(share):
+            assert optimizer.statistics().scaled == pytest.approx(share, abs=1e-6)
+    return seen
+
+
+@pytest.mark.parametrize("delta", [0.5, math.inf])
+def test_the_gate_none_scales_every_step_the_first_too(delta: float) -> None:
+    assert shares("none", [1.0, 5.0, 0.1], delta=delta) == pytest.approx([1.0] * 3)
+
+
+def test_the_smooth_gate_scales_the_less_the_more_the_norm_changes() -> None:
+    roots = [math.sqrt(value) for value in (1.0, 1.0, 1.1, 1.32, 2.0)]  # Δ: none, 0, 0.1, 0.2, 0.515
+    assert shares("smooth", roots, delta=0.4) == pytest.approx([0.0, 1.0, 0.75, 0.5, 0.0], abs=1e-9)
+    assert shares("smooth", roots, delta=math.inf) == pytest.approx([0.0, 1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("smoothing", "decay"), [(0.0, 0.9), (0.5, 0.5)])
+def test_the_smoothed_gate_compares_the_average_with_its_value_before(smoothing: float, decay: float) -> None:
+    norms = [1.0, 1.6, 4.0, 1.0, 1.1, 9.0, 0.2, 1.0]  # the two decays differ at the second
+    expected, average = [0.0], norms[0] ** 2
+    for norm in norms[1:]:
+        new = decay * average + (1 - decay) * norm**2
+        expected.append(float(abs(new - average) / average < 0.5))
+        average = new
+    assert shares("smoothed", norms, delta=0.5, smoothing=smoothing) == pytest.approx(expected)
+    assert 0 < sum(expected) < len(norms) - 1, "both sides of δ must be seen"
+    assert shares("paper", norms, delta=0.5) != pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gate", "norms", "expected"),
+    [
+        ("smooth", (0.0, 1.0, 1.0), [0, 0, 1]),  # from 0: Δ is inf
+        ("smooth", (1.0, math.inf, 1.0), [0, 0, 1]),  # the infinite norm is not remembered
+        ("smooth", (math.nan, 1.0, 1.0), [0, 0, 1]),
+        ("smoothed", (0.0, 1.0, 1.0), [0, 0, 0]),  # the average still grows
+        ("smoothed", (1.0, math.inf, 1.0), [0, 0, 1]),
+        ("smoothed", (math.nan, math.inf, 1.0, 1.0), [0, 0, 0, 1]),
+        ("none", (math.nan, math.inf, 0.0, 1.0), [1, 1, 1, 1]),
+    ],
+)
+def test_edges_of_the_other_gates(gate: str, norms: Sequence[float], expected: list[float]) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer, seen = wrap([parameter], gate=gate, static_scale=2.0, delta=0.5), []
+    for norm in norms:
+        parameter.grad = torch.full((2,), norm)
+        optimizer.step()
+        seen.append(optimizer.statistics().scaled)
+    assert seen == expected
+
+
+# warm-up
+
+
+@pytest.mark.parametrize("gate", ["none", "smooth"])
+def test_the_scale_warms_up_over_so_many_steps(gate: str) -> None:
+    norms = [1.0] * 7
+    seen = []
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = wrap([parameter], gate=gate, static_scale=3.0, scale_warmup=4)
+    for norm in norms:
+        parameter.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step()
+        seen.append(parameter.grad.item())
+    assert seen == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0], rel=1e-6)
+    assert optimizer.statistics().scale_mean == 3.0
+
+
+def test_a_finished_warm_up_leaves_no_trace() -> None:
+    weights = []
+    for warmup in (0, 3):
+        params = parameters()
+        optimizer = wrap(params, SGD(params, lr=0.1), scale_warmup=warmup)
+        optimizer.steps = 3
+        optimizer.update_gradscale(gradients(1), gradients(2))
+        for step in range(4):
+            give(params, gradients(step))
+            optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in params]))
+    assert torch.equal(weights[0], weights[1])
+
+
+# exclusion
+
+
+@pytest.mark.parametrize("granularity", ["element", *NORM_FORMS])
+@pytest.mark.parametrize("apply", ["gradient", "update"])
+def test_excluded_parameters_keep_factor_one_and_count_for_no_other(granularity: str, apply: str) -> None:
+    params, others = parameters(), parameters()
+    options: dict[str, Any] = {"granularity": granularity, "apply": apply, "gate": "none", "s_min": 1.5}
+    optimizer = wrap(params, SGD(params, lr=0.1), exclude=(params[1], params[3]), **options)
+    alone = TulaOptimizer(
+        SGD([others[0], others[2]], lr=0.1),
+        small_batch=SMALL,
+        large_batch=LARGE,
+        layers=[[others[0]], [others[2]]],
+        **options,
+    )
+    small, large = gradients(1), gradients(2)
+    optimizer.update_gradscale(small, large)
+    alone.update_gradscale([small[0], small[2]], [large[0], large[2]])
+    assert [factor is None for factor in optimizer.gradscale] == [False, True, False, True]
+    give(params, large)
+    give(others, large)
+    optimizer.step()
+    alone.step()
+    for place in (0, 2):
+        torch.testing.assert_close(params[place], others[place])
+    plain = parameters()
+    base = SGD(plain, lr=0.1)
+    give(plain, large)
+    base.step()
+    assert torch.equal(params[1], plain[1])
+    assert torch.equal(params[3], plain[3])
+    assert not torch.equal(params[0], plain[0])
+
+
+def test_static_scaling_leaves_excluded_parameters_alone_too() -> None:
+    params = parameters()
+    optimizer = wrap(params, static_scale=3.0, gate="none", exclude=[params[0]])
+    give(params, gradients(1))
+    optimizer.step()
+    assert params[0].grad is not None
+    assert torch.equal(params[0].grad, gradients(1)[0])
+    torch.testing.assert_close(params[1].grad, 3 * gradients(1)[1])
+    statistics = optimizer.statistics()
+    assert statistics.scale_mean == pytest.approx((6 * 1 + 10 * 3) / 16)
+    assert (statistics.scale_min, statistics.scale_max) == (1.0, 3.0)
+
+
+def test_a_model_of_which_all_is_excluded_has_no_factors() -> None:
+    params = parameters()
+    optimizer = wrap(params, granularity="model", exclude=params)
+    give(params, gradients(0))
+    optimizer.observe_small(torch.ones(4), LOCAL)
+    optimizer.step()
+    assert optimizer.gradscale == [None] * 4
+
+
+# scaled updates
+
+BASES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("granularity", ["element", "layer", "model"])
+def test_a_scaled_update_is_so_many_times_the_bases(name: str, granularity: str) -> None:
+    params = parameters()
+    base = BASES[name](params)
+    optimizer = wrap(params, base, granularity=granularity, apply="update", gate="none")
+    optimizer.update_gradscale(gradients(8), gradients(9))
+    shadow = parameters()
+    plain = BASES[name](shadow)
+    for step in range(3):
+        before = [p.detach().clone() for p in params]
+        for mine, other in zip(params, shadow, strict=True):
+            other.data.copy_(mine.detach())  # the same weights, and momenta that saw the same gradients
+        give(params, gradients(step))
+        give(shadow, gradients(step))
+        optimizer.step()
+        plain.step()
+        for parameter, old, new, factor in zip(params, before, shadow, optimizer.gradscale, strict=True):
+            assert factor is not None
+            torch.testing.assert_close(parameter.detach(), old + factor * (new.detach() - old))
+            assert parameter.grad is not None
+        assert torch.equal(
+            torch.cat([p.grad.flatten() for p in params if p.grad is not None]),
+            torch.cat([g.flatten() for g in gradients(step)]),
+        ), "gradients are left as they are"
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_scale": 1.0},
+        {"static_scale": 5.0, "delta": 1e-12},  # the gate never opens
+        {},  # no factors yet
+        {"granularity": "tensor", "s_min": 1.0, "s_max": 1.0},
+    ],
+)
+def test_a_scaled_update_with_scale_one_equals_the_base_bit_for_bit(name: str, options: dict[str, Any]) -> None:
+    plain, wrapped = parameters(), parameters()
+    base = BASES[name](plain)
+    optimizer = wrap(wrapped, BASES[name](wrapped), apply="update", **options)
+    if "s_max" in options:
+        optimizer.update_gradscale(gradients(8), gradients(9))
+    for step in range(6):
+        give(plain, gradients(step))
+        give(wrapped, gradients(step))
+        base.step()
+        optimizer.step()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(wrapped, plain, strict=True))
+
+
+def test_adam_swallows_a_scaled_gradient_but_not_a_scaled_update() -> None:
+    moved = {}
+    for scale, apply in ((1.0, "gradient"), (4.0, "gradient"), (4.0, "update")):
+        parameter = nn.Parameter(torch.zeros(1))
+        base = Adam([parameter], lr=0.1, eps=0.0)
+        optimizer = wrap([parameter], base, static_scale=scale, apply=apply, gate="none")
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        moved[scale, apply] = parameter.item()
+    assert moved[4.0, "gradient"] == pytest.approx(moved[1.0, "gradient"])
+    assert moved[4.0, "update"] == pytest.approx(4 * moved[1.0, "gradient"])
+
+
+class Twice(Still):
+    """Calls its closure twice, then takes 1 from every weight."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
+        assert closure is not None
+        losses = [closure(), closure()]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(1.0)
+        return losses[-1]
+
+
+def test_of_several_calls_of_a_closure_the_last_decides_on_the_update() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = wrap([parameter], Twice([parameter]), static_scale=3.0, apply="update")
+
+    def closure() -> float:
+        parameter.grad = torch.ones(1)
+        return 0.0
+
+    optimizer.step(closure)  # the first call has no Δ, the second has one
+    assert parameter.item() == pytest.approx(-3.0)
+
+
+def test_plain_sgd_does_not_care_where_it_is_scaled() -> None:
+    weights = []
+    for apply in ("gradient", "update"):
+        params = parameters()
+        optimizer = wrap(params, SGD(params, lr=0.1), apply=apply, granularity="layer", gate="smooth", delta=2.0)
+        optimizer.update_gradscale(gradients(8), gradients(9))
+        for step in range(4):
+            give(params, gradients(step))
+            optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in params]))
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+# what a user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exponent": 0.0}, "exponent"),
+        ({"exponent": math.inf}, "exponent"),
+        ({"smoothing": 1.0}, "smoothing"),
+        ({"smoothing": -0.1}, "smoothing"),
+        ({"scale_warmup": -1}, "scale_warmup"),
+        ({"gate": "open"}, "gate: expected one of paper, none, smooth, smoothed; got 'open'"),
+        ({"apply": "weights"}, "apply: expected one of gradient, update"),
+        ({"granularity": "layer", "layers": None}, "layers: granularity"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(parameters(), **options)
+
+
+def test_a_parameter_cannot_be_in_two_layers() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="layers: a parameter is in two"):
+        wrap(params, granularity="layer", layers=[[params[0], params[1]], [params[1]]])
+
+
+@pytest.mark.parametrize(
+    ("options", "squares", "batch", "message"),
+    [
+        ({"granularity": "element"}, 4, LOCAL, "observe_small: granularity"),
+        ({"static_scale": 2.0}, 4, LOCAL, "static_scale"),
+        ({}, 3, LOCAL, "squares: expected one number for each of 4 parameters"),
+        ({}, 4, LARGE, "batch: expected above 0 and below large_batch = 64, got 64"),
+        ({}, 4, 0, "batch"),
+    ],
+)
+def test_observed_norms_that_do_not_fit_are_refused(
+    options: dict[str, Any], squares: int, batch: int, message: str
+) -> None:
+    optimizer = wrap(parameters(), **{"granularity": "tensor", **options})
+    with pytest.raises(ValueError, match=message):
+        optimizer.observe_small(torch.ones(squares), batch)

@@ -1,0 +1,356 @@
+"""The study: its table in the sweep file, its cells, and what their accuracies come to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_hpc.analysis.study_data import Outcome
+from tula_hpc.analysis.study_table import Entry, StudyTable, make_table, marks_of, spread, within_one_deviation
+from tula_hpc.config import (
+    ClusterSpec,
+    StudyCell,
+    StudySpec,
+    SweepSpec,
+    check_together,
+    load_sweep,
+    study_column,
+)
+from tula_hpc.errors import InputError, StageError
+from tula_hpc.records import RateTrial
+from tula_hpc.study import main
+from tula_hpc.study_stage import cell_spec, choose, family, trial_specs
+from tula_hpc.trainings import most_at_once
+
+PLAIN = """
+name = "small"
+[workload]
+dataset = "digits"
+"""
+STUDY = PLAIN + '[study]\nmethods = ["lbt", "lrs"]\nbatches = [256, 512]\n'
+VARIANT = "[study.variants.mine]\n"
+
+
+def loaded(folder: Path, text: str) -> SweepSpec:
+    path = folder / "sweep.toml"
+    path.write_text(text)
+    return load_sweep(path)
+
+
+# the table in the sweep file
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (PLAIN + "[study]\n", "study.batches: is required"),
+        (PLAIN + "[study]\nbatches = [256]\n", "study.methods: expected at least one"),
+        (STUDY.replace('"lrs"', '"lrz"'), 'study.methods: "lrz" is neither a method nor one of [study.variants] (did'),
+        (STUDY.replace("512", "256"), "study.batches: expected each value once"),
+        (STUDY.replace("256", '"256"'), 'study.batches.0: expected a whole number, got "256"'),
+        (STUDY + "seed = [1]\n", "study.seed: unknown key (did you mean 'seeds'?)"),
+        (STUDY + "small_batch = 0\nbase_lrs = [0.1]\n", "study.base_lrs: the rate is chosen at the small batch"),
+        (
+            STUDY + VARIANT + "training.delta = -1\n",
+            "study.variants.mine: training.delta: expected more than 0, got -1",
+        ),
+        (STUDY + VARIANT + '"training.detla" = 1\n', "study.variants.mine: training.detla: unknown key (did you mean"),
+        (STUDY + VARIANT + 'training.method = "agz"\n', "study.variants.mine: training.method: expected 'ags'"),
+        (STUDY + VARIANT + 'workload.model = "resnet19"\n', "study.variants.mine: workload.model: 'resnet19' is not a"),
+        (STUDY + VARIANT + "workload.seed = 3\n", "study.variants.mine.workload.seed: is set by study.seeds"),
+        (STUDY + VARIANT + "delta = 3\n", "study.variants.mine.delta: expected a key of [workload] or [training]"),
+        (STUDY + VARIANT + "search.min_batch = 3\n", "study.variants.mine.search.min_batch: expected a key of [work"),
+        (STUDY + "[study.variants]\nmine = 3\n", "study.variants.mine: expected a table, got 3"),
+        (STUDY + '[study.variants."a/b"]\n', "holds characters that are not allowed here"),
+        (
+            STUDY + '[study.variants.lars]\ntraining.method = "lamb"\n',
+            "study.variants.lars.training.method: a variant named after a method has that method",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_key_and_what_was_expected(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        loaded(tmp_path, text)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/sweep.toml: study.")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster", "words"),
+    [
+        (STUDY + "nodes = 65\n", {}, "study.nodes: 65 nodes, but c.toml has max_nodes = 64"),
+        (STUDY + "nodes = 3\n", {}, "study.small_batch: 128 cannot be shared equally among 3 workers"),
+        (STUDY + "small_batch = 0\n", {"workers_per_node": 3}, "study.batches: 256 cannot be shared equally"),
+        (
+            STUDY.replace('"digits"', '"digits"\nsamples = 300'),
+            {},
+            "study.batches: 512 is above workload.samples = 300",
+        ),
+        (STUDY.replace('"lrs"', '"polo"'), {}, "study.nodes: polo averages the models of several workers"),
+        (STUDY + VARIANT + 'workload.precision = "fp16"\n', {}, "workload.precision: fp16 of mine needs device"),
+    ],
+)
+def test_a_study_that_the_cluster_cannot_run_is_refused(
+    tmp_path: Path, text: str, cluster: dict[str, object], words: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        check_together(loaded(tmp_path, text), ClusterSpec.model_validate(cluster), "s.toml", "c.toml")
+    assert words in str(caught.value)
+
+
+def test_bounds_of_the_search_do_not_matter_to_a_study(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, STUDY.replace('"digits"', '"digits"\nsamples = 600'))
+    check_together(spec, ClusterSpec(), "s.toml", "c.toml")  # search.max_batch is 1024
+
+
+def test_keys_of_a_variant_with_and_without_quotes_are_the_same(tmp_path: Path) -> None:
+    bare = loaded(tmp_path, STUDY + VARIANT + "training.delta = 0.1\nworkload.lr = 0.2\n")
+    quoted = loaded(tmp_path, STUDY + VARIANT + '"training.delta" = 0.1\n"workload.lr" = 0.2\n')
+    assert bare == quoted
+    column = study_column(bare, "mine")
+    assert (column.training.ags.delta, column.workload.lr, column.training.method) == (0.1, 0.2, "ags")
+
+
+def test_a_variant_with_the_name_of_a_method_has_that_method_with_other_keys(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, STUDY + "[study.variants.lars]\nworkload.lr = 2.0\n")
+    assert spec.study is not None
+    assert spec.study.columns == ("lbt", "lrs", "lars")
+    column = study_column(spec, "lars")
+    assert (column.training.method, column.workload.lr) == ("lars", 2.0)
+
+
+def test_a_frozen_study_reads_as_it_was(tmp_path: Path) -> None:
+    import tomli_w
+
+    spec = loaded(tmp_path, STUDY + VARIANT + "training.delta = 0.1\nworkload.milestones = [3, 5]\n")
+    again = loaded(tmp_path, tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True)))
+    assert again == spec
+
+
+# cells
+
+
+def study(**keys: object) -> StudySpec:
+    return StudySpec.model_validate({"methods": ("lbt", "lrs"), "batches": (256, 512), **keys})
+
+
+def test_every_cell_is_there_once_and_the_first_seed_makes_a_whole_table() -> None:
+    spec = study(seeds=(3, 4))
+    cells = spec.cells()
+    wanted = {("lbt", 128)} | {(column, batch) for column in ("lbt", "lrs") for batch in (256, 512)}
+    assert {(cell.column, cell.batch) for cell in cells[:5]} == wanted
+    assert {cell.seed for cell in cells[:5]} == {3}
+    assert len(cells) == len(set(cells)) == len({cell.label for cell in cells}) == 10
+
+
+def test_the_reference_is_not_trained_twice_where_the_table_has_it() -> None:
+    assert len(study(batches=(128, 256), seeds=(0,)).cells()) == 4
+    assert len(study(methods=("lrs",), batches=(128, 256), seeds=(0,)).cells()) == 3
+    assert len(study(small_batch=0, seeds=(0,)).cells()) == 4
+
+
+def sweep(**keys: object) -> SweepSpec:
+    return SweepSpec.model_validate({"name": "s", "workload": {"lr": 0.3}, "study": study(**keys).model_dump()})
+
+
+def test_a_cell_is_its_column_with_its_seed_and_the_chosen_rate() -> None:
+    spec = sweep(variants={"fast": {"workload.lr": 0.9}, "adam": {"workload.optimizer": "adamw"}}, small_batch=64)
+    rates = {"sgd": 0.1, "adamw": 0.001}
+    lrs = cell_spec(spec, StudyCell("lrs", 256, 7), rates)
+    assert (lrs.training.method, lrs.workload.seed, lrs.workload.lr) == ("lrs", 7, 0.1)
+    assert lrs.training.base_batch == 64  # where the rate was chosen
+    assert cell_spec(spec, StudyCell("fast", 256, 7), rates).workload.lr == 0.9
+    assert cell_spec(spec, StudyCell("adam", 256, 7), rates).workload.lr == 0.001
+    untuned = cell_spec(spec, StudyCell("lrs", 256, 7), {})
+    assert (untuned.workload.lr, untuned.training.base_batch) == (0.3, 128)
+
+
+def test_rates_are_tried_once_for_each_family_on_held_out_samples_of_one_seed() -> None:
+    columns = {"adam": {"workload.optimizer": "adamw"}, "fast": {"workload.lr": 0.9, "training.method": "lamb"}}
+    spec = sweep(methods=("lbt", "lrs", "ags", "lars"), variants=columns, base_lrs=(0.1, 0.2), seeds=(5, 6))
+    trials = trial_specs(spec)
+    assert {(family(t), t.workload.lr) for t in trials.values()} == {
+        (name, rate) for name in ("sgd", "adamw", "lars") for rate in (0.1, 0.2)
+    }  # not lamb: its only column has a rate of its own
+    assert all(t.workload.seed == 5 and t.workload.holdout == 0.1 for t in trials.values())
+    assert {t.training.method for t in trials.values()} == {"lbt", "lars"}
+
+
+def test_the_best_finished_rate_is_chosen_and_the_smaller_of_equals() -> None:
+    seen = [("sgd", 0.4, None), ("sgd", 0.2, 0.7), ("sgd", 0.1, 0.7), ("sgd", 0.05, 0.6), ("lars", 2.0, 0.1)]
+    trials = [RateTrial(family=name, lr=rate, accuracy=accuracy) for name, rate, accuracy in seen]
+    assert choose(iter(trials)).rates == {"sgd": 0.1, "lars": 2.0}
+    with pytest.raises(StageError, match="sgd diverged with every one"):
+        choose(iter(trials[:1]))
+
+
+def test_locally_as_many_run_as_there_are_cores_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert most_at_once(ClusterSpec(), 1) == 8
+    assert most_at_once(ClusterSpec(), 3) == 2
+    assert most_at_once(ClusterSpec(cpus_per_worker=16), 1) == 1
+    assert most_at_once(ClusterSpec(array_parallelism=4), 1) == 4  # where the cluster file says so
+
+
+# the numbers
+
+accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=6)
+
+
+@given(accuracies)
+def test_mean_and_deviation_over_seeds(values: list[float]) -> None:
+    found = spread(values)
+    assert found is not None
+    assert min(values) - 1e-12 <= found.mean <= max(values) + 1e-12
+    assert found.runs == len(values)
+    assert found.deviation == (None if len(values) == 1 else pytest.approx(statistics.stdev(values)))
+
+
+def table(reached: Mapping[tuple[str, int], Sequence[float | None]], **keys: object) -> StudyTable:
+    """Of these test accuracies by column and batch, one for each seed; None: diverged."""
+    outcomes = [
+        Outcome(StudyCell(*place, seed), "diverged" if value is None else "finished", value)
+        for place, values in reached.items()
+        for seed, value in enumerate(values)
+    ]
+    columns = tuple(dict.fromkeys(column for column, batch in reached if batch != 128))
+    batches = tuple(dict.fromkeys(batch for _, batch in reached if batch != 128))
+    return make_table(study(methods=columns, batches=batches, **keys), outcomes)
+
+
+@given(st.floats(0.3, 0.9), st.floats(0.02, 0.3), st.floats(-0.2, 0.2))
+def test_recovered_is_0_for_plain_1_for_the_small_batch_and_linear_between(
+    small: float, lost: float, shift: float
+) -> None:
+    levels: dict[tuple[str, int], list[float | None]] = {
+        ("lbt", 128): [small],
+        ("lbt", 512): [small - lost],
+        ("ags", 512): [small + shift * lost],
+    }
+    found = table({**levels, ("lrs", 512): [small - lost / 2]}).entries
+    assert found["lbt", 512].recovered == pytest.approx(0.0)
+    assert found["ags", 512].recovered == pytest.approx(1 + shift)
+    assert found["lrs", 512].recovered == pytest.approx(0.5)
+
+
+def test_nothing_is_recovered_where_nothing_was_lost_or_nothing_is_known() -> None:
+    unhurt = table({("lbt", 128): [0.7], ("lbt", 512): [0.695], ("ags", 512): [0.71]})
+    assert unhurt.entries["ags", 512].recovered is None
+    assert table({("lbt", 512): [0.6], ("ags", 512): [0.7]}).entries["ags", 512].recovered is None
+
+
+def test_best_and_worst_are_marked_at_each_batch() -> None:
+    found = table(
+        {("lbt", 256): [0.5, 0.6], ("lrs", 256): [0.7, 0.7], ("lbt", 512): [0.6, 0.6], ("lrs", 512): [0.2, 0.3]}
+    )
+    marks = {place: entry.mark for place, entry in found.entries.items()}
+    assert marks == {("lbt", 256): "worst", ("lrs", 256): "best", ("lbt", 512): "best", ("lrs", 512): "worst"}
+
+
+def test_diverged_runs_are_counted_not_averaged_and_never_the_best() -> None:
+    found = table({("lrs", 512): [0.9, None, 0.8], ("lbt", 512): [0.5, 0.5, 0.5], ("ags", 512): [0.4, 0.4, 0.4]})
+    lrs = found.entries["lrs", 512]
+    assert (lrs.diverged, lrs.mark) == (1, "")
+    assert lrs.test is not None
+    assert lrs.test.mean == pytest.approx(0.85)
+    assert found.best(512) == found.entries["lbt", 512]
+    assert found.entries["ags", 512].mark == "worst"
+    assert found.number_of("diverged") == 1
+    assert (
+        table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
+    )  # as if 0.35
+
+
+def test_a_method_that_always_diverged_has_no_accuracy() -> None:
+    found = table({("lrs", 512): [None, None], ("lbt", 512): [0.5, 0.5]}).entries
+    assert found["lrs", 512].test is None
+    assert found["lrs", 512].mark == "worst"
+    assert found["lbt", 512].mark == "best"
+
+
+def test_equals_and_single_methods_have_no_marks() -> None:
+    assert {entry.mark for entry in table({("lbt", 512): [0.5], ("lrs", 512): [0.5]}).entries.values()} == {""}
+    assert table({("lbt", 512): [0.5]}).best(512) is None
+
+
+levels = st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=4)
+
+
+@given(st.lists(levels, min_size=2, max_size=6))
+def test_the_best_is_best_of_those_that_did_not_diverge_and_the_worst_is_below_all(
+    rows: list[list[float | None]],
+) -> None:
+    entries = []
+    for number, values in enumerate(rows):
+        known = [value for value in values if value is not None]
+        entries.append(Entry(f"m{number}", 512, spread(known), None, len(values) - len(known), 0, 0))
+    marks = {mark: column for column, mark in marks_of(entries).items()}
+    means = {entry.column: entry.test.mean for entry in entries if entry.test and not entry.diverged}
+    levels = {f"m{number}": statistics.fmean(value or 0.0 for value in values) for number, values in enumerate(rows)}
+    if "best" in marks:
+        assert means[marks["best"]] == max(means.values())
+        assert marks["best"] != marks["worst"]
+    if "worst" in marks:
+        assert levels[marks["worst"]] == pytest.approx(min(levels.values()))
+
+
+def test_within_one_deviation_of_the_best() -> None:
+    found = table({("ags", 512): [0.68, 0.72], ("lrs", 512): [0.68, 0.68], ("lbt", 512): [0.6, 0.6]})
+    best = found.best(512)
+    assert best is not None
+    assert best.column == "ags"  # its deviation is 2.8 points
+    assert within_one_deviation(found.entries["lrs", 512], best)
+    assert not within_one_deviation(found.entries["lbt", 512], best)
+
+
+# the command
+
+
+def test_dry_run_says_what_would_be_trained_and_creates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, STUDY + "base_lrs = [0.1, 0.2]\n")
+    (tmp_path / "c.toml").write_text('name = "c"\nexecutor = "slurm"\ntrain_minutes = 30\narray_parallelism = 3\n')
+    assert main(["sweep.toml", "--cluster", "c.toml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "15 trainings of 10 epochs on 1 x 1 workers" in out
+    assert "before them 2 trainings to choose the learning rate at B = 128" in out
+    assert "at most 8.50 node-hours" in out
+    assert "#SBATCH --array=0-14%3" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.toml", "c.toml"}
+
+
+@pytest.mark.parametrize("command", ["sweep", "study"])
+def test_a_sweep_with_a_study_runs_the_study_under_both_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    from tula_hpc import study as study_command
+    from tula_hpc import sweep as sweep_command
+
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, STUDY)
+    chosen = {"sweep": sweep_command, "study": study_command}[command]
+    assert chosen.main(["sweep.toml", "--dry-run"]) == 0
+    assert "15 trainings" in capsys.readouterr().out
+
+
+def test_a_study_has_no_plan_and_a_sweep_without_the_table_is_no_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.sweep import main as sweep_main
+
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, STUDY)
+    assert sweep_main(["sweep.toml", "--until", "plan"]) == 2
+    assert "a sweep with [study] has no stage 'plan'" in capsys.readouterr().err
+    loaded(tmp_path, PLAIN)
+    assert main(["sweep.toml"]) == 2
+    assert "sweep.toml: expected a [study] table" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.toml"}

@@ -1,0 +1,177 @@
+"""A study's report: from a run directory alone, at any stage, with every number that the figures show as CSV."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.study_factory import SWEEP, make_study
+from tula_hpc.analysis.figures_drawing import Drawing, Missing
+from tula_hpc.analysis.figures_scale import BINS, ONE
+from tula_hpc.analysis.figures_study_delta import delta_groups
+from tula_hpc.analysis.figures_study_scale import density, draw_study_scale_elements, used_scale
+from tula_hpc.analysis.study import main, write_study_report
+from tula_hpc.analysis.study_data import read_study
+from tula_hpc.analysis.study_table import make_table
+from tula_hpc.analysis.study_text import answer, cautions, latex, verdicts
+from tula_hpc.config import SweepSpec
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.records import RunDirectory, StepMetrics, TunedRates
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    made = make_study(tmp_path_factory.mktemp("study") / "run")
+    write_study_report(made)
+    return made
+
+
+def rows(run: RunDirectory, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((run.report / name).read_text().splitlines()))
+
+
+def test_all_files_are_there(run: RunDirectory) -> None:
+    names = {path.name for path in run.report.iterdir()}
+    figures = ("study_table", "study_accuracy", "study_epochs", "study_delta", "study_scale")
+    wanted = {f"{figure}.{suffix}" for figure in figures for suffix in ("svg", "png", "csv")}
+    assert names == wanted | {"study.html", "study_table.tex", "study_runs.csv"}
+
+
+def test_the_page_holds_table_verdicts_and_figures_and_asks_the_network_for_nothing(run: RunDirectory) -> None:
+    page = (run.report / "study.html").read_text()
+    assert page.count("<figure ") == 5
+    assert "B = 1,024: plain large-batch training" in page.replace("\u00a0", " ")
+    assert "lrs diverged in 1 of 3 runs." in page.replace("\u00a0", " ")
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert "{{" not in page
+
+
+def test_the_table_as_csv(run: RunDirectory) -> None:
+    found = rows(run, "study_table.csv")
+    assert [(row["kind"], row["method"], row["global_batch_samples"]) for row in found[:1]] == [
+        ("small batch", "lbt", "128")
+    ]
+    assert len(found) == 1 + 6 * 3
+    diverged = [row for row in found if row["diverged"] != "0"]
+    assert [(row["method"], row["global_batch_samples"], row["runs"]) for row in diverged] == [("lrs", "1024", "2")]
+    plain = next(row for row in found if row["method"] == "lbt" and row["global_batch_samples"] == "1024")
+    assert float(plain["recovered_percent"]) == 0.0
+
+
+def test_every_training_is_in_the_list(run: RunDirectory) -> None:
+    found = rows(run, "study_runs.csv")
+    assert len(found) == 3 * (1 + 6 * 3)
+    assert [row["status"] for row in found].count("diverged") == 1
+
+
+def test_latex_marks_one_best_and_one_worst_a_batch(run: RunDirectory) -> None:
+    text = (run.report / "study_table.tex").read_text()
+    assert text.count(r"\textbf{") == text.count(r"\underline{") == 3
+    assert r"$^{1\times}$" in text
+    body = [line for line in text.splitlines() if "&" in line and "multicolumn" not in line]
+    assert {line.count("&") for line in body} == {6}
+    assert text.count("{") == text.count("}")
+    underscored = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256], "variants": {"a_b": {}}}}
+    spec = SweepSpec.model_validate(underscored)
+    assert spec.study is not None
+    assert r"a\_b" in latex(make_table(spec.study, []))
+
+
+def test_columns_that_differ_in_delta_alone_are_one_ablation(run: RunDirectory) -> None:
+    (group,) = delta_groups(read_study(run))
+    assert group == {0.1: "ags-d0.1", 0.5: "ags", 2.0: "ags-d2"}  # not lrs: another method; ags has the preset's
+    assert {row["delta"] for row in rows(run, "study_delta.csv")} == {"0.1", "0.5", "2.0"}
+
+
+def test_a_report_before_the_first_result_says_what_is_missing(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    for path in (run.root / "train").rglob("*.json*"):
+        path.unlink()
+    write_study_report(run)
+    page = (run.report / "study.html").read_text().replace("\u00a0", " ")
+    assert "57 trainings of the study have no result yet." in page
+    assert page.count("<figure ") == 0
+    assert "ablation of δ: no two columns" in page
+
+
+def test_a_failed_training_is_told_with_its_reason_until_it_is_submitted_again(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    label = "study/ags-b512-s1"
+    run.train(label).result_file.unlink()
+    run.log_event("failed", "train", failure="host_oom", detail="killed", data={"label": label})
+    outcome = next(o for o in read_study(run).outcomes if o.cell.label == label)
+    assert (outcome.status, outcome.why) == ("failed", "host oom: killed")
+    run.log_event("submitted", "train", data={"label": label})
+    assert next(o for o in read_study(run).outcomes if o.cell.label == label).status == "missing"
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunDirectoryError, match=r"no sweep\.toml"):
+        read_study(RunDirectory(tmp_path))
+    (tmp_path / "sweep.toml").write_text('name = "x"\n')
+    assert main([str(tmp_path)]) == 2
+    assert "holds no study" in capsys.readouterr().err
+
+
+def test_the_verdict_names_the_loss_the_best_and_what_came_back(run: RunDirectory) -> None:
+    contents = read_study(run)
+    table = make_table(contents.study, contents.outcomes)
+    last = verdicts(table)[-1]
+    best = table.best(1024)
+    assert best is not None
+    assert best.column == "ags"
+    assert "lost 1" in last  # 15 points, by the formula
+    assert "Best is ags with" in last
+    assert re.search(r"ags \d\d %", last)
+    assert answer(table) == "ags is best, or within one standard deviation of the best, at 3 of 3 batches."
+
+
+def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: RunDirectory) -> None:
+    contents = read_study(run)
+    table = make_table(contents.study, contents.outcomes)
+    assert cautions(contents, table) == []
+    rising = contents.metrics.copy()
+    for cell, metrics in contents.metrics.items():
+        linear = [e.model_copy(update={"test_accuracy": e.epoch / 100}) for e in metrics.epochs]
+        rising[cell] = metrics._replace(epochs=linear)
+    study = contents.study.model_copy(update={"seeds": (0, 1), "base_lrs": {"all": [0.1, 0.2]}})
+    rates = TunedRates(rates={"sgd": 0.2}, trials=[])
+    found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
+    assert "is not trained out" in found
+    assert "Only 2 seeds" in found
+    assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
+
+
+def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
+    row = StepMetrics(step=1, samples_seen=1, epoch=1, loss=1, lr=1, step_time_s=1, scale_mean=3.0, scaled=0.5)
+    assert used_scale(row) == pytest.approx(2.0)
+    assert used_scale(row.model_copy(update={"scaled": 0.0})) == 1.0
+    assert used_scale(row.model_copy(update={"scale_mean": None})) is None
+
+
+@pytest.mark.parametrize("spread", [0.5, 1e-9])
+def test_a_density_has_an_area_of_1(spread: float) -> None:
+    values = 2.0 + spread * np.random.default_rng(0).standard_normal(500)
+    at = np.linspace(-1, 5, 2001)
+    assert np.trapezoid(density(values, at), at) == pytest.approx(1.0, abs=0.01)
+
+
+def test_scales_of_single_elements_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    contents = read_study(run)
+    table = make_table(contents.study, contents.outcomes)
+    assert isinstance(draw_study_scale_elements(contents, table), Missing)
+    for cell, metrics in contents.metrics.items():
+        counts = [0] * (BINS + 2)
+        counts[1 + ONE + cell.seed] = 100
+        steps = [row.model_copy(update={"scale_histogram": counts}) for row in metrics.steps if row.scale_mean]
+        contents.metrics[cell] = metrics._replace(steps=steps)
+    drawn = draw_study_scale_elements(contents, table)
+    assert isinstance(drawn, Drawing)
+    thirds = [row for row in drawn.table.rows if row[3]]
+    assert [row[0] for row in thirds] == [name for name in ("ags", "ags-d0.1", "ags-d2") for _ in range(3)]
+    assert [row[3] for row in thirds] == pytest.approx([1 / 3] * 9)  # the seeds together

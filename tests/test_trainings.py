@@ -1,0 +1,152 @@
+"""Many trainings through a scheduler that is made up: each once, bounded, none held up by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.study_factory import result
+from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.launch import Ended, Submitted
+from tula_hpc.records import Configuration, RunDirectory, write_atomically
+from tula_hpc.stages import Sweep
+from tula_hpc.trainings import Trainings
+
+SPEC = SweepSpec.model_validate({"name": "s", "training": {"max_requeues": 4}})
+Fate = Callable[[str, int], Failure | None]  # of a label's so-manieth job; None: it finishes
+
+
+class Scheduler:
+    """Ends the oldest job at a time, as `fate` says."""
+
+    def __init__(self, run: RunDirectory, fate: Fate) -> None:
+        self.run, self.fate = run, fate
+        self.arrays: list[list[str]] = []
+        self.alive: dict[str, str] = {}
+        self.most_alive = 0
+        self.jobs = 0
+
+    def submit(self, jobs: Sequence[TrainJob], *, labels: Sequence[str], **_: Any) -> list[Submitted]:
+        assert [job.label for job in jobs] == list(labels)
+        self.arrays.append(list(labels))
+        submitted = []
+        for label in labels:
+            self.jobs += 1
+            self.alive[str(self.jobs)] = label
+            data = {"folder": "slurm", "label": label}
+            self.run.log_event("submitted", "train", job_id=str(self.jobs), data=data)
+            submitted.append(Submitted(str(self.jobs), self.run.slurm))
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return submitted
+
+    def active(self, job_ids: Sequence[str]) -> dict[str, object]:
+        return {job_id: None for job_id in job_ids if job_id in self.alive}
+
+    def wait_for_some(self, jobs: Sequence[Submitted], _tick: object) -> list[Ended]:
+        job = jobs[0]
+        label = self.alive.pop(job.job_id)
+        failure = self.fate(label, self.submissions(label))
+        if failure is None:
+            finish(self.run, label)
+        return [Ended(job, failure or Failure.BUG, "Traceback\nKeyError: 'x'", None)]
+
+    def submissions(self, label: str) -> int:
+        return sum(array.count(label) for array in self.arrays)
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def update(self, done: float, total: float, text: str) -> None:
+        pass
+
+
+def finish(run: RunDirectory, label: str) -> None:
+    write_atomically(run.train(label).result_file, result(SPEC, StudyCell("lbt", 64, 0), 0.5).model_dump_json())
+    run.train(label).metrics_file.touch()
+
+
+def trainings(
+    tmp_path: Path, fate: Fate, labels: str, most: int = 2, executor: str = "local"
+) -> tuple[Trainings, Scheduler]:
+    run = RunDirectory(tmp_path / "run").create()
+    cluster = ClusterSpec.model_validate({"executor": executor})
+    jobs = [TrainJob(SPEC, cluster, Configuration(1, 1, 64), run.root, label) for label in labels]
+    made, scheduler = Trainings(Sweep(SPEC, ClusterSpec(), run), jobs), Scheduler(run, fate)
+    made.sweep, made.launcher, made.most = Sweep(SPEC, cluster, run), scheduler, most  # type: ignore[assignment] # a stand-in
+    return made, scheduler
+
+
+def run_all(made: Trainings) -> dict[str, str]:
+    return made.run(Silent())  # type: ignore[arg-type] # only `update` is used
+
+
+def always_finish(_label: str, _number: int) -> None:
+    return None
+
+
+def test_each_is_submitted_once_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, always_finish, "abcde")
+    assert run_all(made) == {}
+    assert sorted(label for array in scheduler.arrays for label in array) == list("abcde")
+    assert scheduler.most_alive == 2
+    assert len(scheduler.arrays) == 4  # two together, then one whenever one is over
+
+
+def test_on_slurm_the_next_array_waits_for_the_end_of_the_last(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, always_finish, "abcde", executor="slurm")
+    run_all(made)
+    assert scheduler.arrays == [["a", "b"], ["c", "d"], ["e"]]
+    assert scheduler.most_alive == 2
+
+
+def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, always_finish, "abc")
+    made.run_directory.train("a").root.mkdir(parents=True)
+    finish(made.run_directory, "a")
+    made.run_directory.train("b").root.mkdir(parents=True)
+    scheduler.submit([made.jobs["b"]], labels=["b"])
+    assert run_all(made) == {}
+    assert scheduler.arrays == [["b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "submissions"),
+    [
+        (Failure.BUG, 3),
+        (Failure.HOST_OOM, 1),
+        (Failure.DEVICE_OOM, 1),
+        (Failure.CANCELLED, 1),
+        (Failure.PREEMPTED, 5),  # max_requeues + 1
+        (Failure.NODE_FAILED, 5),
+    ],
+)
+def test_a_failure_is_tried_again_as_often_as_it_may_help_and_holds_up_none(
+    tmp_path: Path, failure: Failure, submissions: int
+) -> None:
+    made, scheduler = trainings(tmp_path, lambda label, _: failure if label == "a" else None, "abc")
+    failures = run_all(made)
+    assert list(failures) == ["a"]
+    assert "KeyError: 'x'" in failures["a"]
+    assert scheduler.submissions("a") == submissions
+    assert made.run_directory.train("c").result_file.exists()
+    events = [event for event in made.run_directory.events() if event.event == "failed"]
+    assert [(event.data["label"], event.failure) for event in events] == [("a", failure)] * submissions
+
+
+def test_a_job_that_dies_once_costs_nothing_but_another_job(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, lambda label, n: Failure.BUG if (label, n) == ("b", 1) else None, "abc")
+    assert run_all(made) == {}
+    assert [scheduler.submissions(label) for label in "abc"] == [1, 2, 1]
+
+
+def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, lambda *_: Failure.BUG, "abcdefgh")
+    with pytest.raises(StageError, match="nothing gets as far as its first logged step"):
+        run_all(made)
+    assert scheduler.jobs <= 5

@@ -1,0 +1,137 @@
+"""What `training.method` makes of the workload's optimizer. The method's learning rate is in `schedule.py`.
+
+| method | base | around it |
+| --- | --- | --- |
+| lbt, lrs, sqrt | the workload's | nothing: they differ in the rate |
+| lars, lamb | SGD or AdamW with a rate for each layer | nothing |
+| polo | the workload's | post-local SGD; with one worker nothing |
+| static, ags | the workload's, or with `layer_wise` LARS or LAMB | `TulaOptimizer` with `[training]`'s options |
+| adascale | the workload's | `TulaOptimizer` in the form that is AdaScale's gain |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tula_hpc.config import SweepSpec, TrainingSpec
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.post_local import EpochAverager, PostLocalSGD
+from tula_hpc.records import Configuration
+from tula_hpc.workloads.layers import layers, norms_and_biases
+from tula_hpc.workloads.optimizers import base_optimizer, shards
+
+SYNCHRONOUS_EPOCHS = 5  # of post-local SGD, as in the paper
+
+
+def build_optimizer(
+    sweep: SweepSpec, model: nn.Module, parameters: list[nn.Parameter], configuration: Configuration, samples: int
+) -> Optimizer:
+    """The method's optimizer.
+
+    Args:
+        sweep: Optimizer and method.
+        model: The plain module.
+        parameters: What is trained of it.
+        configuration: Gives the large batch and the number of workers.
+        samples: Training samples in an epoch; some intervals are stated in epochs.
+    """
+    method = sweep.training.method
+    base = base_optimizer(
+        sweep.workload,
+        parameters,
+        sharded=shards(sweep.workload, configuration.world_size),
+        layer_wise=sweep.training.has_trust_ratios,
+        exempt=norms_and_biases(model),
+    )
+    if method in ("static", "ags"):
+        return TulaOptimizer(base, **_scaling(sweep.training, model, parameters, configuration, samples))
+    if method == "adascale":
+        return TulaOptimizer(base, **_adascale(sweep.training, configuration, samples))
+    if method == "polo" and configuration.world_size > 1:
+        return PostLocalSGD(base, EpochAverager(model, synchronous_epochs(sweep.workload.epochs)))
+    return base
+
+
+def synchronous_epochs(epochs: int) -> int:
+    """Of post-local SGD: 5, or a fifth of a short training, but whole and at least 1."""
+    return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
+
+
+def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
+    """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
+    wanted = max(2, training.reference_batch // configuration.world_size)
+    return min(wanted, configuration.local_batch)
+
+
+def _scaling(
+    training: TrainingSpec,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    configuration: Configuration,
+    samples: int,
+) -> dict[str, Any]:
+    """`[training]`'s form of gradient scaling."""
+    options = training.ags
+    static = training.method == "static"
+    return {
+        **_batches(training, configuration),
+        "update_interval": None if static else _interval(training, configuration, samples),
+        "delta": options.delta,
+        "granularity": options.granularity,
+        "s_max": training.s_max,
+        "s_min": training.s_min,
+        "static_scale": training.static_scale if static else None,
+        "exponent": options.exponent,
+        "smoothing": options.smoothing,
+        "scale_warmup": round(options.scale_warmup_epochs * _steps_per_epoch(configuration, samples)),
+        "gate": options.gate,
+        "exclude": norms_and_biases(model) if options.exclude_norms else (),
+        "apply": options.apply,
+        "layers": layers(model, parameters) if options.granularity == "layer" else None,
+    }
+
+
+def _adascale(training: TrainingSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
+    """AdaScale (T. Johnson et al. 2020, "AdaScale SGD"): what the optimizer does is multiplied by a gain.
+
+        r = (σ² + μ²) / (σ²/S + μ²) = ‖g_b‖² / ‖g_B‖²,  S = B/b,  so that 1 <= r <= S
+
+    Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are left out: methods
+    are compared over equal epochs, so the rate follows the data seen. b is the batch that workload.lr was chosen for.
+    """
+    batches = _batches(training, configuration)
+    ratio = batches["large_batch"] / batches["small_batch"]
+    return {
+        **batches,
+        "update_interval": _interval(training, configuration, samples),
+        "granularity": "model",
+        "exponent": 2.0,
+        "gate": "none",
+        "apply": "update",
+        "smoothing": max(0.0, 1.0 - ratio / 1000.0),
+        "s_min": 1.0,
+    }
+
+
+def _batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
+    """b_small and b_large. Where norms are computed for b_small, it need not be a whole number of samples a worker."""
+    computed = training.free_reference and configuration.world_size > 1
+    small = training.reference_batch if computed else _taken(training, configuration)
+    return {"small_batch": min(small, configuration.global_batch), "large_batch": configuration.global_batch}
+
+
+def _taken(training: TrainingSpec, configuration: Configuration) -> int:
+    return reference_share(training, configuration) * configuration.world_size
+
+
+def _interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
+    """Steps between two passes; an interval of 0 epochs is for norms without a pass, and counts where one is needed."""
+    epochs = training.ags.update_interval_epochs or 1.0
+    return max(1, round(epochs * _steps_per_epoch(configuration, samples)))
+
+
+def _steps_per_epoch(configuration: Configuration, samples: int) -> int:
+    return max(1, samples // configuration.global_batch)

@@ -1,0 +1,147 @@
+"""The small-batch gradient for free: norms of every worker's own gradient, taken before the all-reduce mixes them.
+
+With W workers and a local batch of b samples, worker i holds g_i, the mean gradient of its own samples, until DDP
+replaces it by the mean over the workers, g_B with B = W·b. For each tensor
+
+    E (1/W) Σ_i |g_i|² = |G|² + tr(Σ)/b          E |g_B|² = |G|² + tr(Σ)/B
+
+so that both unknowns, and with them the squared norm at any other batch, are known without a further pass (see
+`noise_scale`). The mean over the workers is never below |g_B|²: their difference is the variance between the workers,
+and the cross terms 2·G·noise, which a single small gradient has, cancel in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_hpc.optim.norms import foreach_norms, squares
+
+if TYPE_CHECKING:  # torch.distributed has it, its stub has not
+    from torch._C._distributed_c10d import GradBucket
+
+
+class _Pending(NamedTuple):
+    """Squares of one backward pass on their way over the workers."""
+
+    squares: Tensor  # sum over the workers in the order of the buckets, a NaN behind them; complete after `work`
+    work: Any  # the handle of the all-reduce
+    place: dict[Tensor, int]  # of each parameter among the squares
+
+
+class LocalNorms:
+    """Squared norms of the workers' own gradients, for each parameter, at every backward pass of a DDP model.
+
+    A communication hook takes the norms of each bucket when its gradients are complete, then averages the bucket as
+    DDP itself does. After the last bucket one small all-reduce averages the norms. Norms and exchange overlap with the
+    backward pass as the gradients' own do; the host waits for nothing on a GPU.
+
+    Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are accumulated in
+    DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no power of two: DDP then divides,
+    where it otherwise multiplies with the inverse, and the last bit can differ.
+
+    With `no_sync` the local gradient is the one that was accumulated, and its batch is the local batch times the number
+    of accumulated passes: set `batch` accordingly. Buckets are followed by parameter, so that DDP may regroup them.
+
+    Args:
+        parameters: In the optimizer's order; frozen ones are allowed.
+        batch: Samples of which each worker's gradient, before the all-reduce, is the mean.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], batch: int) -> None:
+        self.parameters, self.batch = list(parameters), batch
+        self.workers = 1
+        self._device = self.parameters[0].device
+        self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
+        self._order: list[Tensor] = []  # their parameters
+        self._pending: _Pending | None = None
+        self._positions: list[int] = []
+        self._index = torch.empty(0)  # `_positions` on the device
+
+    def attach(self, ddp: DistributedDataParallel) -> LocalNorms:
+        """Register the communication hook; before the first backward pass, and only once for a model.
+
+        Raises:
+            ValueError: There is only one worker: its own gradient is the whole one (see `PartNorms`).
+            RuntimeError: The model has a communication hook already.
+        """
+        group: dist.ProcessGroup = ddp.process_group
+        self.workers = group.size()
+        if self.workers == 1:
+            raise ValueError("a single worker's own gradient is that of the whole batch: take norms of parts of it")
+        # a lambda has no annotations: DDP compares them with classes, and here they are text until they are evaluated
+        ddp.register_comm_hook(group, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
+        return self
+
+    def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
+        """Mean over the workers of the squared norm of each parameter's gradient; and the batch of such a gradient.
+
+        Call it after the backward pass and before gradients are set to None. On a GPU the stream waits, not the host.
+
+        Args:
+            loss_scale: What the loss was multiplied with; the squares are divided by its square, on the device.
+
+        Returns:
+            (n,), float64, in parameter order; NaN where a parameter has no gradient, or any worker's is not finite.
+
+        Raises:
+            RuntimeError: No gradient was all-reduced since the last call.
+        """
+        if self._pending is None:
+            raise RuntimeError("squares: no backward pass with an all-reduce since the last call")
+        pending, self._pending = self._pending, None
+        pending.work.wait()
+        mean = pending.squares[self._index_of(pending)] / (self.workers * loss_scale**2)
+        return nan_unless_finite(mean), self.batch
+
+    def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook. Buckets come in the same order on all workers."""
+        if bucket.index() == 0:
+            self._squares, self._order = [], []
+        buffer = bucket.buffer()
+        if not buffer.is_sparse:  # a sparse gradient has no squares: NaN
+            self._order += bucket.parameters()
+            norms = foreach_norms(bucket.gradients())  # of one type, so that they come in their order
+            self._squares.append(squares(list(norms.values()), self._device))
+        averaged = _average(group, buffer)
+        if bucket.is_last():
+            self._exchange(group)
+        return averaged
+
+    def _exchange(self, group: dist.ProcessGroup) -> None:
+        nothing = torch.full((1,), torch.nan, device=self._device, dtype=torch.float64)
+        found = torch.cat([*self._squares, nothing])
+        work = dist.all_reduce(found, group=group, async_op=True)
+        self._pending = _Pending(found, work, {parameter: i for i, parameter in enumerate(self._order)})
+
+    def _index_of(self, pending: _Pending) -> Tensor:
+        """Where each parameter's square is; copied to the device only when it changes, as when DDP regroups buckets."""
+        nowhere = len(pending.squares) - 1
+        positions = [nowhere if p.grad is None else pending.place.get(p, nowhere) for p in self.parameters]
+        if positions != self._positions:
+            self._positions, self._index = positions, torch.tensor(positions, device=pending.squares.device)
+        return self._index
+
+
+def nan_unless_finite(squares: Tensor) -> Tensor:
+    """Infinity, as from an overflow in float16, becomes NaN: there is no norm."""
+    return torch.where(torch.isfinite(squares), squares, torch.nan)
+
+
+def _average(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
+    """The mean over the workers, with DDP's own operations: scale first, then sum."""
+    workers = group.size()
+    if buffer.is_sparse:
+        buffer.div_(workers)
+    else:
+        buffer.mul_(1.0 / workers)
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    future: Future[Any] = work.get_future()
+    averaged: Future[Tensor] = future.then(lambda done: done.value()[0])
+    return averaged

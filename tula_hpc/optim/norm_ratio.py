@@ -1,0 +1,152 @@
+"""Ratios of gradient norms at two batches, one for each tensor, layer, or for the whole model; smoothed over updates.
+
+With the squared norms ŝ at b_small and l̂ at b_large, summed over the tensors that share a factor,
+
+    factor = (√ŝ / (√l̂ + ε))^exponent
+
+Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain of AdaScale (T. Johnson et al. 2020,
+"AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both norms are means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tula_hpc.optim.noise_scale import square_at
+
+EPSILON = 1e-8  # ε of Algorithm 1
+
+
+def norm_ratio(small: Tensor, large: Tensor, exponent: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(√small / (√large + ε))^exponent; 1 where that is not finite, or where both are 0 and so say nothing.
+
+    Args:
+        small: Squared norms; negative estimates count as 0.
+        large: Squared norms of the same shape.
+        exponent: Of the ratio of norms.
+        dtype: Of the result and of the division.
+    """
+    norms = [square.clamp_min(0).sqrt().to(dtype) for square in (small, large)]
+    ratio = norms[0] / (norms[1] + EPSILON)
+    ratio = torch.where((norms[0] == 0) & (norms[1] == 0), 1.0, ratio).nan_to_num_(nan=1.0, posinf=1.0)
+    return ratio if exponent == 1.0 else ratio.pow(exponent).nan_to_num_()  # no infinity, which times 0 would be NaN
+
+
+class _Units(NamedTuple):
+    """Which parameters share a factor."""
+
+    of: list[int | None]  # of each parameter; None: it keeps the factor 1
+    members: Tensor  # (units, most members): places of each unit's parameters, filled up with one beyond the last
+    dtype: torch.dtype  # of factors
+
+
+class NormRatios:
+    """Keeps averages of squared norms for each tensor and gives the ratio of each unit: what shares a factor.
+
+    The averages are exponential, without the bias of starting at 0. A pair that is not finite, or NaN because there is
+    no gradient, is passed over for its tensor. All ratios of a model come from a few operations on vectors.
+
+    Args:
+        granularity: "tensor": each is its own unit. "layer": as `layers` says. "model": one unit.
+        exponent: Of the ratio.
+        smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
+        layers: Parameters that share a factor; one that is in none is a unit of its own.
+        exclude: Parameters of no unit.
+
+    Raises:
+        ValueError: A parameter is in two layers, or there are none though they are asked for.
+    """
+
+    def __init__(
+        self,
+        granularity: str,
+        exponent: float = 1.0,
+        smoothing: float = 0.0,
+        layers: Sequence[Sequence[Tensor]] | None = None,
+        exclude: Collection[Tensor] = (),
+    ) -> None:
+        self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
+        self.layers, self.exclude = [list(layer) for layer in layers or ()], frozenset(exclude)
+        if granularity == "layer":
+            _check_layers(self.layers)
+        self.averages: Tensor | None = None  # (3, n), float64: small, large, and the weight that both have so far
+        self._units: dict[int, _Units] = {}  # by number of parameters
+
+    def update(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor) -> list[Tensor | None]:
+        """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
+
+        Args:
+            parameters: In the optimizer's order; later calls may have more of them at the end.
+            small: (n,), float64, at b_small; may be an estimate below 0.
+            large: (n,), float64, on the same device.
+
+        Returns:
+            For each parameter the 0-dim ratio of its unit, which is the same object for all of them; None if excluded.
+        """
+        self.averages = self._averaged(small, large)
+        units = self._units_of(parameters, small.device)
+        sums, weight = self.averages[:2], self.averages[2]
+        means = torch.where(weight > 0, sums / weight, 0.0)
+        per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)
+        ratios = norm_ratio(per_unit[0], per_unit[1], self.exponent, units.dtype).unbind()
+        return [None if unit is None else ratios[unit] for unit in units.of]
+
+    def carry(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """Turn averages at the batches (b_small, b_large) into what they are at others, by the line in 1/batch."""
+        if self.averages is None or old == new or old[0] >= old[1]:
+            return
+        small, large, weight = self.averages
+        moved = [square_at(small, large, *old, batch).clamp_min(0) for batch in new]
+        self.averages = torch.stack([*moved, weight])
+
+    def load(self, averages: Tensor | None, device: torch.device) -> None:
+        """Replace the averages by a copy on `device`."""
+        self.averages = None if averages is None else averages.to(device, copy=True)
+
+    def _averaged(self, small: Tensor, large: Tensor) -> Tensor:
+        new = torch.stack([small, large, torch.ones_like(small)])
+        old = torch.zeros_like(new)
+        if self.averages is not None:
+            old[:, : self.averages.shape[1]] = self.averages
+        known = (small + large).isfinite()  # of infinities of either sign the sum is not finite either
+        return torch.where(known, self.smoothing * old + (1 - self.smoothing) * new, old)
+
+    def _units_of(self, parameters: Sequence[Tensor], device: torch.device) -> _Units:
+        """Made once for each number of parameters: they are only ever added, and copying to a device waits for it."""
+        count = len(parameters)
+        if count not in self._units:
+            places = {p: place for place, p in enumerate(parameters) if p not in self.exclude}
+            units = self._places_of_units(places)
+            of: dict[int, int] = {place: number for number, unit in enumerate(units) for place in unit}
+            widest = max((len(unit) for unit in units), default=0)
+            filled = [[*unit, *[count] * (widest - len(unit))] for unit in units]
+            members = torch.tensor(filled, dtype=torch.int64, device=device).reshape(len(units), widest)
+            self._units[count] = _Units([of.get(place) for place in range(count)], members, _kind(parameters))
+        return self._units[count]
+
+    def _places_of_units(self, places: Mapping[Tensor, int]) -> list[list[int]]:
+        if self.granularity == "model":
+            return [list(places.values())] if places else []
+        layers = self.layers if self.granularity == "layer" else []
+        shared = [[places[p] for p in layer if p in places] for layer in layers]
+        taken = {place for unit in shared for place in unit}
+        return [unit for unit in shared if unit] + [[place] for place in places.values() if place not in taken]
+
+
+def _kind(parameters: Sequence[Tensor]) -> torch.dtype:
+    dtype = torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def _check_layers(layers: Sequence[Sequence[Tensor]]) -> None:
+    if not layers:
+        raise ValueError('layers: granularity = "layer" needs the parameters of each layer')
+    every = [parameter for layer in layers for parameter in layer]
+    if len(set(every)) < len(every):
+        raise ValueError("layers: a parameter is in two of them, or twice in one")

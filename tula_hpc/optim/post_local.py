@@ -1,0 +1,128 @@
+"""Post-local SGD: synchronous at first, then every worker steps by itself and models are averaged now and then.
+
+T. Lin et al. 2020, "Don't use large mini-batches, use local SGD"; as a baseline of the Tula paper it is synchronous for
+5 epochs and then averages 4 times an epoch. torch's `PostLocalSGDOptimizer` does the steps; its averager is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.optim import Optimizer
+
+AVERAGES_PER_EPOCH = 4
+
+
+class EpochAverager(ModelAverager):
+    """Averages parameters and buffers at equal parts of an epoch, the last of them at its end.
+
+    torch's `PeriodicModelAverager` counts steps, whose number an epoch seldom divides, and which are less data after a
+    fall-back to a smaller batch. This one is told the data that a step sees: an epoch always ends with an average, so
+    that what is evaluated is one model.
+
+    Args:
+        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of batches) are not.
+        synchronous_epochs: Before this many, nothing is averaged.
+        times_per_epoch: Averages in an epoch; with fewer steps, one after each.
+        group: Whose workers; the default process group if None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        synchronous_epochs: int,
+        times_per_epoch: int = AVERAGES_PER_EPOCH,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+        self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
+        self.start = self.end = 0.0
+
+    def place(self, start: float, end: float) -> None:
+        """Say which data the next step sees.
+
+        Args:
+            start: Epochs seen before the step, fractional; the `end` of the step before it.
+            end: Epochs seen after it, a whole number after the last step of an epoch.
+        """
+        self.start, self.end = start, end
+
+    @property
+    def local(self) -> bool:
+        """Whether the step is each worker's own, without the others' gradients."""
+        return self.start >= self.synchronous_epochs
+
+    @property
+    def due(self) -> bool:
+        """Whether models are averaged after the step."""
+        times = self.times_per_epoch
+        return self.local and math.floor(times * self.end) > math.floor(times * self.start)
+
+    def average_parameters(self, params: Any = None) -> None:
+        """Average if it is due; called after each step.
+
+        Args:
+            params: What torch's optimizer hands over. Not used: it has no buffers.
+        """
+        self.step += 1
+        if self.due:
+            average_over_workers(self.tensors, self.process_group)
+
+
+@torch.no_grad()
+def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace tensors by their mean over the workers, in place and in one all-reduce.
+
+    torch's own `average_parameters` gives parameters new storage without their memory format, and leaves out those that
+    had no gradient on a worker, so that workers could exchange vectors of different lengths.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat /= dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    means = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view(tensor.shape))
+
+
+class PostLocalSGD(PostLocalSGDOptimizer):
+    """torch's post-local SGD, with three things set right.
+
+    - With GradScaler a worker skips its own step where its own gradient overflowed; averages are everybody's, so that
+      `step` must be called all the same. `_step_supports_amp_scaling` makes GradScaler do so, and leave the check to
+      us. Gradients must have been unscaled.
+    - Loading a state replaces the base's parameter groups; torch's class would go on showing the old ones, and a
+      learning rate that is set there would have no effect.
+    - A local gradient is dropped before the average, whose buffer takes its place in memory.
+
+    Args:
+        optim: The base, whose state stays each worker's own.
+        averager: Says when.
+    """
+
+    averager: EpochAverager
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optim: Optimizer, averager: EpochAverager) -> None:
+        super().__init__(optim, averager)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # the base class takes no closure either
+        """The base's step, unless the gradient overflowed; then the average if it is due."""
+        if not float(getattr(self, "found_inf", 0.0)):  # set by GradScaler, and only by it
+            self.optim.step()
+        if self.averager.due:
+            self.optim.zero_grad(set_to_none=True)
+        self.averager.average_parameters()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore this worker's state. One that a plain optimizer saved will do too."""
+        self.optim.load_state_dict(state_dict)
+        self.averager.step = state_dict.get("step", 0)
+        self.param_groups = self.optim.param_groups

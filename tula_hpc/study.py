@@ -1,0 +1,93 @@
+"""`python -m tula_hpc.study`: methods × batches × seeds from a sweep with a [study] table, and their comparison."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, say_interrupted
+from tula_hpc.errors import InputError, StageError
+
+if TYPE_CHECKING:
+    from tula_hpc.records import RunDirectory
+    from tula_hpc.stages import Sweep
+
+SAID = 5  # failed trainings that are named one by one
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 done, 1 a training has no result, 2 bad input, 130 interrupted."""
+    return exit_code_of(run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tula_hpc.study",
+        description="Train every method at every batch with every seed of a sweep's [study] table, and compare them.",
+        epilog="Running the same command again continues where it stopped.",
+    )
+    add_input_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print trainings and sbatch script; submit nothing")
+    parser.add_argument("--report-only", action="store_true", help="write the report anew; submit nothing")
+    return parser
+
+
+def run(options: argparse.Namespace, *, report: bool = True) -> int:
+    """Train what has no result yet, write the report, and say what failed.
+
+    Raises:
+        InputError: The sweep has no [study] table.
+        StageError: A training has no result; the others have theirs, and the report is written.
+    """
+    spec, cluster = load_inputs(options)
+    root = run_root(options, spec)
+    if spec.study is None:
+        raise InputError("expected a [study] table; without one use python -m tula_hpc.sweep", source=options.sweep)
+    if options.dry_run:
+        from tula_hpc.study_stage import describe_study
+
+        sys.stdout.write(describe_study(spec, cluster, root))
+        return 0
+    if getattr(options, "report_only", False):
+        from tula_hpc.records import RunDirectory
+
+        return _report(RunDirectory(root))
+    sweep = open_run(spec, cluster, root)
+    with sweep.run.locked():
+        try:
+            return _train(sweep, report)
+        except KeyboardInterrupt:
+            say_interrupted(sweep)
+            return 130
+
+
+def _train(sweep: Sweep, report: bool) -> int:
+    from tula_hpc.study_stage import study_stage
+
+    failures = study_stage(sweep)
+    code = _report(sweep.run) if report else 0
+    if failures:
+        raise StageError(_describe(failures))
+    return code
+
+
+def _report(run: RunDirectory) -> int:
+    from tula_hpc.analysis.study import study_text, write_study_report
+
+    paths = write_study_report(run)
+    print(study_text(run))
+    print(f"report: {paths[0]}")
+    return 0
+
+
+def _describe(failures: Mapping[str, str]) -> str:
+    lines = [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
+    more = [f"  and {len(failures) - SAID} more"] if len(failures) > SAID else []
+    count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
+    return "\n".join([f"study: {count} without a result:", *lines, *more])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
