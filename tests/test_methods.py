@@ -272,7 +272,7 @@ def test_a_clipped_step_is_no_longer_than_the_norm_allows(precision: str) -> Non
 def test_clipping_leaves_the_factors_alone(reference: str) -> None:
     """Small and large gradient are shortened alike."""
     options = {"granularity": "tensor", "small_batch": 16, "reference": reference, "gate": "none"}
-    options |= {"update_interval_epochs": 0.001}
+    options |= {"update_interval_epochs": 0.001, "smoothing": 0.0}
     clipped = {}
     for norm in (None, 1e-3):
         worker = new_worker("ags", PERCEPTRON, **options, clip_norm=norm)
@@ -376,7 +376,8 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
         more = counts.with_step_copies(copies)
         assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]  # activations make the larger
         assert more.fixed == counts.fixed
-    extra = {method: sweep(method).training for method in get_args(Method)}
-    assert {method for method, spec in extra.items() if spec.gradient_copies} == {"ags", "polo"}
+    extra = {method: sweep(method, preset="paper") for method in get_args(Method)}
+    assert {method for method, spec in extra.items() if spec.training.gradient_copies} == {"ags", "polo"}
+    assert sweep("ags").training.gradient_copies == 0  # no pass
     assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
-    assert sweep("ags", apply="update").training.step_copies == 1
+    assert sweep("ags", apply="update").step_copies == 1

@@ -154,6 +154,20 @@ def test_more_samples_than_there_are_is_an_error() -> None:
         build("digits", samples=2000)
 
 
+def test_only_the_first_classes_are_trained_and_tested() -> None:
+    workload = build("digits", classes=3, samples=50)
+    assert workload.classes == 3
+    assert len(workload.train) == 50  # type: ignore[arg-type] # ours have a length
+    for part in (workload.train, workload.test):
+        assert isinstance(part, PixelDataset)
+        assert set(part.labels) == {0, 1, 2}
+
+
+def test_more_classes_than_there_are_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"workload\.classes: 11, but the data set has 10"):
+        build("digits", classes=11)
+
+
 # the pieces
 
 

@@ -60,6 +60,7 @@ class WorkloadSpec(Spec):
         default=None, ge=1
     )  # train on the first so many samples of a fixed random order; None = all
     holdout: float = Field(default=0.0, ge=0, lt=1)  # share of them that is not trained on but tested on
+    classes: int | None = Field(default=None, ge=2)  # the first so many classes only; None = all
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     channels_last: bool = False
@@ -225,7 +226,21 @@ PAPER = AgsOptions(
     reference="pass",
     update_interval_epochs=1.0,
 )
-PRESETS = {"paper": PAPER, "default": PAPER}
+# What did best in tests/benchmarks/results/study_cifar100_small; small_batch there is a quarter of base_batch.
+DEFAULT = AgsOptions(
+    small_batch=32,
+    delta=0.5,
+    granularity="tensor",
+    exponent=2.0,
+    smoothing=0.95,
+    scale_warmup_epochs=5.0,
+    gate="none",
+    exclude_norms=False,
+    apply="gradient",
+    lr_scaling="none",
+    reference="free",
+    update_interval_epochs=1.0,
+)
 
 
 class TrainingSpec(Spec):
@@ -267,8 +282,12 @@ class TrainingSpec(Spec):
     @property
     def ags(self) -> AgsOptions:
         """The preset with the keys that are given."""
+        paper = self.preset == "paper" or self.method == "static"
+        preset = PAPER if paper else DEFAULT
+        if not paper:
+            preset = preset._replace(small_batch=max(1, self.base_batch // 4))
         given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
-        return PRESETS[self.preset]._replace(**given)
+        return preset._replace(**given)
 
     @property
     def free_reference(self) -> bool:
@@ -299,12 +318,6 @@ class TrainingSpec(Spec):
         return 2 if self.ags.granularity == "element" else 1
 
     @property
-    def step_copies(self) -> int:
-        """Parameters' worth of memory on top of a plain optimizer's step: those before it, where updates are scaled."""
-        scales = self.method in ("ags", "static") and self.ags.apply == "update"
-        return int(scales or self.method == "adascale")
-
-    @property
     def checkpoint_s(self) -> float:
         """Seconds between two checkpoints; the planner's choice is filled in when training is submitted."""
         return 60.0 * (CHECKPOINT_MINUTES if self.checkpoint_minutes is None else self.checkpoint_minutes)
@@ -318,7 +331,11 @@ class TrainingSpec(Spec):
             raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
         if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
             raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
-        if self.layer_wise and self.method == "ags" and options.apply == "gradient":
+        if (
+            self.layer_wise
+            and self.method == "ags"
+            and "gradient" in (self.apply, self.preset == "paper" and options.apply)
+        ):
             raise ValueError('layer_wise: LARS and LAMB divide by the gradient\'s size; expected apply = "update"')
         return self
 
@@ -441,6 +458,20 @@ class SweepSpec(Spec):
             message = "every worker has an optimizer of its own"
             raise ValueError(f'training.method: in "polo" {message}; expected workload.zero_stage = 0')
         return self
+
+    @property
+    def scale_applies_to(self) -> Literal["gradient", "update"]:
+        """`training.apply`; left out, the update where the optimizer divides by the gradient's size."""
+        training = self.training
+        cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
+        left_out = training.apply is None and training.preset == "default"
+        return "update" if training.method == "ags" and left_out and cancels else training.ags.apply
+
+    @property
+    def step_copies(self) -> int:
+        """Parameters' worth of memory on top of a plain optimizer's step: those before it, where updates are scaled."""
+        scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
+        return int(scales or self.training.method == "adascale")
 
     @property
     def updates_per_epoch(self) -> float:

@@ -47,7 +47,7 @@ def build_optimizer(
         exempt=norms_and_biases(model),
     )
     if method in ("static", "ags"):
-        return TulaOptimizer(base, **_scaling(sweep.training, model, parameters, configuration, samples))
+        return TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
     if method == "adascale":
         return TulaOptimizer(base, **_adascale(sweep.training, configuration, samples))
     if method == "polo" and configuration.world_size > 1:
@@ -67,13 +67,14 @@ def reference_share(training: TrainingSpec, configuration: Configuration) -> int
 
 
 def _scaling(
-    training: TrainingSpec,
+    sweep: SweepSpec,
     model: nn.Module,
     parameters: list[nn.Parameter],
     configuration: Configuration,
     samples: int,
 ) -> dict[str, Any]:
     """`[training]`'s form of gradient scaling."""
+    training = sweep.training
     options = training.ags
     static = training.method == "static"
     return {
@@ -86,12 +87,18 @@ def _scaling(
         "static_scale": training.static_scale if static else None,
         "exponent": options.exponent,
         "smoothing": options.smoothing,
-        "scale_warmup": round(options.scale_warmup_epochs * _steps_per_epoch(configuration, samples)),
+        "scale_warmup": round(_scale_warmup_epochs(sweep) * _steps_per_epoch(configuration, samples)),
         "gate": options.gate,
         "exclude": norms_and_biases(model) if options.exclude_norms else (),
-        "apply": options.apply,
+        "apply": sweep.scale_applies_to,
         "layers": layers(model, parameters) if options.granularity == "layer" else None,
     }
+
+
+def _scale_warmup_epochs(sweep: SweepSpec) -> float:
+    """As given; a preset's at most a fifth of a short training."""
+    epochs = sweep.training.ags.scale_warmup_epochs
+    return epochs if sweep.training.scale_warmup_epochs is not None else min(epochs, sweep.workload.epochs / 5)
 
 
 def _adascale(training: TrainingSpec, configuration: Configuration, samples: int) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def build_data(spec: WorkloadSpec) -> Data:
         InputError: The data folder is not as expected, or the user's function is not.
     """
     data = _own(spec) if is_entry_point(spec.dataset) else _BUILDERS[spec.dataset](spec, _image_size(spec))
+    if spec.classes is not None:
+        data = _first_classes(data, spec.classes)
     if spec.samples is not None and spec.dataset != "synthetic":
         data = data._replace(train=_first(data.train, spec.samples, spec.seed))
     return _hold_out(spec, data) if spec.holdout else data
@@ -68,6 +70,21 @@ def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
     held = max(1, round(spec.holdout * len(order)))
     plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
     return data._replace(train=_some(data.train, order[held:]), test=_some(plain.train, order[:held]))
+
+
+def _first_classes(data: Data, classes: int) -> Data:
+    if classes > data.classes:
+        raise InputError(f"{classes}, but the data set has {data.classes}", key="workload.classes")
+    train, test = (_some(part, np.flatnonzero(_labels(part) < classes)) for part in (data.train, data.test))
+    return data._replace(train=train, test=test, classes=classes)
+
+
+def _labels(data: Dataset[Any]) -> Indices:
+    labels = getattr(data, "labels", None)
+    if labels is None:
+        message = 'needs a data set with an attribute "labels", the class of each sample'
+        raise InputError(message, key="workload.classes")
+    return np.asarray(labels)
 
 
 def _first(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:

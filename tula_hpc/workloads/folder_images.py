@@ -33,6 +33,11 @@ class DecodedOnRead(Dataset[tuple[Tensor, int]]):
     def __init__(self, tree: ImageTree, transform: v2.Transform) -> None:
         self.tree, self.transform = tree, transform
 
+    @property
+    def labels(self) -> Indices:
+        """Class of each sample, (n,)."""
+        return self.tree.labels
+
     def __len__(self) -> int:
         return len(self.tree)
 

@@ -68,7 +68,7 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     shapes = find_shapes(sweep.workload)
     counts, method = _count_somehow(sweep.workload, shapes, world, cluster.device)
-    counts = counts.with_step_copies(sweep.training.step_copies)
+    counts = counts.with_step_copies(sweep.step_copies)
     batches = _local_batches(sweep, cluster)
     peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
     scaling = counts.gradients * sweep.training.gradient_copies
@@ -103,7 +103,7 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
     facts = DATASETS.get(workload.dataset)
     if facts is not None and facts.classes is not None:
         size = workload.image_size or facts.image_size
-        return Shapes((3, size, size), facts.classes, size)
+        return Shapes((3, size, size), workload.classes or facts.classes, size)
     data = build_data(workload)
     image, _ = data.test[0]
     return Shapes(tuple(image.shape), data.classes, data.image_size)
