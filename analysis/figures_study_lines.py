@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,9 +17,9 @@ from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import Entry, StudyTable
 from tula_hpc.analysis.study_text import percent
 from tula_hpc.config import REFERENCE_COLUMN
-from tula_hpc.records import EpochMetrics, Metrics
 
 MOST_PANELS = 3
+LEGEND_CHARACTERS = 100  # in a row, with six for each entry's line and the gap after it
 LATER = 0.25  # the first quarter of the epochs may lie below the panel: the ends are compared
 
 
@@ -27,6 +28,17 @@ def column_style(columns: Sequence[str], name: str) -> style.SizeStyle:
     if name == REFERENCE_COLUMN:
         return style.SizeStyle(style.MUTED.light, "o")
     return style.size_style(range(len(columns)), [c for c in columns if c != REFERENCE_COLUMN].index(name))
+
+
+def line_style(columns: Sequence[str], name: str) -> Literal["-", ":"]:
+    """Whole lines until the colours are used up, then dotted ones."""
+    others = [c for c in columns if c != REFERENCE_COLUMN]
+    return "-" if name == REFERENCE_COLUMN or others.index(name) < len(style.SIZES) else ":"
+
+
+def column_keys(columns: Sequence[str], names: Sequence[str]) -> list[style.Key]:
+    """Entries of a legend of lines, for some of the columns."""
+    return [style.Key(n, line=line_style(columns, n), colour=column_style(columns, n).colour) for n in names]
 
 
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
@@ -121,11 +133,11 @@ def _accuracy_table(lines: dict[str, list[Entry]], table: StudyTable) -> Table:
 def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Mean test accuracy after each evaluated epoch, a panel for each of the batches (three at most)."""
     batches = _spread_out(table.batches)
-    curves = {(name, batch): _mean_curve(contents.of(name, batch)) for batch in batches for name in table.columns}
+    curves = {(name, batch): _mean_curve(contents, name, batch) for batch in batches for name in table.columns}
     curves = {place: curve for place, curve in curves.items() if curve}
     if not curves:
         return Missing("study_epochs", "accuracy over the epochs", "no training has finished an epoch yet")
-    small = _mean_curve(contents.of(REFERENCE_COLUMN, contents.study.small_batch)) if contents.study.small_batch else []
+    small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
     title = "Test accuracy over the epochs: whether the trainings were long enough to compare their ends"
     with style.styled():
         figure, panels = style.new_figure(title, 0.6 + 2.1 * len(batches), ratios=[1] * len(batches))
@@ -133,7 +145,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
             _draw_curves(axes, {name: curve for (name, b), curve in curves.items() if b == batch}, small, table)
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
         panels[-1].set_xlabel("epochs")
-        style.legend(panels[0], _keys(table, bool(small)), columns=legend_columns(len(table.columns) + 1), left=-0.02)
+        style.legend(panels[0], _keys(table, bool(small)), columns=legend_columns(table.columns), left=-0.02)
     caption = (
         "Test accuracy after each epoch at which it was looked at, mean over the seeds. Dashed: plain training with "
         "the small batch. Lines that still rise at the end are trainings that were cut short."
@@ -148,18 +160,20 @@ def _spread_out(batches: Sequence[int]) -> list[int]:
     return [batches[0], batches[len(batches) // 2], batches[-1]]
 
 
-def _mean_curve(runs: Sequence[Metrics]) -> list[tuple[float, float]]:
+def _mean_curve(contents: StudyContents, column: str, batch: int) -> list[tuple[float, float]]:
     """(epoch, percent) at the epochs that every run has."""
-    known: list[dict[int, EpochMetrics]] = [{row.epoch: row for row in run.epochs} for run in runs if run.epochs]
+    runs = contents.of(column, batch)
+    known = [{row.epoch: contents.accuracy(row) for row in run.epochs} for run in runs if run.epochs]
     shared = sorted(set.intersection(*map(set, known))) if known else []
-    return [(epoch, 100 * float(np.mean([rows[epoch].test_accuracy for rows in known]))) for epoch in shared]
+    return [(epoch, 100 * float(np.mean([accuracies[epoch] for accuracies in known]))) for epoch in shared]
 
 
 def _draw_curves(
     axes: Axes, curves: dict[str, list[tuple[float, float]]], small: list[tuple[float, float]], table: StudyTable
 ) -> None:
     for name, curve in curves.items():
-        axes.plot(*zip(*curve, strict=True), "-", color=column_style(table.columns, name).colour, linewidth=1.3)
+        colour, line = column_style(table.columns, name).colour, line_style(table.columns, name)
+        axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=1.3)
     if small:
         axes.plot(*zip(*small, strict=True), color=style.INK.light, linewidth=1, linestyle=(0, (5, 3)))
     axes.yaxis.set_major_locator(MaxNLocator(6))
@@ -169,14 +183,17 @@ def _draw_curves(
     axes.set_ylim(max(0.0, min(later) - 2.0), max(later) + 2.0)
 
 
-def legend_columns(keys: int) -> int:
-    """Of rows of about equal length, six entries at most in each."""
-    return math.ceil(keys / math.ceil(keys / 6))
+def legend_columns(names: Sequence[str]) -> int:
+    """For these and one more: rows of about equal length, six entries at most in each, fewer if names are long."""
+    most = max(1, min(6, LEGEND_CHARACTERS // (max(map(len, names)) + 6)))
+    return math.ceil((len(names) + 1) / math.ceil((len(names) + 1) / most))
 
 
 def _keys(table: StudyTable, small: bool) -> list[style.Key]:
-    keys = [style.Key(name, line="-", colour=column_style(table.columns, name).colour) for name in table.columns]
-    return [*keys, *([style.Key("small batch", line="--", colour=style.INK.light)] if small else [])]
+    return [
+        *column_keys(table.columns, table.columns),
+        *([style.Key("small batch", line="--", colour=style.INK.light)] if small else []),
+    ]
 
 
 def _curve_table(curves: dict[tuple[str, int], list[tuple[float, float]]]) -> Table:

@@ -13,7 +13,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures_scale import draw_used
 from tula_hpc.analysis.figures_scale import used_scales as histogram_of
-from tula_hpc.analysis.figures_study_lines import column_style, legend_columns
+from tula_hpc.analysis.figures_study_lines import column_keys, column_style, legend_columns, line_style
 from tula_hpc.analysis.formatting import format_number
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import StudyTable
@@ -56,8 +56,7 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
             axes.set_ylabel(f"density\nB = {batch:,}")
         panels[-1].set_xlabel("factor on the gradient, mean over parameters")
         names = [name for name in table.columns if any(n == name for _, n in scales)]
-        keys = [style.Key(name, line="-", colour=column_style(table.columns, name).colour) for name in names]
-        style.legend(panels[0], keys, columns=legend_columns(len(keys)), left=-0.02)
+        style.legend(panels[0], column_keys(table.columns, names), columns=legend_columns(names), left=-0.02)
     caption = (
         "How often gradients were multiplied by which factor, over all logged steps of all seeds (a Gaussian kernel "
         "density): the mean factor over all parameters and over the steps between two lines of the log, of which those "
@@ -81,7 +80,7 @@ def _draw_batch(axes: Axes, scales: dict[str, Values], columns: Sequence[str]) -
     for name, values in scales.items():
         colour = column_style(columns, name).colour
         heights = density(values, at)
-        axes.plot(at, heights, "-", color=colour)
+        axes.plot(at, heights, line_style(columns, name), color=colour)
         axes.fill_between(at, heights, color=colour, alpha=0.12, linewidth=0)
     axes.axvline(1, color=style.MUTED.light, linewidth=1)
     axes.set_ylim(bottom=0)

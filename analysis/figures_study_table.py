@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
@@ -14,6 +16,8 @@ from tula_hpc.config import REFERENCE_COLUMN
 
 ROW_IN = 0.6
 NAME_SHARE = 0.22  # of the width, for the methods' names
+NAME_CHARACTERS = 17  # that fit into it
+ROOMY = 3  # so many batches leave each cell room for a long line
 DARKEST = 0.5  # opacity of the best
 
 
@@ -32,15 +36,15 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         for place, batch in enumerate(table.batches):
             left = NAME_SHARE + place * width
             axes.text(left + width / 2, 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light)
-            _draw_batch(axes, table.row(batch), left, width)
+            _draw_batch(axes, table.row(batch), left, width, roomy=len(table.batches) <= ROOMY)
         for place, name in enumerate(table.columns):
-            axes.text(0, 1.5 + place, name, va="center", weight="bold")
+            axes.text(0, 1.5 + place, textwrap.fill(name, NAME_CHARACTERS), va="center", weight="bold", linespacing=1.0)
         if table.reference is not None:
             _draw_reference(axes, table.reference, lines - 0.5)
     return Drawing("study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table)))
 
 
-def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float) -> None:
+def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float, *, roomy: bool) -> None:
     means = [entry.test.mean for entry in row if entry.test]
     low, high = min(means, default=0.0), max(means, default=1.0)
     for place, entry in enumerate(row):
@@ -50,25 +54,29 @@ def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float) -> None
         if entry.mark:
             edge = style.INK.light if entry.mark == "best" else style.ALERT.light
             axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
-        _write(axes, entry, left + width / 2, 1.5 + place)
+        _write(axes, entry, left + width / 2, 1.5 + place, roomy=roomy)
 
 
-def _write(axes: Axes, entry: Entry, x: float, y: float) -> None:
+def _write(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) -> None:
     text = percent(entry.test) if entry.test else "diverged" if entry.diverged else "no result"
     colour = style.ALERT.light if entry.mark == "worst" else style.INK.light
     weight = "bold" if entry.mark == "best" else "normal"
-    lines = [line for line in (_achieved(entry), _counts(entry)) if line]
-    axes.text(x, y - 0.12 * len(lines), text, ha="center", va="center", color=colour, weight=weight)
+    achieved = _achieved(entry)
+    lines = [line for line in (*([", ".join(achieved)] if roomy else achieved), _counts(entry)) if line]
+    size = None if roomy else 8
+    head = -0.12 * len(lines)
+    head, first, pitch = (head, head + 0.27, 0.22) if len(lines) < 3 else (-0.29, -0.08, 0.18)  # rows from the middle
+    axes.text(x, y + head, text, ha="center", va="center", color=colour, weight=weight, size=size)
     for place, line in enumerate(lines):
-        height = y + 0.15 - 0.12 * (len(lines) - 1) + 0.22 * place
-        axes.text(x, height, line, ha="center", va="center", size=7, color=style.MUTED.light)
+        height = y + first + pitch * place
+        axes.text(x, height, line, ha="center", va="center", size=7 if roomy else 6, color=style.MUTED.light)
 
 
-def _achieved(entry: Entry) -> str:
+def _achieved(entry: Entry) -> list[str]:
     parts = [f"train {100 * entry.train.mean:.1f}"] if entry.train else []
     if entry.recovered is not None and entry.column != REFERENCE_COLUMN:
         parts.append(f"{signed(entry.recovered)} back")
-    return ", ".join(parts)
+    return parts
 
 
 def _counts(entry: Entry) -> str:

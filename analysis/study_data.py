@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tula_hpc.config import StudyCell, StudySpec, SweepSpec, load_sweep
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.records import Event, Metrics, RunDirectory, TrainResult, TunedRates, read_metrics
+from tula_hpc.records import EpochMetrics, Event, Metrics, RunDirectory, TrainResult, TunedRates, read_metrics
 
 
 class Outcome(NamedTuple):
@@ -36,10 +36,17 @@ class StudyContents(NamedTuple):
     events: list[Event]
 
     def of(self, column: str, batch: int) -> list[Metrics]:
-        """What the trainings of a column at a batch logged, of those that did not diverge, seed by seed."""
-        gone = {outcome.cell for outcome in self.outcomes if outcome.status == "diverged"}
-        cells = (cell for cell in self.metrics if (cell.column, cell.batch) == (column, batch) and cell not in gone)
-        return [self.metrics[cell] for cell in cells]
+        """What the trainings of a column at a batch logged, seed by seed: of those that finished.
+
+        Before the first has: of those under way. One that began or failed must not cut the others short.
+        """
+        ended = [o for o in self.outcomes if (o.cell.column, o.cell.batch) == (column, batch)]
+        finished = [o.cell for o in ended if o.status == "finished"]
+        return [self.metrics[cell] for cell in finished or (o.cell for o in ended if o.status != "diverged")]
+
+    def accuracy(self, row: EpochMetrics) -> float:
+        """Test accuracy after an epoch, in the metric of the study."""
+        return row.test_top5_accuracy if self.study.metric == "top5" else row.test_accuracy
 
 
 def read_study(run: RunDirectory) -> StudyContents:

@@ -46,7 +46,7 @@ class StudyTable(NamedTuple):
     """All entries, and the small batch that they are held against."""
 
     columns: tuple[str, ...]
-    batches: tuple[int, ...]
+    batches: tuple[int, ...]  # ascending
     reference: Entry | None
     entries: dict[tuple[str, int], Entry]
 
@@ -83,13 +83,14 @@ def make_table(study: StudySpec, outcomes: Iterable[Outcome]) -> StudyTable:
     plain = {place: _entry(*place, group) for place, group in grouped.items()}
     reference = plain.get((REFERENCE_COLUMN, study.small_batch)) if study.small_batch else None
     entries: dict[tuple[str, int], Entry] = {}
-    for batch in study.batches:
+    batches = tuple(sorted(study.batches))
+    for batch in batches:
         row = [plain.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
         marks = marks_of(row)
         for entry in row:
             recovered = recovered_share(entry, plain.get((REFERENCE_COLUMN, batch)), reference)
             entries[entry.column, batch] = entry._replace(recovered=recovered, mark=marks.get(entry.column, ""))
-    return StudyTable(study.columns, study.batches, reference, entries)
+    return StudyTable(study.columns, batches, reference, entries)
 
 
 def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:

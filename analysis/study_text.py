@@ -9,9 +9,9 @@ from tula_hpc.analysis.report_tables import TextTable
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import LEAST_LOSS, Entry, Spread, StudyTable, within_one_deviation
 from tula_hpc.config import REFERENCE_COLUMN
-from tula_hpc.records import Metrics
+from tula_hpc.records import EpochMetrics, Metrics
 
-TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in the last tenth of its epochs
+TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in about the last tenth of its epochs
 
 
 def percent(value: Spread | None) -> str:
@@ -124,22 +124,23 @@ def _few_seeds(contents: StudyContents) -> Iterator[str]:
 def _not_trained_out(contents: StudyContents) -> Iterator[str]:
     if not contents.study.small_batch:
         return
-    gains = [_late_gain(metrics) for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch)]
-    known = [gain for gain in gains if gain is not None]
-    if known and (gain := sum(known) / len(known)) > TRAINED_OUT:
+    epochs = contents.sweep.workload.epochs
+    pairs = [_late_pair(metrics, epochs) for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch)]
+    known = [pair for pair in pairs if pair is not None]
+    gains = [contents.accuracy(last) - contents.accuracy(earlier) for earlier, last in known]
+    if gains and (gain := sum(gains) / len(gains)) > TRAINED_OUT:
         yield (
-            f"The small batch still gained {points(gain)} in the last tenth of its epochs: it is not trained out, and "
-            "methods that merely train faster look better than they are."
+            f"The small batch still gained {points(gain)} from epoch {known[0][0].epoch} to {epochs}: it is not "
+            "trained out, and methods that merely train faster look better than they are."
         )
 
 
-def _late_gain(metrics: Metrics) -> float | None:
-    """Test accuracy at the end less that after nine tenths of the epochs."""
-    if len(metrics.epochs) < 2:
+def _late_pair(metrics: Metrics, epochs: int) -> tuple[EpochMetrics, EpochMetrics] | None:
+    """The last look at the test set before the last tenth of the epochs, and the one at the end; None without both."""
+    earlier = [row for row in metrics.epochs if row.epoch <= 0.9 * epochs]
+    if not earlier or metrics.epochs[-1].epoch < epochs:
         return None
-    last = metrics.epochs[-1]
-    earlier = [row for row in metrics.epochs if row.epoch <= 0.9 * last.epoch]
-    return last.test_accuracy - earlier[-1].test_accuracy if earlier else None
+    return earlier[-1], metrics.epochs[-1]
 
 
 def _edge_rates(contents: StudyContents) -> Iterator[str]:

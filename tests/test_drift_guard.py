@@ -44,7 +44,13 @@ SMALL, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tula_hpc.work
 def sweep(model: str = SMALL, epochs: int = 3, objective: str = "knee", **training: object) -> SweepSpec:
     """Eight steps an epoch; an episode is noticed after 22."""
     workload = {"model": model, "dataset": "digits", "loader_workers": 0, "samples": 256, "epochs": epochs}
-    options = {"small_batch": 8, "update_interval_epochs": 0.4, "drift_minutes": 1e-4, "log_interval_steps": 4}
+    options = {
+        "preset": "paper",
+        "small_batch": 8,
+        "update_interval_epochs": 0.4,
+        "drift_minutes": 1e-4,
+        "log_interval_steps": 4,
+    }
     return SweepSpec.model_validate(
         {"name": "x", "workload": workload, "training": options | training, "objective": {"kind": objective}}
     )

@@ -32,7 +32,7 @@ def test_without_an_estimate_nothing_is_said_of_it() -> None:
 def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
     limit_gb = (peak_bytes(128) / 0.9 + 1) / 1024**3  # a step at 128 samples just fits
     limited = cluster(memory_gb=limit_gb)
-    training = [TrainingSpec.model_validate({"method": method}) for method in ("lbt", "ags")]
+    training = [TrainingSpec.model_validate({"method": method, "preset": "paper"}) for method in ("lbt", "ags")]
     specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]
     largest = [max(c.local_batch for c in make_plan(s, limited, grid()).candidates if c.feasible) for s in specs]
     assert largest == [128, 64]

@@ -130,6 +130,20 @@ def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None
         assert int(process.stdout.read()) == process.pid
 
 
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_a_ctrl_c_at_the_terminal_does_not_reach_local_jobs(tmp_path: Path, shell: str) -> None:
+    """They are in the command's process group; the command says that it leaves them as they are."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    setup = launcher(tmp_path).parameters(stage="train", nodes=1, minutes=1)["local_setup"]
+    code = "import os, signal; os.killpg(0, signal.SIGINT); print('goes on')"
+    command = " && ".join([*setup, f'{sys.executable} -c "{code}"'])
+    done = subprocess.run(
+        [shell, "-c", command], capture_output=True, text=True, check=False, start_new_session=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
 def test_switches_that_are_off_are_left_out(tmp_path: Path) -> None:
     script = launcher(tmp_path, executor="slurm", sbatch={"requeue": False}).script(
         stage="train", nodes=1, minutes=1, tasks=1

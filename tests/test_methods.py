@@ -231,8 +231,25 @@ def test_scaling_goes_around_layer_wise_rates_where_a_factor_on_the_gradient_wou
     optimizer = optimizer_for(with_workload(sweep("ags", **form), optimizer=plain), small_model())
     assert isinstance(optimizer, TulaOptimizer)
     assert isinstance(optimizer.base, Lars if plain == "sgd" else Lamb)
-    with pytest.raises(ValueError, match='expected apply = "update"'):
-        sweep("ags", **form | {"apply": "gradient"})
+    for method in ("ags", "static"):
+        with pytest.raises(ValueError, match='expected apply = "update"'):
+            sweep(method, **form | {"apply": "gradient"})
+        assert with_workload(sweep(method, layer_wise=True), optimizer=plain).scale_applies_to == "update"
+
+
+def test_a_reference_pass_gives_each_parameter_its_own_factor_where_groups_change_their_order() -> None:
+    factors = []
+    for layer_wise in (False, True):
+        options: dict[str, Any] = {"granularity": "tensor", "reference": "pass", "apply": "update", "base_batch": 64}
+        worker = new_worker("ags", **options, layer_wise=layer_wise)
+        assert isinstance(worker.optimizer, TulaOptimizer)
+        inputs, targets = next(worker.batches())
+        worker.forward_backward(inputs, targets)
+        worker.update_gradscale(inputs, targets)
+        of = dict(zip(worker.optimizer.parameters(), worker.optimizer.gradscale, strict=True))
+        factors.append([of[parameter] for parameter in worker.model.parameters()])
+    assert factors[0] == factors[1]
+    assert len({float(factor) for factor in factors[0] if factor is not None}) > 5
 
 
 @pytest.mark.parametrize(
@@ -308,6 +325,15 @@ def test_an_epoch_has_four_averages_and_ends_with_one(steps: int, synchronous: i
         assert due[-1] == (epoch >= synchronous)
         assert sum(due) == (min(steps, AVERAGES_PER_EPOCH) if epoch >= synchronous else 0) or rest
         assert sum(due) <= AVERAGES_PER_EPOCH
+
+
+def test_frozen_parameters_are_not_averaged() -> None:
+    """The mean of equal numbers may differ from them in the last bit."""
+    model = small_model()
+    model[0].requires_grad_(False)
+    averaged = {id(tensor) for tensor in averager(model).tensors}
+    assert not averaged & {id(p) for p in model[0].parameters()}
+    assert averaged >= {id(tensor) for tensor in (*model[1].parameters(), model[1].running_mean, model[4].weight)}
 
 
 @given(st.integers(1, 1000))

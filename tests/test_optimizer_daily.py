@@ -449,6 +449,20 @@ def test_resume_equals_uninterrupted_bit_for_bit_with_every_option(form: str, ba
     assert restored.statistics() == optimizer.statistics()
 
 
+def test_after_a_fall_back_warm_up_and_interval_go_on_with_the_data_seen() -> None:
+    """With half the batch both are twice as many steps, and those that were taken count twice."""
+    model = make_model()
+    before = wrap(model, scale_warmup=8, update_interval=4)
+    for step in range(4):
+        before.zero_grad()
+        torch.autograd.backward(loss_of(model, step))
+        before.step()
+    after = wrap(make_model(), scale_warmup=16, update_interval=8, large_batch=LARGE // 2)
+    after.load_state_dict(before.state_dict())
+    assert (before.steps, before.update_due) == (4, True)
+    assert (after.steps, after.update_due) == (8, True)
+
+
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_state_of_the_first_version_still_loads(granularity: str) -> None:
     model, other = make_model(), make_model()

@@ -52,13 +52,13 @@ def test_element_ratio_is_the_papers_formula() -> None:
 
 
 def test_ratios_that_are_not_finite_count_as_one() -> None:
-    small = torch.tensor([1.0, math.inf, math.nan, 1.0, 3e38, 0.0])
-    large = torch.tensor([-1e-8, 1.0, 1.0, math.nan, 0.0, -1e-8])  # large + ε is 0 in the first and the last
-    assert element_ratio(small, large).tolist() == [1.0] * 6
+    small = torch.tensor([1.0, math.inf, math.nan, 1.0, 3e38, 1.0, 1.0, 0.0])
+    large = torch.tensor([-1e-8, 1.0, 1.0, math.nan, 0.0, math.inf, -math.inf, -1e-8])  # + ε: 0 in the first and last
+    assert element_ratio(small, large).tolist() == [1.0] * 8
     assert tensor_ratio(small, large).item() == 1.0
-    optimizer = build(6, s_min=2.0)
+    optimizer = build(8, s_min=2.0)
     optimizer.update_gradscale([small], [large])
-    assert present(optimizer)[0].tolist() == [2.0] * 6, "the bounds hold for the replaced value too"
+    assert present(optimizer)[0].tolist() == [2.0] * 8, "the bounds hold for the replaced value too"
 
 
 @given(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8), st.floats(0.01, 100))

@@ -103,6 +103,12 @@ def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", few)
 
 
+@pytest.fixture
+def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is about the files or the page."""
+    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"memory": FIGURES["memory"]})
+
+
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     figures = {f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png", "csv")}
     names = {path.name for path in finished.run.report.iterdir()}
@@ -158,7 +164,7 @@ def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     assert "Not in this report yet" not in words
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("one_figure")
 def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     run.sweep_file.write_text(SWEEP_TOML + f"# {HOSTILE}\n")
@@ -208,7 +214,7 @@ def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys
     assert not (root / "report").exists()
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("one_figure")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     run.report.write_text("a file where the folder should be")
@@ -230,7 +236,7 @@ def test_damaged_files_are_named_and_the_rest_is_used(tmp_path: Path) -> None:
     assert set(contents.notes) <= set(warnings(contents))
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("one_figure")
 def test_logs_alone_without_any_input_file_make_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path / "copied", stage="profile")
     for file in (run.sweep_file, run.cluster_file, run.events_file):
@@ -240,7 +246,7 @@ def test_logs_alone_without_any_input_file_make_a_report(tmp_path: Path) -> None
     assert "sweep.toml is missing." in page.words
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("one_figure")
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     html_file = write_report(run)[0]

@@ -13,12 +13,20 @@ from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_scale import BINS, ONE
 from tula_hpc.analysis.figures_study_delta import delta_groups
+from tula_hpc.analysis.figures_study_lines import (
+    column_style,
+    draw_study_accuracy,
+    draw_study_epochs,
+    legend_columns,
+    line_style,
+)
 from tula_hpc.analysis.figures_study_scale import density, draw_study_scale_elements, used_scale
+from tula_hpc.analysis.figures_style import SIZES
 from tula_hpc.analysis.study import main, write_study_report
 from tula_hpc.analysis.study_data import read_study
 from tula_hpc.analysis.study_table import make_table
 from tula_hpc.analysis.study_text import answer, cautions, latex, verdicts
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import RunDirectory, StepMetrics, TunedRates
 
@@ -141,9 +149,54 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     study = contents.study.model_copy(update={"seeds": (0, 1), "base_lrs": {"all": [0.1, 0.2]}})
     rates = TunedRates(rates={"sgd": 0.2}, trials=[])
     found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
-    assert "is not trained out" in found
+    assert "still gained 2.0 points from epoch 18 to 20: it is not trained out" in found
     assert "Only 2 seeds" in found
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
+
+
+def test_runs_that_failed_or_have_just_begun_cut_no_curve_short_and_raise_no_caution(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    begun = run.train("study/lbt-b128-s1")
+    begun.result_file.unlink()
+    begun.metrics_file.write_text("".join(begun.metrics_file.read_text().splitlines(keepends=True)[:3]))
+    contents = read_study(run)
+    assert [len(metrics.epochs) for metrics in contents.of("lbt", 128)] == [20, 20]
+    for seed in (0, 2):
+        run.train(f"study/lbt-b128-s{seed}").result_file.unlink()
+    contents = read_study(run)
+    assert sorted(len(metrics.epochs) for metrics in contents.of("lbt", 128)) == [3, 20, 20]
+    for seed in (0, 2):  # under way, too: all that is left is how it began
+        contents.metrics[StudyCell("lbt", 128, seed)] = contents.metrics[StudyCell("lbt", 128, 1)]
+    assert not any(
+        "trained out" in doubt for doubt in cautions(contents, make_table(contents.study, contents.outcomes))
+    )
+
+
+def test_the_curves_are_of_the_studys_metric(tmp_path: Path) -> None:
+    tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256], "small_batch": 0, "metric": "top5"}}
+    contents = read_study(make_study(tmp_path / "run", tables))
+    drawn = draw_study_epochs(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert {row[3] for row in drawn.table.rows} == {90.0}
+
+
+def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": [1024, 256, 512]}}
+    contents = read_study(make_study(tmp_path / "run", tables))
+    table = make_table(contents.study, contents.outcomes)
+    assert table.batches == (256, 512, 1024)
+    drawn = draw_study_accuracy(contents, table)
+    assert isinstance(drawn, Drawing)
+    assert drawn.title.startswith("At B = 1,024 ags reaches")
+
+
+def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
+    names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
+    looks = {(column_style(names, name).colour, line_style(names, name)) for name in names}
+    assert len(looks) == len(names)
+    assert legend_columns(["a", "b", "c"]) == 4  # with the small batch's
+    assert legend_columns(["a" * 40, "b", "c"]) == 2
+    assert legend_columns(["a" * 64] * 5) == 1
 
 
 def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:

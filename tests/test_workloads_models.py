@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +47,9 @@ class MetaParameters(TorchFunctionMode):
         return func(*args, **((kwargs or {}) | on_meta))
 
 
+@functools.cache
 def on_meta(name: str, image_size: int) -> nn.Module:
+    """Never changed by a test: `functional_call` is given other parameters."""
     with MetaParameters():
         return build_model(WorkloadSpec(model=name), CLASSES, image_size)
 
@@ -83,8 +86,8 @@ def test_32_pixels_keep_their_resolution_and_reach_every_parameter(name: str) ->
     model = on_meta(name, 32)
     edges: list[int] = []
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    first.register_forward_hook(lambda module, inputs, output: edges.append(output.shape[-1]))
-    scores, parameters = meta_forward(model, 32)
+    with first.register_forward_hook(lambda module, inputs, output: edges.append(output.shape[-1])):
+        scores, parameters = meta_forward(model, 32)
     assert scores.shape == (2, CLASSES)
     assert edges[0] == {"vit_b_16": 8, "convnext_tiny": 16, "swin_t": 16}.get(name, 32)
     torch.autograd.backward(scores.sum())

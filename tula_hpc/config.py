@@ -209,7 +209,7 @@ class AgsOptions(NamedTuple):
     apply: Literal["gradient", "update"]  # scale the gradient, or what the base optimizer makes of it
     lr_scaling: LrScaling  # of the rate, on top, from base_batch to the global batch
     reference: Literal["pass", "free"]  # small gradient: an extra pass; or from the workers' own gradients, no pass
-    update_interval_epochs: float  # between two passes; "free" updates at every step
+    update_interval_epochs: float  # between two passes, should there be any; 0: as often as 2 % of the samples allow
 
 
 PAPER = AgsOptions(
@@ -226,7 +226,7 @@ PAPER = AgsOptions(
     reference="pass",
     update_interval_epochs=1.0,
 )
-# What did best in tests/benchmarks/results/study_cifar100_small; small_batch there is a quarter of base_batch.
+# What did best in short runs of a small network on a part of CIFAR-100. Its small_batch is a quarter of base_batch.
 DEFAULT = AgsOptions(
     small_batch=32,
     delta=0.5,
@@ -239,7 +239,7 @@ DEFAULT = AgsOptions(
     apply="gradient",
     lr_scaling="none",
     reference="free",
-    update_interval_epochs=1.0,
+    update_interval_epochs=0.0,
 )
 
 
@@ -287,6 +287,8 @@ class TrainingSpec(Spec):
         if not paper:
             preset = preset._replace(small_batch=max(1, self.base_batch // 4))
         given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
+        if given.get("reference") == "pass":
+            preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
         return preset._replace(**given)
 
     @property
@@ -327,13 +329,13 @@ class TrainingSpec(Spec):
         if self.s_max is not None and self.s_min > self.s_max:
             raise ValueError(f"s_min: {self.s_min} is above s_max = {self.s_max}")
         options = self.ags
-        if options.granularity == "element" and options.reference == "free":
+        if self.method == "ags" and options.granularity == "element" and options.reference == "free":
             raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
         if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
             raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
         if (
             self.layer_wise
-            and self.method == "ags"
+            and self.method in ("ags", "static")
             and "gradient" in (self.apply, self.preset == "paper" and options.apply)
         ):
             raise ValueError('layer_wise: LARS and LAMB divide by the gradient\'s size; expected apply = "update"')
@@ -465,7 +467,7 @@ class SweepSpec(Spec):
         training = self.training
         cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
         left_out = training.apply is None and training.preset == "default"
-        return "update" if training.method == "ags" and left_out and cancels else training.ags.apply
+        return "update" if training.method in ("ags", "static") and left_out and cancels else training.ags.apply
 
     @property
     def step_copies(self) -> int:

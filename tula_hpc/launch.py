@@ -151,8 +151,9 @@ class Launcher:
             "tasks_per_node": workers,
             "gpus_per_node": workers if self.cluster.device == "cuda" else 0,
             "timeout_min": minutes,
-            # keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell
-            "local_setup": [*self.setup_lines(), "trap : EXIT"],
+            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell.
+            # INT: a terminal sends Ctrl-C to the jobs too, which are in the same process group; they are to go on
+            "local_setup": [*self.setup_lines(), "trap : EXIT", "trap '' INT"],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class LocalStates:
     def _read(self, loaded: LoadedCheckpoint, rank: int) -> dict[str, Any]:
         if rank == 0:
             return loaded.state
-        return CheckpointStore.load(self._folder_of(rank) / loaded.path.name, self.worker.device)
+        return CheckpointStore.load(self._folder_of(rank) / loaded.path.name)
 
     def keep_newest_only(self) -> None:
         """When training is over; see `CheckpointStore.keep_newest_only`."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from tula_hpc.records import Configuration
 from tula_hpc.workloads.layers import layers, norms_and_biases
 from tula_hpc.workloads.optimizers import base_optimizer, shards
 
+PASS_SHARE = 0.02  # of the training's samples, in passes for the reference gradient
 SYNCHRONOUS_EPOCHS = 5  # of post-local SGD, as in the paper
 
 
@@ -135,8 +137,13 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
 
 
 def _interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
-    """Steps between two passes; an interval of 0 epochs is for norms without a pass, and counts where one is needed."""
-    epochs = training.ags.update_interval_epochs or 1.0
+    """Steps between two passes; an interval of 0 epochs: as often as passes see at most `PASS_SHARE` of the samples.
+
+    A form that expects norms at every step needs many of them where a single worker with BatchNorm has to take passes.
+    """
+    epochs = training.ags.update_interval_epochs
+    if epochs == 0:
+        return math.ceil(_taken(training, configuration) / (PASS_SHARE * configuration.global_batch))
     return max(1, round(epochs * _steps_per_epoch(configuration, samples)))
 
 

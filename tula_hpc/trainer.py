@@ -124,6 +124,8 @@ class Trainer:
         self.batch: tuple[Tensor, Tensor] | None = None  # of the last step
         self.restart_count = env.restart_count
         self.progress = self._restore()
+        seen = self._epochs_seen()
+        self.worker.place(seen, seen)  # after a stop at an epoch's last step the next save comes before any step
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
         self.test_loader = self._loader(self.worker.workload.test)
 
@@ -228,12 +230,15 @@ class Trainer:
     def _place_step(self) -> None:
         """The rate, and what else of a step follows from the data seen so far."""
         progress, size = self.progress, self.job.configuration.global_batch
-        start = progress.epoch + progress.offset / self.samples_per_epoch
+        start = self._epochs_seen()
         for group in self.worker.optimizer.param_groups:
             group["lr"] = learning_rate(self.job.sweep, size, start)
         last = progress.offset + 2 * size > self.samples_per_epoch  # samples left over at the end are not trained on
         after = 1.0 if last else (progress.offset + size) / self.samples_per_epoch
         self.worker.place(start, progress.epoch + after)
+
+    def _epochs_seen(self) -> float:
+        return self.progress.epoch + self.progress.offset / self.samples_per_epoch
 
     def _log_steps(self) -> None:
         """One line for the steps since the last one. The device is waited for here, and only here."""
@@ -380,7 +385,7 @@ class Trainer:
         """
         initial = {key: value.clone() for key, value in self.worker.model.state_dict().items()}
         self._throw_away_one_pass()
-        loaded = self.store.load_latest(map_location=self.worker.device)
+        loaded = self.store.load_latest()  # on the host: on a GPU, Adam's step counts would be waited for at every step
         self._check_same(loaded)
         if loaded is None:
             self.worker.model.load_state_dict(initial)

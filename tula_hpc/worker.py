@@ -59,6 +59,8 @@ class Worker:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
         self.optimizer = build_optimizer(sweep, self.model, self.parameters, configuration, self.samples)
+        # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have another
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norms = self._small_norms()
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
@@ -94,13 +96,12 @@ class Worker:
         if not self.sweep.training.free_reference or not isinstance(self.optimizer, TulaOptimizer):
             return None
         norms: LocalNorms | PartNorms
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if isinstance(self.parallel, DistributedDataParallel):
-            norms = LocalNorms(parameters, self.configuration.local_batch).attach(self.parallel)
+            norms = LocalNorms(self.parameters, self.configuration.local_batch).attach(self.parallel)
         elif looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
             return None
         else:
-            norms = PartNorms(parameters)
+            norms = PartNorms(self.parameters)
         self.optimizer.update_interval = None  # no pass is ever due
         return norms
 

@@ -158,7 +158,7 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     """The rate is chosen first, on held-out samples; then one column cannot load its model."""
     path = tmp_path / "tiny.toml"
     text = SWEEP.replace("seeds = [0, 1]", "seeds = [0]\nbase_lrs = [1e-4, 0.1]").replace(
-        "small_batch = 0", "small_batch = 64"
+        "small_batch = 0", "small_batch = 128"
     )
     text = text.replace("epochs = 24", "epochs = 4").replace('methods = ["lbt", "static"]', 'methods = ["lbt"]')
     path.write_text(text.replace("workload.lr = 1e12", 'workload.model = "tests.examples.own_workload:Stripes"'))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.forked import fork_workers, free_ports, run_workers
-from tula_hpc import trainer
+from tula_hpc import stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
@@ -88,6 +88,11 @@ def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
     os.environ["MASTER_PORT"] = ports[2]
     assert train(folder / "stopped") == "finished"
     os.environ["MASTER_PORT"] = ports[3]
+    train(folder / "stopped at an epoch's end", stop_after=2 * STEPS_PER_EPOCH)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = ports[4]
+    assert train(folder / "stopped at an epoch's end") == "finished"
+    os.environ["MASTER_PORT"] = ports[5]
     with process_group(ClusterSpec(), env):
         seen = {"polo": local_steps(env), **methods(env)}
     torch.save(seen, folder / f"{rank}.pt")
@@ -106,6 +111,7 @@ def train(root: Path, stop_after: int = 0) -> str:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(Worker, "train_step", counted)
+        patch.setattr(stopping, "FIRST_CHECKS", EPOCHS * STEPS_PER_EPOCH)  # a stop is noticed at every step
         return run_training(TrainJob(sweep("polo"), ClusterSpec(), Configuration(WORKERS, 1, BATCH), root), stop)
     return "stopped"
 
@@ -135,9 +141,9 @@ def methods(env: WorkerEnvironment) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both workers have trained; see `work`."""
     folder = tmp_path_factory.mktemp("methods")
-    for name in ("whole", "stopped"):
+    for name in ("whole", "stopped", "stopped at an epoch's end"):
         RunDirectory(folder / name).create().train().root.mkdir()
-    run_workers(__file__, folder, *free_ports(4), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
+    run_workers(__file__, folder, *free_ports(6), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
     return folder
 
 
@@ -210,6 +216,15 @@ def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Pat
             assert same(whole[what], resumed[what])
 
 
+def test_a_run_that_stopped_after_an_epochs_last_step_still_saves_every_workers_state(folder: Path) -> None:
+    """It ends the epoch without a step of its own, and saves then."""
+    whole, resumed = (checkpoints(folder, name) for name in ("whole", "stopped at an epoch's end"))
+    for part in ("", "worker-0001"):
+        ended = [CheckpointStore.load(CheckpointStore(kept / part).paths()[-2]) for kept in (whole, resumed)]
+        assert same(ended[0]["optimizer"], ended[1]["optimizer"])
+        assert [state.get("workers") for state in ended] == [None if part else WORKERS] * 2
+
+
 def test_every_worker_saves_its_own_state_and_evaluates_one_model(folder: Path) -> None:
     """At an epoch's end there is one model, and each worker's own momenta."""
     for name, one_model in (("as it stopped", False), ("whole", True)):
@@ -223,7 +238,9 @@ def test_another_number_of_workers_goes_on_from_the_mean(folder: Path) -> None:
     states = LocalStates(checkpoints(folder, "as it stopped"), new_worker(sweep("polo")))
     parts = [latest(checkpoints(folder, "as it stopped") / part).state for part in ("", "worker-0001")]
     loaded = latest(states.folder)
+    states.worker.device = torch.device("meta")  # states stay on the host, where the mean is taken
     mean = states.load(loaded)
+    states.worker.device = torch.device("cpu")
     for name, tensor in mean["model"].items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensor, (parts[0]["model"][name] + parts[1]["model"][name]) / 2)

@@ -35,7 +35,7 @@ def sweep(optimizer: str, zero_stage: int) -> SweepSpec:
         "lr": 0.01,
         "zero_stage": zero_stage,
     }
-    training = {"small_batch": 8, "update_interval_epochs": 0.05}
+    training = {"preset": "paper", "small_batch": 8, "update_interval_epochs": 0.05}
     return SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
 
 

@@ -37,7 +37,13 @@ RUNS = ("watched", "unwatched")
 
 def sweep(drift: bool = True) -> SweepSpec:
     workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0}
-    options = {"small_batch": 8, "update_interval_epochs": 0.4, "drift_minutes": 1e-4, "drift": drift}
+    options = {
+        "preset": "paper",
+        "small_batch": 8,
+        "update_interval_epochs": 0.4,
+        "drift_minutes": 1e-4,
+        "drift": drift,
+    }
     fields = {"name": "x", "workload": {**workload, "samples": 256, "epochs": 4}, "training": options}
     return SweepSpec.model_validate(fields)
 

@@ -29,7 +29,7 @@ SWEEP = SweepSpec.model_validate(
             "lr": 0.05,
             "loader_workers": 1,
         },
-        "training": {"small_batch": 16, "log_interval_steps": 5, "update_interval_epochs": 0.5},
+        "training": {"preset": "paper", "small_batch": 16, "log_interval_steps": 5, "update_interval_epochs": 0.5},
     }
 )
 

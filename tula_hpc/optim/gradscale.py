@@ -24,9 +24,10 @@ def default_s_max(small_batch: int, large_batch: int, exponent: float = 1.0) -> 
 
 
 def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
-    """|g_small / (g_large + ε)|^exponent element by element, at least in float32; 1 where the ratio is not finite."""
+    """|g_small / (g_large + ε)|^exponent element by element, at least in float32; 1 where any of them is not finite."""
     dtype = torch.promote_types(large.dtype, torch.float32)
     ratio = (small.to(dtype) / (large.to(dtype) + EPSILON)).abs().nan_to_num_(nan=1.0, posinf=1.0)
+    ratio = torch.where(large.isinf(), 1.0, ratio)  # or an overflow would leave 0, and the element still until the next
     return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()  # finite, however large
 
 

@@ -361,6 +361,8 @@ class TulaOptimizer(WrappingOptimizer):
         parameters = self.parameters()
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
-        self.steps = own["steps"]
-        self._steps_since_update = own["steps_since_update"]
+        # warm-up and interval are steps of today's batch: they go on with the data seen, not with another batch's steps
+        batch = own["batches"][1] if "batches" in own else self.large_batch
+        self.steps = round(own["steps"] * batch / self.large_batch)
+        self._steps_since_update = round(own["steps_since_update"] * batch / self.large_batch)
         self._steps_since_statistics = own["steps_since_statistics"]

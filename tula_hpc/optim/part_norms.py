@@ -99,10 +99,11 @@ class PartNorms:
         """Hook of a parameter: the gradient of one part, which is its share of the part's own."""
         if self._open is None:
             return
+        if gradient.is_sparse:  # there is no norm of it here
+            self._open.norms[place] = torch.full((), torch.nan, device=gradient.device)
+            return
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        sparse = gradient.is_sparse  # there is no norm of it here
-        none = torch.full((), torch.nan, device=gradient.device)
-        self._open.norms[place] = none if sparse else torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+        self._open.norms[place] = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
 
 
 def looks_at_whole_batch(model: nn.Module) -> bool:

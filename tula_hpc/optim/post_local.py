@@ -28,7 +28,8 @@ class EpochAverager(ModelAverager):
     that what is evaluated is one model.
 
     Args:
-        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of batches) are not.
+        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of batches) and frozen
+            parameters are not.
         synchronous_epochs: Before this many, nothing is averaged.
         times_per_epoch: Averages in an epoch; with fewer steps, one after each.
         group: Whose workers; the default process group if None.
@@ -42,7 +43,8 @@ class EpochAverager(ModelAverager):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(group)
-        self.tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self.tensors = [t for t in (*trained, *model.buffers()) if t.is_floating_point()]
         self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
         self.start = self.end = 0.0
 
