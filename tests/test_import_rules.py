@@ -50,9 +50,12 @@ RULES: dict[str, set[str]] = {
         "config", "env", "errors", "noise_probe", "power", "records", "resident", "timing", "worker", "workloads",
     },
     "trainings": {"config", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
+    "tuner": set(),
+    "tuning": {"checkpoint", "records", "tuner", "worker"},
     "trainer": {
         "checkpoint", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "jobs", "local_states",
-        "memory_errors", "optim", "profiler", "records", "schedule", "slurm", "stopping", "worker", "workloads",
+        "memory_errors", "optim", "profiler", "records", "schedule", "slurm", "stopping", "tuning", "worker",
+        "workloads",
     },
     "launch": {"errors", "config", "records", "slurm"},
     "progress": set(),
@@ -85,6 +88,7 @@ TORCH_ROOMS = {
     "drift_start",
     "curvature_probe",
     "noise_probe",
+    "tuning",
 }
 
 

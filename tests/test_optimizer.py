@@ -156,6 +156,16 @@ def test_edges_of_the_gate(norms: Sequence[float], expected: list[int]) -> None:
     assert scaled_flags(wrap([nn.Parameter(torch.zeros(2))]), norms) == expected
 
 
+def test_another_delta_gates_the_steps_that_follow() -> None:
+    optimizer = wrap([nn.Parameter(torch.zeros(2))], static_scale=2.0, delta=0.5)
+    assert scaled_flags(optimizer, [1.0, 2.0, 2.0]) == [0, 0, 1]  # Δ = 3 and 0
+    optimizer.set_delta(4.0)
+    assert optimizer.delta == 4.0
+    assert scaled_flags(optimizer, [1.0, 2.0]) == [1, 1]
+    with pytest.raises(ValueError, match="delta: expected above 0"):
+        optimizer.set_delta(0.0)
+
+
 def test_gate_off_still_leaves_non_finite_gradients_unscaled() -> None:
     (parameter,) = params = [nn.Parameter(torch.zeros(2))]
     optimizer = wrap(params, static_scale=2.0, delta=math.inf)

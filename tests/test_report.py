@@ -387,6 +387,17 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     assert "resumed 3 times" in text
 
 
+def test_a_training_that_was_tuned_says_what_it_came_to(finished: Written, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    tuning = {"delta": 0.5, "small_batch": 16, "settings": 4, "tried": 3, "pruned": 2, "rollbacks": 2}
+    result = json.loads(run.train().result_file.read_text())
+    result["tuning"] = tuning | {"lost_samples": 12_000, "lost_s": 90.0}
+    run.train().result_file.write_text(json.dumps(result))
+    text = answer(read_run(run))
+    assert "Tuning tried 3 of 4 settings, dropped 2 of them and ran 2 rounds again (" in text
+    assert "12,000 samples, not counted above); it ended with small_batch = 16, delta = 0.5." in text
+
+
 def test_models_are_shown_whatever_they_are_made_of() -> None:
     models = {
         "step_time": {

@@ -22,7 +22,7 @@ import stat
 import struct
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -96,7 +96,7 @@ class CheckpointStore:
             CheckpointError: The state holds something that could not be loaded again, a later restart has already saved
                 (this process is a left-over), or the file cannot be written.
         """
-        path = self.folder / _file_name(restart_count, samples_seen)
+        path = self.folder / file_name(restart_count, samples_seen)
         _check_storable(state, "state")
         if type(state) not in (dict, OrderedDict):
             raise CheckpointError(f"{path}: expected a dict to save, got a {type(state).__name__}")
@@ -115,6 +115,13 @@ class CheckpointStore:
         """Delete all but the newest usable file, when training is over and only its outcome counts."""
         self.keep = 1
         self._prune()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Delete all files but those of these names; for a store that decides by itself what it still needs."""
+        for path in self.paths():
+            if path.name not in names:
+                with contextlib.suppress(OSError):  # it is in nobody's way
+                    path.unlink()
 
     def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None where there is no file at all.
@@ -218,7 +225,8 @@ def _age(path: Path) -> _Age:
     return _Age(int(match[1]), int(match[2]))
 
 
-def _file_name(restart_count: int, samples_seen: int) -> str:
+def file_name(restart_count: int, samples_seen: int) -> str:
+    """Of what `CheckpointStore.save` saves."""
     if restart_count < 0 or samples_seen < 0:
         raise ValueError(f"expected counts of 0 or more, got {restart_count=}, {samples_seen=}")
     return f"checkpoint-r{restart_count:04d}-{samples_seen:012d}.tula"

@@ -278,6 +278,22 @@ class TrainingSpec(Spec):
     curvature_epochs: tuple[Annotated[int, Field(ge=0)], ...] = ()
     curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
     scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
+    # other values of delta and small_batch to try while training; whole rounds are run again, so it costs time
+    tune_delta: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=16)
+    tune_small_batch: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=16)
+    tune_every_epochs: int = Field(default=2, ge=1)  # length of a round
+    tune_holdout: float = Field(default=0.05, gt=0, le=0.5)  # share of the training samples that judge a round
+    max_rollbacks: int = Field(default=8, ge=1)  # so many rounds are run again at most
+
+    @property
+    def tunes(self) -> bool:
+        """Whether settings are tuned while training, on samples that are held out for that."""
+        return bool(self.tune_delta or self.tune_small_batch)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the training samples: those that tuning does not hold out."""
+        return 1.0 - self.tune_holdout if self.tunes else 1.0
 
     @property
     def ags(self) -> AgsOptions:
@@ -339,7 +355,20 @@ class TrainingSpec(Spec):
             and "gradient" in (self.apply, self.preset == "paper" and options.apply)
         ):
             raise ValueError('layer_wise: LARS and LAMB divide by the gradient\'s size; expected apply = "update"')
+        _check_tuning(self)
         return self
+
+
+def _check_tuning(training: TrainingSpec) -> None:
+    for key in ("tune_delta", "tune_small_batch"):
+        values = getattr(training, key)
+        if len(set(values)) != len(values):
+            raise ValueError(f"{key}: expected each value once")
+        if values and training.method != "ags":
+            raise ValueError(f'{key}: "{training.method}" has nothing to tune; expected method = "ags"')
+    if training.tune_delta and training.ags.gate == "none":
+        gates = 'gate = "paper", "smooth" or "smoothed"'
+        raise ValueError(f'tune_delta: with gate = "none" every step is scaled, whatever delta is; expected {gates}')
 
 
 Family = Literal["all", "sgd", "adamw", "lars", "lamb"]  # of optimizers that share a learning rate at a small batch
@@ -698,8 +727,10 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
     if sweep.workload.precision == "fp16" and any(part.device == "cpu" for part in parts):
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
-    if sweep.workload.samples is not None and sweep.search.max_batch > sweep.workload.samples:
-        message = f"{sweep.search.max_batch} is above workload.samples = {sweep.workload.samples}"
+    samples, share = sweep.workload.samples, sweep.training.trained_share
+    if samples is not None and sweep.search.max_batch > samples * share:
+        held = "" if share == 1 else f" less training.tune_holdout = {sweep.training.tune_holdout}"
+        message = f"{sweep.search.max_batch} is above workload.samples = {samples}{held}"
         raise InputError(message, source=sweep_file, key="search.max_batch")
     for part in parts:
         for nodes in cluster_sizes(sweep.search, part):
@@ -728,13 +759,14 @@ def _check_study(
             raise InputError(message, source=sweep_file, key="workload.precision")
         for batch in sorted({cell.batch for cell in study.cells()}):
             key = "study.batches" if batch in study.batches else "study.small_batch"
-            _check_batch(batch, work, workers, sweep_file, key)
+            _check_batch(batch, column, workers, sweep_file, key)
 
 
-def _check_batch(batch: int, work: WorkloadSpec, workers: int, source: Path | str, key: str) -> None:
+def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
         raise InputError(f"{batch} cannot be shared equally among {workers} workers", source=source, key=key)
-    if work.samples is not None and batch > work.samples * (1 - work.holdout):
+    work, share = sweep.workload, (1 - sweep.workload.holdout) * sweep.training.trained_share
+    if work.samples is not None and batch > work.samples * share:
         raise InputError(f"{batch} is above workload.samples = {work.samples}", source=source, key=key)
 
 

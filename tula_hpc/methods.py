@@ -80,8 +80,8 @@ def _scaling(
     options = training.ags
     static = training.method == "static"
     return {
-        **_batches(training, configuration),
-        "update_interval": None if static else _interval(training, configuration, samples),
+        **scaled_batches(training, configuration),
+        "update_interval": None if static else pass_interval(training, configuration, samples),
         "delta": options.delta,
         "granularity": options.granularity,
         "s_max": training.s_max,
@@ -111,11 +111,11 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
     Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are left out: methods
     are compared over equal epochs, so the rate follows the data seen. b is the batch that workload.lr was chosen for.
     """
-    batches = _batches(training, configuration)
+    batches = scaled_batches(training, configuration)
     ratio = batches["large_batch"] / batches["small_batch"]
     return {
         **batches,
-        "update_interval": _interval(training, configuration, samples),
+        "update_interval": pass_interval(training, configuration, samples),
         "granularity": "model",
         "exponent": 2.0,
         "gate": "none",
@@ -125,7 +125,7 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
     }
 
 
-def _batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
+def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
     """b_small and b_large. Where norms are computed for b_small, it need not be a whole number of samples a worker."""
     computed = training.free_reference and configuration.world_size > 1
     small = training.reference_batch if computed else _taken(training, configuration)
@@ -136,7 +136,7 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
     return reference_share(training, configuration) * configuration.world_size
 
 
-def _interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
+def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
     """Steps between two passes; an interval of 0 epochs: as often as passes see at most `PASS_SHARE` of the samples.
 
     A form that expects norms at every step needs many of them where a single worker with BatchNorm has to take passes.

@@ -259,6 +259,7 @@ class Event(Record):
         "drifted",
         "recovered",
         "replanned",
+        "tuned",
         "finished",
         "failed",
     ]
@@ -543,6 +544,7 @@ class StepMetrics(Record):
     # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
     # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
     scale_histogram: list[int] | None = None
+    attempt: int | None = None  # while settings are tuned: which run of a round, see `RollbackMetrics`
 
 
 class EpochMetrics(Record):
@@ -562,6 +564,7 @@ class EpochMetrics(Record):
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
     noise_scale: float | None = None  # samples, as of the end of the epoch
     critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the updates since the last such line
+    attempt: int | None = None  # see `StepMetrics`
 
 
 class CurvatureMetrics(Record):
@@ -581,6 +584,14 @@ class CurvatureMetrics(Record):
     largest_eigenvalue: float | None = None  # algebraically; another one only where the former is negative
     largest_residual: float | None = None
     gradient_norm: float | None = None  # on the same batch
+    attempt: int | None = None  # see `StepMetrics`
+
+
+class RollbackMetrics(Record):
+    """A line of metrics.jsonl: tuning rolled a run of a round back, so the lines of that attempt are no progress."""
+
+    kind: Literal["rollback"] = "rollback"
+    attempt: int
 
 
 class StepParts(Record):
@@ -610,6 +621,19 @@ class Drift(Record):
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
 
+class TuningOutcome(Record):
+    """What tuning within a training came to."""
+
+    delta: float  # at the end
+    small_batch: int
+    settings: int  # candidates, the configured one included
+    tried: int
+    pruned: int
+    rollbacks: int
+    lost_samples: int  # trained on in runs that were rolled back; not in the result's samples_seen
+    lost_s: float  # of training steps in them; not in the result's train_time_s
+
+
 class TrainResult(Record):
     """result.json: how training ended."""
 
@@ -631,6 +655,7 @@ class TrainResult(Record):
     diverged: bool = False  # of a study: the loss was not finite, which ended it; its accuracies are 0
     train_accuracy: float | None = None  # of a study: on a fixed choice of training samples, not augmented
     train_top5_accuracy: float | None = None
+    tuning: TuningOutcome | None = None  # None: nothing was tuned
 
 
 class RateTrial(Record):
@@ -648,8 +673,11 @@ class TunedRates(Record):
     trials: list[RateTrial]
 
 
-class _AnyMetrics(RootModel[StepMetrics | EpochMetrics | CurvatureMetrics]):
-    root: StepMetrics | EpochMetrics | CurvatureMetrics = Field(discriminator="kind")
+AnyMetrics = StepMetrics | EpochMetrics | CurvatureMetrics | RollbackMetrics
+
+
+class _AnyMetrics(RootModel[AnyMetrics]):
+    root: AnyMetrics = Field(discriminator="kind")
 
 
 class Metrics(NamedTuple):
@@ -662,12 +690,18 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones."""
+    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
+
+    Those of a run that tuning rolled back for good are left out.
+    """
     rows, skipped = read_records(_AnyMetrics, [path])
+    rolled_back = {row.root.attempt for row in rows if isinstance(row.root, RollbackMetrics)}
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
     curvature: dict[int, CurvatureMetrics] = {}
     for row in rows:
+        if isinstance(row.root, RollbackMetrics) or (row.root.attempt in rolled_back):
+            continue
         if isinstance(row.root, StepMetrics):
             steps[row.root.samples_seen] = row.root
         elif isinstance(row.root, EpochMetrics):

@@ -36,8 +36,9 @@ from tula_hpc.records import (
 )
 from tula_hpc.schedule import learning_rate
 from tula_hpc.stopping import Agreed, Decision, StopRequest
+from tula_hpc.tuning import Tuning
 from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import make_test_loader, training_samples
+from tula_hpc.workloads import make_test_loader, training_samples, validation_samples
 
 REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
 
@@ -123,11 +124,19 @@ class Trainer:
             self.worker.optimizer.histogram = ScaleHistogram()
         self.batch: tuple[Tensor, Tensor] | None = None  # of the last step
         self.restart_count = env.restart_count
+        self.tuning = self._start_tuning()
         self.progress = self._restore()
         seen = self._epochs_seen()
         self.worker.place(seen, seen)  # after a stop at an epoch's last step the next save comes before any step
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
         self.test_loader = self._loader(self.worker.workload.test)
+
+    def _start_tuning(self) -> Tuning | None:
+        training = self.job.sweep.training
+        if not training.tunes:
+            return None
+        samples = validation_samples(self.job.sweep.workload, training.tune_holdout)
+        return Tuning(self.worker, self.run_directory, self.job.label, self._loader(samples))
 
     def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
         """This worker's share of samples that are not augmented."""
@@ -152,18 +161,56 @@ class Trainer:
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
-        if self.progress.epoch >= last:  # killed between the last checkpoint and the result
-            return self._finish(self._evaluate(self.test_loader))
-        batches = self.worker.batches(self.progress.epoch, self.progress.offset)
-        evaluation = NO_EVALUATION
         if self.progress.samples_seen == 0:
             self._measure_curvature()
-        while self.progress.epoch < last:
-            if not self._train_epoch(batches):
-                return self._leave()
-            evaluation = self._evaluate_if_due(self.progress.epoch + 1)
-            self._end_epoch(evaluation)
-        return self._finish(evaluation)
+        self._begin_tuning()
+        evaluation: Evaluation | None = None  # of the present weights
+        batches: Iterator[tuple[Tensor, Tensor]] | None = None
+        while True:
+            if self._round_is_over():  # or the process was killed right before it was judged
+                gone_back = self._end_round()
+                evaluation, batches = (None, None) if gone_back else (evaluation, batches)
+            if self.progress.epoch >= last:
+                return self._finish(evaluation or self._evaluate(self.test_loader))
+            batches = batches or self.worker.batches(self.progress.epoch, self.progress.offset)
+            try:
+                if not self._train_epoch(batches):
+                    return self._leave()
+                evaluation = self._evaluate_if_due(self.progress.epoch + 1)
+                self._end_epoch(evaluation)
+            except DivergedError:
+                if self.tuning is None or not self.tuning.active:
+                    raise
+                batches = None
+                self._end_round(diverged=True)
+
+    def _begin_tuning(self) -> None:
+        if self.tuning is not None:
+            self.tuning.tidy()  # what a killed process had begun to save
+            self.tuning.begin(asdict(self.progress), self._state, self.restart_count)
+
+    def _round_is_over(self) -> bool:
+        return self.tuning is not None and self.tuning.due(self.progress.epoch, self.progress.offset)
+
+    def _end_round(self, *, diverged: bool = False) -> bool:
+        """Have tuning judge a run of a round; True if training goes on from an earlier checkpoint."""
+        if self.tuning is None:
+            return False
+        self.batch, self.window = None, StepWindow()
+        now = asdict(self.progress)
+        loaded = self.tuning.end_round(now, self._state, self.restart_count, diverged=diverged)
+        if loaded is not None:
+            kept = {"restarts": self.progress.restarts, "started_at": self.progress.started_at}
+            self.progress = Progress(**loaded["progress"] | kept)
+            self.epoch_loss.fill_(self.progress.epoch_loss)
+            self.critical_batch = CriticalBatch()
+        self._save()
+        self.tuning.tidy()
+        return loaded is not None
+
+    @property
+    def _attempt(self) -> int | None:
+        return self.tuning.attempt if self.tuning is not None else None
 
     def _evaluate_if_due(self, epoch: int) -> Evaluation:
         """Of the test set, at the end of that epoch: of each, or in a study of some and the last."""
@@ -272,14 +319,15 @@ class Trainer:
                 noise_gradient_square=_finite(noise.recent_square),
                 noise_trace=_finite(noise.recent_trace),
                 scale_histogram=self._scales_used(),
+                attempt=self._attempt,
             ),
             durable=False,
         )
 
     def _any_diverged(self, loss: float) -> bool:
-        """The workers of a study's cell agree, since all of them end with it; another training just fails."""
+        """Workers agree where all of them end with it, or go back; another training just fails."""
         diverged = not math.isfinite(loss)
-        return diverged if self.study is None else self._any(diverged)
+        return diverged if self.study is None and self.tuning is None else self._any(diverged)
 
     def _scales_used(self) -> list[int] | None:
         optimizer = self.worker.optimizer
@@ -344,6 +392,7 @@ class Trainer:
             steps=progress.epoch_steps,
             noise_scale=_finite(self._noise().noise_scale),
             critical_batch=_finite(self.critical_batch.take()),
+            attempt=self._attempt,
         )
 
     def _measure_curvature(self) -> None:
@@ -353,29 +402,36 @@ class Trainer:
         seen = {"epoch": progress.epoch, "step": progress.step, "samples_seen": progress.samples_seen}
         line = curvature_line(self.worker, training.curvature_samples, **seen)
         if self.env.rank == 0:
-            append_record(self.files.metrics_file, line)
+            append_record(self.files.metrics_file, line.model_copy(update={"attempt": self._attempt}))
 
     def _save(self) -> None:
         """A checkpoint by rank 0; the others go on once it is on disk."""
         if self.window.steps:
             self._log_steps()  # or the losses since the last line would be lost to a resumed run
-        self.progress.epoch_loss = float(self.epoch_loss)
-        where = {"samples_seen": self.progress.samples_seen, "restart_count": self.restart_count}
+        lost = self.tuning.lost_samples if self.tuning is not None else 0  # the newest file is the one of the most work
+        where = {"samples_seen": self.progress.samples_seen + lost, "restart_count": self.restart_count}
         own = self.local_states.save(**where)
-        optimizer_state = self.worker.optimizer_state()
+        state = self._state()
         if self.env.rank == 0:
-            state = {
-                "model": self.worker.model.state_dict(),
-                "optimizer": optimizer_state,
-                "scaler": self.worker.scaler.state_dict(),
-                "progress": asdict(self.progress),
-                "global_batch": self.job.configuration.global_batch,
-                **own,
-            }
-            self.store.save(state, **where)
+            self.store.save({**state, **own}, **where)
         self.worker.agree(0.0)
         self.agreed.mark_saved()
         self.window = StepWindow()  # the time of saving is no step's time
+
+    def _state(self) -> dict[str, Any]:
+        """A checkpoint's content, whole on rank 0, {} on the others. Collective."""
+        self.progress.epoch_loss = float(self.epoch_loss)
+        optimizer_state = self.worker.optimizer_state()
+        if self.env.rank != 0:
+            return {}
+        return {
+            "model": self.worker.model.state_dict(),
+            "optimizer": optimizer_state,
+            "scaler": self.worker.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "global_batch": self.job.configuration.global_batch,
+            **({"tuning": self.tuning.state_dict()} if self.tuning is not None else {}),
+        }
 
     def _restore(self) -> Progress:
         """State of the newest good checkpoint, or the initial one.
@@ -390,6 +446,8 @@ class Trainer:
         if loaded is None:
             self.worker.model.load_state_dict(initial)
             return Progress(started_at=time.time())
+        if self.tuning is not None and "tuning" in loaded.state:
+            self.tuning.load_state_dict(loaded.state["tuning"])
         self.worker.load_own_state(self.local_states.load(loaded))
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
@@ -480,9 +538,12 @@ class Trainer:
             diverged=bool(diverged),
             train_accuracy=training.accuracy if training else None,
             train_top5_accuracy=training.top5_accuracy if training else None,
+            tuning=self.tuning.outcome() if self.tuning is not None else None,
         )
         if self.study is not None:
             self.local_states.keep_newest_only()
+        if self.tuning is not None:
+            self.tuning.close()
         if self.env.rank == 0:
             write_atomically(self.files.result_file, result.model_dump_json(indent=1))
             self._event("finished", diverged or f"test accuracy {evaluation.accuracy:.4f}", {})
@@ -492,7 +553,9 @@ class Trainer:
 
     def _evaluate_training(self) -> Evaluation:
         """Of a fixed choice of training samples as they are, at the end."""
-        return self._evaluate(self._loader(training_samples(self.job.sweep.workload)))
+        training = self.job.sweep.training
+        held_out = training.tune_holdout if training.tunes else 0.0
+        return self._evaluate(self._loader(training_samples(self.job.sweep.workload, validation=held_out)))
 
 
 class StepWindow:

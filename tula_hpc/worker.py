@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.methods import build_optimizer, reference_share
+from tula_hpc.methods import build_optimizer, pass_interval, reference_share, scaled_batches
 from tula_hpc.optim import (
     LocalNorms,
     PartNorms,
@@ -29,7 +29,7 @@ from tula_hpc.optim import (
 )
 from tula_hpc.optim.post_local import PostLocalSGD
 from tula_hpc.records import Configuration
-from tula_hpc.workloads import build_workload, make_train_loader
+from tula_hpc.workloads import build_workload, make_train_loader, without_validation
 from tula_hpc.workloads.optimizers import consolidate
 
 # A peer that died is noticed by gloo at once and by srun -K1; this bounds the wait where neither helps.
@@ -53,6 +53,9 @@ class Worker:
         self.sweep, self.configuration, self.env = sweep, configuration, env
         self.device = pick_device(cluster, env.local_rank)
         workload = build_workload(sweep.workload)
+        if sweep.training.tunes:
+            share = sweep.training.tune_holdout
+            workload = workload._replace(train=without_validation(workload.train, share))
         self.workload = workload
         self.model = self._place(workload.model)
         self.parallel = self._wrap(self.model)
@@ -200,6 +203,17 @@ class Worker:
         loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
         squares, batch = self.norms.squares(loss_scale)
         self.optimizer.observe_small(squares * shortened**2, batch)
+
+    def use_setting(self, delta: float, small_batch: int) -> None:
+        """Go on with other values of training.delta and training.small_batch."""
+        changed = {"delta": delta, "small_batch": small_batch}
+        training = self.sweep.training.model_copy(update=changed)
+        self.sweep = self.sweep.model_copy(update={"training": training})  # says how much of a batch a pass takes
+        if isinstance(self.optimizer, TulaOptimizer):
+            self.optimizer.set_batch(**scaled_batches(training, self.configuration))
+            self.optimizer.set_delta(delta)
+            if self.optimizer.update_interval is not None:
+                self.optimizer.update_interval = pass_interval(training, self.configuration, self.samples)
 
     @property
     def is_local(self) -> bool:

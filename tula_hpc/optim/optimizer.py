@@ -244,6 +244,15 @@ class TulaOptimizer(WrappingOptimizer):
         bounds = checked_bounds(batches, self.s_min, self._fixed_s_max, self._adaptive.exponent)
         self._estimates.set_batches(batches, *bounds)
 
+    def set_delta(self, delta: float) -> None:
+        """Go on with another threshold δ.
+
+        Raises:
+            ValueError: It is not above 0. Nothing has been changed.
+        """
+        require(delta > 0, f"delta: expected above 0, got {delta}")
+        self._sensitivity.delta = delta
+
     def statistics(self) -> Statistics:
         """Numbers for the log; starts the counts of steps anew. Waits for the device, so call it now and then only."""
         sensitivity, norm, scaled, scaled_steps = self._sensitivity.read()
