@@ -22,8 +22,10 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
+# what starts no jobs runs on all cores, at most four; what does, one test after another
 test: .venv/.ready
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/local --ignore tests/slurm
+	@$(BIN)/python -m pytest tests/local tests/slurm
 
 slurm:
 	@$(PYTHON) tests/slurm/testcluster.py install
