@@ -967,11 +967,11 @@ def _own_words(location: list[str], message: str) -> tuple[list[str], str]:
     return ([*location, field], rest) if colon and field.isidentifier() else (location, message)
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, most: int = 80) -> str:
     """A value as it stands in TOML, or its beginning."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     text = text if text.isprintable() else json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
@@ -1074,6 +1074,6 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
     try:
         found = data_dir.is_dir()
     except OSError as error:
-        raise ValueError(f"data_dir: {_shown(str(data_dir))} cannot be read: {error.strerror}") from None
+        raise ValueError(f"data_dir: {_shown(str(data_dir), 400)} cannot be read: {error.strerror}") from None
     if not found:
-        raise ValueError(f"data_dir: no such folder: {_shown(str(data_dir))}")
+        raise ValueError(f"data_dir: no such folder: {_shown(str(data_dir), 400)}")
