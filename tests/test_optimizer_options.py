@@ -67,7 +67,7 @@ def factors(optimizer: TulaOptimizer) -> list[float]:
 
 
 def brought(small: float, large: float, batch: float, wanted: float, large_batch: float) -> float:
-    """The law as the brief has it, apart from the code's own."""
+    """The law, written down apart from the code's own."""
     return large + (small - large) * (1 / wanted - 1 / large_batch) / (1 / batch - 1 / large_batch)
 
 
