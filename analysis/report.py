@@ -33,15 +33,15 @@ from tula_hpc.errors import InputError
 from tula_hpc.records import RunDirectory
 
 if TYPE_CHECKING:
-    from tula_hpc.analysis.figures import Figures, TitlePage
+    from tula_hpc.analysis.figures import Drawing, Figures, TitlePage
 
 __all__ = [
     "SUMMARY_COLUMNS",
     "SummaryRow",
+    "figure_files",
     "main",
-    "remove_stale",
     "render_page",
-    "replace_file",
+    "replace_files",
     "summary_cells",
     "summary_rows",
     "write_report",
@@ -69,24 +69,31 @@ def write_report(run: RunDirectory) -> list[Path]:
     drawn = figures.draw_all(contents)
     svgs = [drawing.svg() for drawing in drawn.drawings]
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, _page(contents, drawn, svgs)).encode()}
-    for drawing, svg in zip(drawn.drawings, svgs, strict=True):
-        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
-        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
+    files |= figure_files(drawn.drawings, svgs)
     files["report.pdf"] = figures.render_pdf(
         _title_page(contents), drawn.drawings
     )  # last: it lays the figures out anew
-    run.report.mkdir(mode=0o700, exist_ok=True)
-    remove_stale(run.report, (f"{name}.{suffix}" for name in figures.FIGURES for suffix in SUFFIXES), files)
-    return [replace_file(run.report / name, content) for name, content in files.items()]
+    return replace_files(run.report, figures.FIGURES, files)
 
 
-def remove_stale(folder: Path, ours: Iterable[str], current: Iterable[str]) -> None:
-    """Delete figures of an earlier report that this one has not: they would seem to belong to it."""
-    for name in set(ours) - set(current):
-        (folder / name).unlink(missing_ok=True)
+def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, bytes]:
+    """Each figure as SVG, PNG and CSV, by file name."""
+    files: dict[str, bytes] = {}
+    for drawing, svg in zip(drawings, svgs, strict=True):
+        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
+        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
+    return files
 
 
-def replace_file(path: Path, content: bytes) -> Path:
+def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
+    """Write a report's files; those of its figures that an earlier one had and this one has not are deleted."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name in {f"{figure}.{suffix}" for figure in figures for suffix in SUFFIXES} - set(files):
+        (folder / name).unlink(missing_ok=True)  # it would seem to belong to this report
+    return [_replace_file(folder / name, content) for name, content in files.items()]
+
+
+def _replace_file(path: Path, content: bytes) -> Path:
     """Write beside the old file, then rename: whoever reads sees the old one or the new one."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.formatting import UNKNOWN, format_percent
-from tula_hpc.analysis.report import SUFFIXES, remove_stale, render_page, replace_file
+from tula_hpc.analysis.report import figure_files, render_page, replace_files
 from tula_hpc.analysis.report_tables import TextTable, event_table
 from tula_hpc.analysis.study_data import StudyContents, read_study
 from tula_hpc.analysis.study_table import StudyTable, make_table
@@ -51,12 +51,7 @@ def write_study_report(run: RunDirectory) -> list[Path]:
         "study_table.tex": latex(table).encode(),
         "study_runs.csv": runs.encode(),
     }
-    for drawing, svg in zip(drawn.drawings, svgs, strict=True):
-        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
-        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
-    run.report.mkdir(mode=0o700, exist_ok=True)
-    remove_stale(run.report, (f"{name}.{suffix}" for name in STUDY_FIGURES for suffix in SUFFIXES), files)
-    return [replace_file(run.report / name, content) for name, content in files.items()]
+    return replace_files(run.report, STUDY_FIGURES, files | figure_files(drawn.drawings, svgs))
 
 
 def study_text(run: RunDirectory) -> str:

@@ -68,8 +68,8 @@ RULES: dict[str, set[str]] = {
     "summary": {"analysis", "records"},
     "command": {"config", "errors", "records", "stages"},
     "study_stage": {"config", "errors", "jobs", "launch", "progress", "records", "stages", "trainings"},
-    "study": {"analysis", "command", "errors", "records", "stages", "study_stage"},
-    "sweep": {"analysis", "command", "dry_run", "errors", "profile_stage", "records", "stages", "study", "summary"},
+    "study": {"analysis", "command", "config", "errors", "records", "stages", "study_stage"},
+    "sweep": {"analysis", "command", "config", "dry_run", "errors", "profile_stage", "records", "stages", "study", "summary"},
 }  # fmt: skip
 TORCH_ROOMS = {
     "workloads",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.examples.branches import Branches
+from tests.forked import fork_workers, run_workers
 from tula_hpc.optim import reference_gradient
 
 WORKERS = 2
 loss = nn.CrossEntropyLoss()
-
-
-class Branches(nn.Module):
-    """Takes its second branch only for inputs whose first element is positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.always(x)
-        return out + self.sometimes(x) if x[0, 0] > 0 else out
 
 
 def plain_model() -> nn.Module:
@@ -210,8 +199,7 @@ def test_ddp_does_not_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two workers saw, see `work`."""
     folder = tmp_path_factory.mktemp("workers")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120, env=environment)
+    run_workers(__file__, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -254,12 +242,5 @@ def work(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> int:
-    """Both workers from one process, forked before torch starts any thread: torch is imported once."""
-    child = os.fork()
-    work(0 if child else 1, folder)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -349,12 +349,6 @@ class TrainingSpec(Spec):
             raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
         if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
             raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
-        if (
-            self.layer_wise
-            and self.method in ("ags", "static")
-            and "gradient" in (self.apply, self.preset == "paper" and options.apply)
-        ):
-            raise ValueError('layer_wise: LARS and LAMB divide by the gradient\'s size; expected apply = "update"')
         _check_tuning(self)
         return self
 
@@ -488,6 +482,9 @@ class SweepSpec(Spec):
         if method == "polo" and work.zero_stage:
             message = "every worker has an optimizer of its own"
             raise ValueError(f'training.method: in "polo" {message}; expected workload.zero_stage = 0')
+        if self.training.layer_wise and method in ("ags", "static") and self.scale_applies_to == "gradient":
+            message = "LARS and LAMB divide by the gradient's size"
+            raise ValueError(f'training.layer_wise: {message}; expected apply = "update"')
         return self
 
     @property

@@ -11,6 +11,7 @@ from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_
 from tula_hpc.errors import InputError, StageError
 
 if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec, SweepSpec
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages import Sweep
 
@@ -19,7 +20,11 @@ SAID = 5  # failed trainings that are named one by one
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 done, 1 a training has no result, 2 bad input, 130 interrupted."""
-    return exit_code_of(run, _parser().parse_args(arguments))
+    return exit_code_of(_run, _parser().parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    return run(options, *load_inputs(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,14 +39,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace, *, report: bool = True) -> int:
+def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, report: bool = True) -> int:
     """Train what has no result yet, write the report, and say what failed.
+
+    Args:
+        options: The command line.
+        spec: The sweep that it names, checked.
+        cluster: The cluster that it names.
+        report: Whether to end with the report.
 
     Raises:
         InputError: The sweep has no [study] table.
         StageError: A training has no result; the others have theirs, and the report is written.
     """
-    spec, cluster = load_inputs(options)
     root = run_root(options, spec)
     if spec.study is None:
         raise InputError("expected a [study] table; without one use python -m tula_hpc.sweep", source=options.sweep)

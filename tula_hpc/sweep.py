@@ -11,6 +11,7 @@ from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_
 from tula_hpc.errors import InputError
 
 if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec, SweepSpec
     from tula_hpc.records import Plan
     from tula_hpc.stages import Sweep
 
@@ -39,9 +40,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     spec, cluster = load_inputs(options)
-    root = run_root(options, spec)
     if spec.study is not None:
-        return _run_study(options)
+        return _run_study(options, spec, cluster)
+    root = run_root(options, spec)
     if options.dry_run:
         from tula_hpc.dry_run import describe_submission
 
@@ -56,12 +57,12 @@ def _run(options: argparse.Namespace) -> int:
             return 130
 
 
-def _run_study(options: argparse.Namespace) -> int:
+def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> int:
     from tula_hpc.study import run
 
     if options.until in ("profile", "plan"):
         raise InputError(f"a sweep with [study] has no stage {options.until!r}: it only trains", source="--until")
-    return run(options, report=options.until == "report")
+    return run(options, spec, cluster, report=options.until == "report")
 
 
 def _run_stages(sweep: Sweep, last: int) -> int:

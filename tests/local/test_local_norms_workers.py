@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.examples.branches import Branches
 from tests.forked import fork_workers, run_workers
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
@@ -28,18 +29,6 @@ from tula_hpc.worker import Worker
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
 BATCH, STEPS = 6, 4
 loss = nn.CrossEntropyLoss()
-
-
-class Branches(nn.Module):
-    """Takes its second branch only for inputs whose first element is positive, its third never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.always(x)
-        return out + self.sometimes(x) if x[0, 0] > 0 else out
 
 
 class Mixed(nn.Module):
