@@ -22,10 +22,12 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
-# what starts no jobs runs on all cores, at most four; what does, one test after another
+# what starts no jobs runs on all cores, at most four; then jobs on this machine beside jobs on the test cluster, each one test
+# after another; at last what measures
 test: .venv/.ready
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/local --ignore tests/slurm
-	@$(BIN)/python -m pytest tests/local tests/slurm
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not alone" tests/local tests/slurm
+	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
 
 slurm:
 	@$(PYTHON) tests/slurm/testcluster.py install

@@ -93,7 +93,7 @@ def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: Node
         InputError: The basis is energy, and no power is known.
     """
     pricing = cluster.pricing
-    between_s = _between_preemptions_s(pricing, usage.nodes)
+    between_s = between_preemptions_s(pricing, usage.nodes)
     interval_s = _checkpoint_s(pricing, training, between_s)
     work_s = _with_checkpoints_s(pricing, usage.train_time_s, interval_s, between_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
@@ -130,11 +130,11 @@ def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array)
     """How often jobs of N nodes are preempted in so much time, on average; 0 except on spot nodes."""
     if pricing.basis != "spot":
         return np.zeros_like(wall_time_s)
-    return wall_time_s / _between_preemptions_s(pricing, nodes)
+    return wall_time_s / between_preemptions_s(pricing, nodes)
 
 
-def _between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
-    """Mean seconds between two preemptions of a job."""
+def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
+    """Mean seconds between two preemptions of a job of N nodes; only for the basis "spot"."""
     between_s = pricing.preemption_hours * SECONDS_PER_HOUR
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
 

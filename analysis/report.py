@@ -6,9 +6,7 @@ Works at any stage: over measurements alone, over a plan, during training and af
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +27,9 @@ from tula_hpc.analysis.report_tables import (
     summary_table,
 )
 from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
-from tula_hpc.errors import InputError
-from tula_hpc.records import RunDirectory
+from tula_hpc.errors import InputError, RunDirectoryError, TulaError
+from tula_hpc.files import mistrust
+from tula_hpc.records import RunDirectory, write_atomically
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.figures import Drawing, Figures, TitlePage
@@ -86,25 +85,20 @@ def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, 
 
 
 def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
-    """Write a report's files; those of its figures that an earlier one had and this one has not are deleted."""
+    """Write a report's files; those of its figures that an earlier one had and this one has not are deleted.
+
+    Raises:
+        RunDirectoryError: The folder is someone else's, or a link to somewhere else.
+        StorageError: A file cannot be written.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
+    if reason := mistrust(folder):
+        raise RunDirectoryError(reason, source=folder)
     for name in {f"{figure}.{suffix}" for figure in figures for suffix in SUFFIXES} - set(files):
         (folder / name).unlink(missing_ok=True)  # it would seem to belong to this report
-    return [_replace_file(folder / name, content) for name, content in files.items()]
-
-
-def _replace_file(path: Path, content: bytes) -> Path:
-    """Write beside the old file, then rename: whoever reads sees the old one or the new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return path
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in files]
 
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:
@@ -181,6 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    except TulaError as error:
+        print(error, file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"{error.filename or run.root}: {error.strerror or error}", file=sys.stderr)
         return 1

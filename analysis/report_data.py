@@ -12,12 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.files import read_bounded
 from tula_hpc.records import (
     Candidate,
     Configuration,
@@ -29,6 +28,7 @@ from tula_hpc.records import (
     StepTimes,
     TrainDirectory,
     TrainResult,
+    read_document,
     read_metrics,
 )
 
@@ -157,10 +157,12 @@ def _refuse_empty(run: RunDirectory) -> None:
 
 def _read_text(path: Path, notes: list[str]) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_bounded(path, MAX_FILE_BYTES).decode(errors="replace")
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
-        return ""
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+    return ""
 
 
 def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
@@ -206,11 +208,11 @@ def _read_trainings(run: RunDirectory, notes: list[str]) -> Iterable[Training]:
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
-    if not path.exists():
-        return None
     try:
-        return TrainResult.model_validate_json(path.read_bytes())
-    except ValidationError:
+        return read_document(TrainResult, path)
+    except FileNotFoundError:
+        return None
+    except RunDirectoryError:
         notes.append(f"{path.parent.name}/{path.name} is damaged.")
         return None
 

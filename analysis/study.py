@@ -17,7 +17,7 @@ from tula_hpc.analysis.report_tables import TextTable, event_table
 from tula_hpc.analysis.study_data import StudyContents, read_study
 from tula_hpc.analysis.study_table import StudyTable, make_table
 from tula_hpc.analysis.study_text import answer, cautions, latex, plain_text, table_cells, verdicts
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, TulaError
 from tula_hpc.records import RunDirectory
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _rates(contents: StudyContents) -> TextTable | None:
     rows: list[tuple[str, ...]] = [
         (
             trial.family,
-            f"{trial.lr:g}" + (" (chosen)" if contents.rates.rates[trial.family] == trial.lr else ""),
+            f"{trial.lr:g}" + (" (chosen)" if contents.rates.rates.get(trial.family) == trial.lr else ""),
             UNKNOWN if trial.accuracy is None else format_percent(trial.accuracy),
         )
         for trial in contents.rates.trials
@@ -150,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    except TulaError as error:
+        print(error, file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"{error.filename or run.root}: {error.strerror or error}", file=sys.stderr)
         return 1

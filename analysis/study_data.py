@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from pydantic import ValidationError
-
 from tula_hpc.config import StudyCell, StudySpec, SweepSpec, load_sweep
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import EpochMetrics, Event, Metrics, RunDirectory, TrainResult, TunedRates, read_metrics
@@ -104,12 +102,12 @@ def _accuracies(result: TrainResult, study: StudySpec) -> tuple[float, float | N
 
 
 def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
-    with contextlib.suppress(FileNotFoundError, ValidationError):  # damaged: as good as none
-        return TrainResult.model_validate_json(run.train(cell.label).result_file.read_bytes())
+    with contextlib.suppress(RunDirectoryError):  # damaged: as good as none
+        return run.train(cell.label).read_result()
     return None
 
 
 def _read_rates(run: RunDirectory) -> TunedRates | None:
-    with contextlib.suppress(FileNotFoundError, ValidationError):
-        return TunedRates.model_validate_json(run.rates_file.read_bytes())
+    with contextlib.suppress(RunDirectoryError):
+        return run.read_rates()
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) ->
         (b'name = "a"\nname = "b"', "is not valid TOML: Cannot overwrite a value"),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
         (b"a = " + b"[" * 5000 + b"]" * 5000, "is not valid TOML: maximum recursion depth"),
-        (b".".join([b"a"] * 3000) + b" = 1", "holds a value out of all bounds"),
+        (b".".join([b"a"] * 3000) + b" = 1", "is not valid TOML: a key of more than 100 parts"),
         (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
         (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value out of all bounds: Exceeds"),
     ],
@@ -189,23 +188,11 @@ def test_a_file_that_cannot_be_read(here: Path, path: str, said: str) -> None:
         load_sweep(Path(path))
 
 
-def test_an_endless_file_is_not_read_to_its_end(here: Path) -> None:
-    os.mkfifo("endless")
-
-    def write() -> None:
-        with Path("endless").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(b"#" * 4096)
-            except BrokenPipeError:
-                return
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    with pytest.raises(InputError, match="under 1,000,000 bytes"):
-        load_sweep(Path("endless"))
-    writer.join(timeout=10)
-    assert not writer.is_alive()
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, path: str) -> None:
+    os.mkfifo("pipe")  # nobody will ever write to it
+    with pytest.raises(InputError, match=f"^{path}: cannot be read: expected a file, found a pipe or a device"):
+        load_sweep(Path(path))
 
 
 @pytest.mark.parametrize(

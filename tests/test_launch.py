@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError
-from tula_hpc.launch import Launcher
+from tula_hpc.launch import Launcher, StillRunningError
 from tula_hpc.records import RunDirectory
+from tula_hpc.sbatch import find_pickle
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -156,3 +158,52 @@ def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     slurm = launcher(tmp_path, executor="slurm")
     with pytest.raises(LaunchError, match="sbatch is not on PATH"):
         slurm.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "own", "target"),
+    [
+        ({"SLURM_JOB_ID": "17"}, "17_submitted.pkl", "task-0.pkl"),
+        (
+            {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"},
+            "17_2_submitted.pkl",
+            "task-2.pkl",
+        ),
+    ],
+    ids=["plain job", "task of an array"],
+)
+def test_a_job_finds_its_pickle_by_itself_once(
+    tmp_path: Path, variables: dict[str, str], own: str, target: str
+) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / target).touch()
+    script = "\n".join(["set -e", *find_pickle(folder)])
+    for _ in range(2):  # the second time as a requeued job, which may have a pickle of its own by then
+        subprocess.run(["bash", "-c", script], env=variables, check=True, timeout=60)
+        assert (folder / own).readlink() == Path(target)
+    (folder / own).unlink()
+    (folder / own).write_text("submitit's own")
+    subprocess.run(["bash", "-c", script], env=variables, check=True, timeout=60)
+    assert (folder / own).read_text() == "submitit's own"
+
+
+def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SUBMITIT_EXECUTOR", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    before = dict(os.environ)
+    with outside_of_job():
+        assert {name for name in os.environ if name.startswith(("SLURM", "SUBMITIT"))} == {"SLURM_CONF"}
+    assert dict(os.environ) == before
+
+
+def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    detached = Launcher(ClusterSpec(), run, "tula-test", detached=True)
+    jobs = detached.submit([touch(tmp_path / "done")], stage="train", nodes=1, minutes=1)
+    with pytest.raises(StillRunningError) as left:
+        detached.wait_for_some(jobs)
+    assert left.value.jobs == jobs
+    Launcher(ClusterSpec(), run, "tula-test").wait(jobs)
+    assert [end.job for end in detached.wait_for_some(jobs)] == jobs
+    assert (tmp_path / "done").exists()

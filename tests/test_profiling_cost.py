@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run_factory import configurations, measurement
+from tula_hpc.analysis.job_runs import job_runs
 from tula_hpc.analysis.profiling_cost import (
     FullSearch,
     describe,
     elapsed_times,
     full_search,
-    job_runs,
     profiling_cost,
 )
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec

@@ -33,7 +33,7 @@ from tula_hpc.analysis.report_tables import (
     summary_table,
 )
 from tula_hpc.analysis.report_text import answer, how_measured, warnings
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record
 from tula_hpc.summary import print_summary
 
@@ -173,7 +173,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
         run.profile / "x.jsonl", measurement(where, 7, hosts=(HOSTILE,), device=HOSTILE, versions={HOSTILE: "1"})
     )
     append_record(run.profile / "x.jsonl", oom(Configuration(1, 1, 8192), detail=HOSTILE))
-    run.log_event("failed", "train", detail=HOSTILE, job_id=HOSTILE)
+    run.log_event("failed", "train", detail=HOSTILE, job_id="17")
     hostile = plan(
         [candidate(item) for item in configurations()],
         warnings=[HOSTILE],
@@ -256,7 +256,7 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match="No space"):
         write_report(run)
     assert html_file.read_text() == before
     assert not [path for path in run.report.iterdir() if path.name.startswith(".")]

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from tula_hpc.errors import Failure
-from tula_hpc.slurm import JobState, StepState, classify
+from tula_hpc.slurm import JobState, StepState, classify, is_submit_limit, is_unanswered, telling_line
+
+FRAME = """Traceback (most recent call last):
+  File "x.py", line 1, in f
+    g()
+"""
 
 
 def rows(*states: tuple[str, str, str]) -> list[StepState]:
@@ -28,6 +33,16 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         (rows(("7", "CANCELLED", "0:0")), "", Failure.CANCELLED),
         (rows(("7", "FAILED", "1:0")), "Traceback (most recent call last):\nKeyError: 'x'", Failure.BUG),
         ([], "", Failure.BUG),
+        (rows(("7", "FAILED", "137:0"), ("7.0", "FAILED", "0:9")), "", Failure.KILLED),
+        ([], "srun: error: n1: task 1: Killed", Failure.KILLED),
+        ([], f"{FRAME}RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:1", Failure.KILLED),
+        # srun kills the others when one raises: its exception is the reason, whatever its peers say
+        ([], f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", Failure.BUG),
+        ([], f"{FRAME}RuntimeError: Connection closed by peer\n{FRAME}my.Error: no", Failure.BUG),
+        ([], "[rank1]:   File \"x.py\", line 1\n[rank1]: KeyError: 'x'\nsrun: error: n1: task 0: Killed", Failure.BUG),
+        (rows(("7", "FAILED", "139:0"), ("7.0", "FAILED", "0:11")), f"{FRAME}E: Broken pipe", Failure.BUG),
+        ([], f"{FRAME}E: Broken pipe\nsrun: error: n1: task 0: Segmentation fault", Failure.BUG),
+        (rows(("7", "CANCELLED", "0:0"), ("7.0", "CANCELLED", "0:9")), "task 0: Killed", Failure.CANCELLED),
     ],
 )
 def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:
@@ -39,3 +54,33 @@ def test_requeued_and_suspended_jobs_are_not_over() -> None:
         assert not JobState(state, "").is_over
     for state in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "OUT_OF_MEMORY", "CANCELLED"):
         assert JobState(state, "").is_over
+
+
+@pytest.mark.parametrize(
+    ("words", "unanswered", "limit"),
+    [
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True, False),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller", True, False),
+        ("sbatch: error: Batch job submission failed: Resource temporarily unavailable", True, False),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
+         "accounting/QOS policy (job submit limit, user's size and/or time limits)", False, True),
+        ("sbatch: error: invalid partition specified: nowhere", False, False),
+    ],
+)  # fmt: skip
+def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: bool, limit: bool) -> None:
+    assert (is_unanswered(words), is_submit_limit(words)) == (unanswered, limit)
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", "KeyError: 'x'"),
+        (f"n1: task 1: Killed\n{FRAME}E: Broken pipe\nsrun: Terminated", "n1: task 1: Killed"),
+        (f"{FRAME}E: Broken pipe\nsrun: Terminated", "E: Broken pipe"),
+        ("bash: module: command not found\nsubmitit INFO (x) - Loading", "bash: module: command not found"),
+        ("submitit INFO (x) - Loading", "submitit INFO (x) - Loading"),
+        (" \n", "no log was written"),
+    ],
+)
+def test_a_log_is_told_by_the_line_that_says_most(log: str, line: str) -> None:
+    assert telling_line(log) == line

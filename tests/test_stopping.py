@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tula_hpc.stopping import Agreed, Decision, StopRequest
+from tula_hpc.stopping import Agreed, Decision, StopRequest, Wish
 
 
 class Peers:
@@ -23,6 +22,11 @@ class Peers:
         pass
 
 
+def wishing(wish: Wish) -> Callable[[], Wish]:
+    """A worker that always wants the same."""
+    return lambda: wish
+
+
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
@@ -33,7 +37,7 @@ def stop() -> Iterator[StopRequest]:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 def test_both_signals_are_remembered_until_the_step_ends(stop: StopRequest, number: signal.Signals) -> None:
-    agreed = Agreed(Peers(), stop, checkpoint_s=1e9)
+    agreed = Agreed(Peers(), stop, wishing(Wish.NOTHING))
     assert agreed.decide() == Decision(stop=False, save=False)
     os.kill(os.getpid(), number)
     assert agreed.decide() == Decision(stop=True, save=True)
@@ -41,20 +45,21 @@ def test_both_signals_are_remembered_until_the_step_ends(stop: StopRequest, numb
 
 
 def test_a_stop_of_any_worker_stops_all() -> None:
-    assert Agreed(Peers((1.0, 0.0, 0.0)), StopRequest(), checkpoint_s=1e9).decide().stop
+    assert Agreed(Peers((1.0, 0.0, 0.0)), StopRequest(), wishing(Wish.NOTHING)).decide().stop
 
 
-def test_checkpoint_is_due_after_its_interval_and_not_right_after_a_save() -> None:
-    agreed = Agreed(Peers(), StopRequest(), checkpoint_s=0.01)
-    time.sleep(0.02)
-    assert agreed.decide() == Decision(stop=False, save=True)
-    agreed.checkpoint_s = 1e9
-    agreed.mark_saved()
-    assert not agreed.decide().save
+def test_what_one_worker_wishes_all_do() -> None:
+    def decided(mine: Wish, peers: Wish, *, stop: float = 0.0) -> Decision:
+        return Agreed(Peers((stop, float(peers), 0.0)), StopRequest(), wishing(mine)).decide()
+
+    for mine, peers in ((Wish.SAVE, Wish.NOTHING), (Wish.NOTHING, Wish.SAVE)):
+        assert decided(mine, peers) == Decision(stop=False, save=True)
+    assert decided(Wish.FAIL, Wish.SAVE) == Decision(stop=False, save=False, failed=True)
+    assert decided(Wish.NOTHING, Wish.FAIL, stop=1.0) == Decision(stop=True, save=True, failed=True)
 
 
 def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
-    agreed = Agreed(Peers(), StopRequest(), checkpoint_s=1e9)
+    agreed = Agreed(Peers(), StopRequest(), wishing(Wish.NOTHING))
     for _ in range(20):
         agreed.decide()
     assert agreed.interval_steps > 100
@@ -62,7 +67,7 @@ def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
 
 def test_all_workers_look_at_the_same_steps() -> None:
     """The interval follows from the slowest worker's step time, so it is the same number everywhere."""
-    fast, slow = (Agreed(Peers((0.0, 0.0, 0.25)), StopRequest(), checkpoint_s=1e9) for _ in range(2))
+    fast, slow = (Agreed(Peers((0.0, 0.0, 0.25)), StopRequest(), wishing(Wish.NOTHING)) for _ in range(2))
     slow.started -= 1.0
     for _ in range(10):
         fast.decide()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,16 @@ class Scheduler:
         self.most_alive = 0
         self.jobs = 0
 
-    def submit(self, jobs: Sequence[TrainJob], *, labels: Sequence[str], **_: Any) -> list[Submitted]:
+    def submit(self, jobs: Sequence[TrainJob], *, data: Sequence[dict[str, str]], **_: Any) -> list[Submitted]:
+        labels = [item["label"] for item in data]
         assert [job.label for job in jobs] == list(labels)
         self.arrays.append(list(labels))
         submitted = []
         for label in labels:
             self.jobs += 1
             self.alive[str(self.jobs)] = label
-            data = {"folder": "slurm", "label": label}
-            self.run.log_event("submitted", "train", job_id=str(self.jobs), data=data)
+            said = {"folder": "slurm", "label": label}
+            self.run.log_event("submitted", "train", job_id=str(self.jobs), data=said)
             submitted.append(Submitted(str(self.jobs), self.run.slurm))
         self.most_alive = max(self.most_alive, len(self.alive))
         return submitted
@@ -110,7 +112,7 @@ def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path
     made.run_directory.train("a").root.mkdir(parents=True)
     finish(made.run_directory, "a")
     made.run_directory.train("b").root.mkdir(parents=True)
-    scheduler.submit([made.jobs["b"]], labels=["b"])
+    scheduler.submit([made.jobs["b"]], data=[{"label": "b"}])
     assert run_all(made) == {}
     assert scheduler.arrays == [["b"], ["c"]]
 
@@ -150,3 +152,20 @@ def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) ->
     with pytest.raises(StageError, match="nothing gets as far as its first logged step"):
         run_all(made)
     assert scheduler.jobs <= 5
+
+
+def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_good(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, lambda label, _: Failure.BUG if label == "a" else None, "ab")
+    assert list(run_all(made)) == ["a"]
+    submitted = scheduler.jobs
+    again = Trainings(made.sweep, list(made.jobs.values()))
+    again.launcher = scheduler  # type: ignore[assignment] # a stand-in
+    assert list(run_all(again)) == ["a"]
+    assert scheduler.jobs == submitted
+    later = Trainings(
+        made.sweep._replace(started_at=time.time()), list(made.jobs.values())
+    )  # what failed may be mended
+    later.launcher = scheduler  # type: ignore[assignment] # a stand-in
+    scheduler.fate = always_finish
+    assert run_all(later) == {}
+    assert scheduler.jobs == submitted + 1

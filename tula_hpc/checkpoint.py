@@ -21,6 +21,7 @@ import re
 import stat
 import struct
 import tempfile
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -29,16 +30,16 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 from tula_hpc.errors import CheckpointError
+from tula_hpc.files import in_words, make_private, mistrust
+from tula_hpc.payload import MAX_DEPTH, PayloadError, check_archive, check_loaded, why_not_plain
 
 MAGIC = b"TULACKPT"
 VERSION = 1
-MAX_DEPTH = 64  # of nested containers; also ends the walk through one that contains itself
 MAX_INTEGER_BITS = 2000  # larger integers are pickled by an instruction that the safe loader lacks
 
 _HEADER = struct.Struct(">8sIQ32s")  # magic, version, payload length in bytes, SHA-256 of the payload
 _NAME = re.compile(r"checkpoint-r(\d{4,})-(\d{12,})\.tula")
 _TEMPORARY = re.compile(r"\.checkpoint-r(\d{4,})-\d{12,}\.tula\..+\.tmp")
-_ZIP = b"PK\x03\x04"  # torch.save's format; the older ones are not ours
 # what a payload can raise that passed its checksum but was not made by `save`
 _UNLOADABLE = (
     pickle.UnpicklingError,
@@ -51,6 +52,8 @@ _UNLOADABLE = (
     TypeError,
     ValueError,
     struct.error,
+    zipfile.BadZipFile,
+    OSError,
 )
 
 
@@ -106,7 +109,7 @@ class CheckpointStore:
             self._remove_temporaries(restart_count)
             self._write(path, state, restart_count)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be saved: {error.strerror or error}") from error
+            raise CheckpointError(f"{path}: cannot be saved: {in_words(error)}") from error
         self._rejected.discard(path)
         self._prune()
         return path
@@ -153,6 +156,7 @@ class CheckpointStore:
                 `save`.
         """
         try:
+            _check_folder(path.parent)
             payload = _read_verified(path)
         except OSError as error:
             reason = (
@@ -167,6 +171,7 @@ class CheckpointStore:
 
     def _entries(self) -> list[Path]:
         try:
+            _check_folder(self.folder)
             return list(self.folder.iterdir())
         except FileNotFoundError:
             return []
@@ -174,10 +179,8 @@ class CheckpointStore:
             raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
 
     def _prepare_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = self.folder.stat().st_uid
-        if owner != os.geteuid():
-            raise CheckpointError(f"{self.folder}: belongs to user id {owner}, not to you")
+        make_private(self.folder)
+        _check_folder(self.folder)
         self.folder.chmod(0o700)
 
     def _refuse_left_over(self, restart_count: int) -> None:
@@ -308,6 +311,12 @@ def _read_verified(path: Path) -> bytes:
     return payload
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuse files that someone else may have put there, or may exchange."""
+    if reason := mistrust(folder):
+        raise CheckpointError(f"{folder}: {reason}")
+
+
 def _open_carefully(path: str, flags: int) -> int:
     """Follow no link, and do not wait for a writer where the path is a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -330,12 +339,14 @@ def _check_header(path: Path, magic: bytes, version: int) -> None:
 
 
 def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> dict[str, Any]:
-    if not payload.startswith(_ZIP):
-        raise CheckpointError(f"{path}: does not hold what torch.save writes")
     try:
+        check_archive(payload)
         state = torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+        check_loaded(state, len(payload))
     except torch.OutOfMemoryError:
         raise  # says nothing about the file
+    except PayloadError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except _UNLOADABLE as error:
         raise CheckpointError(f"{path}: holds what may not be loaded: {_unloadable_reason(error)}") from error
     if not isinstance(state, dict):
@@ -387,3 +398,5 @@ def _check_key(key: Any, where: str) -> None:
 def _check_attributes(value: Any, where: str, depth: int) -> None:
     for name, item in vars(value).items():
         _check_storable(item, f"{where}.{name}", depth + 1)
+    if isinstance(value, torch.Tensor) and (reason := why_not_plain(value)):
+        raise CheckpointError(f"{where}: {reason} cannot be saved")

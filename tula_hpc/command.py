@@ -6,15 +6,19 @@ import argparse
 import difflib
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.errors import InputError, RunDirectoryError, TulaError
+from tula_hpc.errors import InputError, RunDirectoryError, StorageError, TulaError
+from tula_hpc.files import NO_SPACE, in_words
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
     from tula_hpc.stages import Sweep
+
+SHOWN_LINES = 40  # of what differs between inputs
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +38,11 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="override a key of the sweep, or of the cluster as cluster.key=value; repeatable",
     )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="submit, and return at once: small Slurm jobs carry on (see python -m tula_hpc.status RUN)",
+    )
 
 
 def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -48,6 +57,10 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         return 2
     except TulaError as error:
         sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{where}{in_words(error)}\nMend the cause and run the same command again.\n")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -72,8 +85,16 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
-    """The run directory's path."""
-    return Path(options.run_dir or Path("runs") / spec.name)
+    """The run directory's path.
+
+    Raises:
+        RunDirectoryError: It holds characters that job scripts would take for something else.
+    """
+    from tula_hpc.records import RunDirectory
+
+    root = Path(options.run_dir or Path("runs") / spec.name)
+    RunDirectory(root).check_name()
+    return root
 
 
 def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
@@ -88,15 +109,26 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     run = RunDirectory(root)
     if run.root.exists() and not run.root.is_dir():
         raise RunDirectoryError("is not a folder", source=run.root)
-    if run.root.is_dir() and any(run.root.iterdir()) and not run.sweep_file.exists():
+    if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
         raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
     try:
         run.create()
     except OSError as error:
-        raise RunDirectoryError(f"cannot be made: {error.strerror}", source=run.root) from None
+        message = f"cannot be made: {in_words(error)}"
+        if error.errno in NO_SPACE:
+            raise StorageError(f"{error.filename or run.root}: {message}") from None
+        raise RunDirectoryError(message, source=error.filename or run.root) from None
     for path, frozen in ((run.sweep_file, _frozen(spec)), (run.cluster_file, _frozen(cluster))):
         _freeze(path, frozen)
-    return Sweep(spec, cluster, run)
+    return Sweep(spec, cluster, run, started_at=time.time())
+
+
+def _is_fresh(root: Path) -> bool:
+    """Whether a folder is empty, or as empty as a command leaves it that could not go on after making it."""
+    return all(
+        path.name.startswith(".sweep.toml.") or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
+        for path in root.iterdir()
+    )
 
 
 def _freeze(path: Path, text: str) -> None:
@@ -105,12 +137,28 @@ def _freeze(path: Path, text: str) -> None:
     if not path.exists():
         write_atomically(path, text)
         return
-    before = path.read_text(encoding="utf-8")
+    before = _read_frozen(path)
     if before != text:
-        changed = difflib.unified_diff(before.splitlines(), text.splitlines(), "run directory", "now", lineterm="", n=0)
-        lines = "\n".join(line for line in changed if not line.startswith("@@"))
-        message = f"was made from other inputs; use another --run-dir or the same inputs:\n{lines}"
-        raise RunDirectoryError(message, source=path)
+        message = "was made from other inputs; use another --run-dir or the same inputs:\n"
+        raise RunDirectoryError(message + _difference(before, text), source=path)
+
+
+def _read_frozen(path: Path) -> str:
+    from tula_hpc.config import MAX_FILE_BYTES
+    from tula_hpc.files import read_bounded
+
+    try:
+        return read_bounded(path, MAX_FILE_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+
+
+def _difference(before: str, text: str) -> str:
+    """The lines that differ, as far as a screen holds them; a file that was damaged may differ in all."""
+    old, new = before.splitlines()[: 100 * SHOWN_LINES], text.splitlines()
+    changed = [line[:200] for line in difflib.unified_diff(old, new, "run directory", "now", lineterm="", n=0)]
+    lines = [line if line.isprintable() else ascii(line) for line in changed if not line.startswith("@@")]
+    return "\n".join([*lines[:SHOWN_LINES], *(["..."] if len(lines) > SHOWN_LINES else [])])
 
 
 def _frozen(spec: SweepSpec | ClusterSpec) -> str:
@@ -118,6 +166,26 @@ def _frozen(spec: SweepSpec | ClusterSpec) -> str:
     import tomli_w
 
     return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
+
+
+def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
+    """Carry out an open run up to a stage; returns the exit code: 0 done or detached, 130 interrupted.
+
+    Raises:
+        TulaError: It cannot be done; see `exit_code_of`.
+    """
+    from tula_hpc.detach import carry_on_detached, take_over
+    from tula_hpc.pipeline import carry_out
+
+    with sweep.run.locked():
+        try:
+            if detach:
+                return carry_on_detached(sweep, until)
+            take_over(sweep)
+            return carry_out(sweep, until)
+        except KeyboardInterrupt:
+            say_interrupted(sweep)
+            return 130
 
 
 def say_interrupted(sweep: Sweep) -> None:

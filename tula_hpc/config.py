@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import importlib.util
 import json
 import math
@@ -30,17 +31,28 @@ from pydantic import (
 
 from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
+from tula_hpc.files import read_bounded
 from tula_hpc.tres import parse_weights
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
 GIB = 1024**3
-CHECKPOINT_MINUTES = 5.0  # between two checkpoints, where neither the user nor a spot price says otherwise
+MOST_GIB = 1e9
+MOST_MINUTES = 10**6  # about two years
+MOST_TRAININGS = 100_000  # of a study
+MOST_WEIGHTS = 2000  # characters of TRES weights
+MOST_MISTAKES = 20  # that are named one by one
+MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
+LARGEST = 1e30  # no number of an input is larger
+CHECKPOINT_MINUTES = 5.0  # at most between two checkpoints; the plan reckons with it unless there is a spot price
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-SlurmWord = Annotated[
-    str, Field(pattern=r"^[\w.,:/@+=%*&|()\[\]-]{1,200}$")
-]  # no blanks or newlines: goes into #SBATCH lines
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0a-\x1f\x7f]{0,1000}$")]
+# goes into #SBATCH lines: ASCII, no blanks and no line ends
+SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:/@+=%*&|()\[\]-]{1,200}$")]
+# no control characters and none of Unicode's line ends; the tab is allowed
+Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
+# a long option of sbatch, as a word; what this program sets itself is refused, see `_check_sbatch`
+SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+PartitionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{0,63}$")]  # also goes into file names
 
 
 class Spec(BaseModel):
@@ -52,15 +64,15 @@ class Spec(BaseModel):
 class WorkloadSpec(Spec):
     """`[workload]`: what is trained, on what, and how."""
 
-    model: str = "resnet18"
-    dataset: str = "digits"
+    model: str = Field(default="resnet18", max_length=200)
+    dataset: str = Field(default="digits", max_length=200)
     data_dir: Path | None = None
     image_size: int | None = Field(default=None, ge=8, le=1024)
     samples: int | None = Field(
-        default=None, ge=1
+        default=None, ge=1, le=2**40
     )  # train on the first so many samples of a fixed random order; None = all
     holdout: float = Field(default=0.0, ge=0, lt=1)  # share of them that is not trained on but tested on
-    classes: int | None = Field(default=None, ge=2)  # the first so many classes only; None = all
+    classes: int | None = Field(default=None, ge=2, le=10**6)  # the first so many classes only; None = all
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     channels_last: bool = False
@@ -72,7 +84,7 @@ class WorkloadSpec(Spec):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
     schedule: Literal["constant", "step", "cosine"] = "cosine"
-    milestones: tuple[int, ...] = ()
+    milestones: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
     gamma: float = Field(default=0.1, gt=0, le=1)
     warmup_epochs: float = Field(default=0.0, ge=0)
     loader_workers: int = Field(default=2, ge=0, le=256)
@@ -98,7 +110,7 @@ class WorkloadSpec(Spec):
         try:
             return value.expanduser().absolute()  # jobs and reports run from other folders
         except RuntimeError:
-            raise ValueError(f"no home folder for {value.parts[0]!r}") from None
+            raise ValueError(f"no home folder for {value.parts[0][:100]!r}") from None
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
@@ -116,7 +128,7 @@ class SearchSpec(Spec):
     """`[search]`: which configurations are candidates, which are profiled, and how long each is measured."""
 
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
-    min_batch: int = Field(default=32, ge=1)  # global batch
+    min_batch: int = Field(default=32, ge=1, le=2**30)  # global batch
     max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
     max_profiles: int = Field(default=8, ge=3, le=100_000)  # adaptive search ends at so many configurations
@@ -129,7 +141,7 @@ class SearchSpec(Spec):
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)
     max_steps: int = Field(default=100, ge=5, le=100_000)
-    max_seconds: float = Field(default=60.0, gt=0)  # per configuration and timed quantity
+    max_seconds: float = Field(default=60.0, gt=0, le=1e6)  # per configuration and timed quantity
     ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the median's 95 % interval is narrower, relative
     noise_steps: int = Field(default=0, ge=0, le=10_000)  # train so many before the gradient noise is measured
 
@@ -160,11 +172,11 @@ class ObjectiveSpec(Spec):
     """`[objective]`: what the chosen configuration minimizes, and the constraints it keeps."""
 
     kind: Literal["knee", "time", "cost", "weighted"] = "knee"
-    time_weight: float = Field(default=1.0, ge=0)  # exponents of kind = "weighted": least time^a × cost^b
-    cost_weight: float = Field(default=1.0, ge=0)
+    time_weight: float = Field(default=1.0, ge=0, le=100)  # exponents of kind = "weighted": least time^a × cost^b
+    cost_weight: float = Field(default=1.0, ge=0, le=100)
     deadline_hours: float | None = Field(default=None, gt=0)  # of expected wall time; also "12h", "90m", "2d"
     budget: float | None = Field(default=None, gt=0)  # in the unit of the prices: USD, or SU
-    max_global_batch: int | None = Field(default=None, ge=1)
+    max_global_batch: int | None = Field(default=None, ge=1, le=2**44)
 
     @field_validator("deadline_hours", mode="before")
     @classmethod
@@ -183,7 +195,7 @@ _HOURS = {"s": 1 / 3600, "m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
 
 def _hours(text: str) -> float:
     """Hours from a duration such as "12h", "90 min" or "2d"."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|d)\s*", text)
+    match = re.fullmatch(r"\s{0,9}(\d{1,9}(?:\.\d{0,9})?)\s{0,9}(s|m|min|h|d)\s{0,9}", text)
     if match is None:
         raise ValueError(f'expected hours, or a duration such as "12h", "90m" or "2d", got {_shown(text)}')
     return float(match[1]) * _HOURS[match[2]]
@@ -247,10 +259,10 @@ class TrainingSpec(Spec):
     """`[training]`: how the large batch is trained, checkpoints and restarts."""
 
     method: Method = "ags"
-    base_batch: int = Field(default=128, ge=1)  # global batch that workload.lr was chosen for: lr scaling starts there
+    base_batch: int = Field(default=128, ge=1, le=2**30)  # global; workload.lr was chosen for it: scaling starts there
     warmup_epochs: float | None = Field(default=None, ge=0)  # of the rate; None: 5 where the method needs them
     preset: Literal["default", "paper"] = "default"  # of AGS: what the next twelve keys are where they are left out
-    small_batch: int | None = Field(default=None, ge=1)
+    small_batch: int | None = Field(default=None, ge=1, le=2**30)
     delta: float | None = Field(default=None, gt=0)
     granularity: Granularity | None = None
     exponent: float | None = Field(default=None, gt=0, le=4)
@@ -267,23 +279,24 @@ class TrainingSpec(Spec):
     static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
     layer_wise: bool = False  # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it
     clip_norm: float | None = Field(default=None, gt=0)  # gradients are shortened to this norm, before they are scaled
-    log_interval_steps: int = Field(default=10, ge=1)
-    checkpoint_minutes: float | None = Field(default=None, gt=0)  # None: the best for spot prices, else 5
-    max_requeues: int = Field(default=20, ge=0)
-    max_fallbacks: int = Field(default=3, ge=0)  # after OOM, relaunch smaller at most so often
+    log_interval_steps: int = Field(default=10, ge=1, le=10**9)
+    checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)  # None: from what saving costs, at most 5
+    interruption_hours: float = Field(default=24.0, gt=0, le=1e6)  # mean time to the first kill without time to save
+    max_requeues: int = Field(default=20, ge=0, le=10**6)
+    max_fallbacks: int = Field(default=3, ge=0, le=1000)  # after OOM, relaunch smaller at most so often
     drift: bool = True  # hold measured step times against the plan's prediction
-    drift_minutes: float = Field(default=1.0, gt=0)  # beyond its interval for so long: an event says so
+    drift_minutes: float = Field(default=1.0, gt=0, le=1e6)  # beyond its interval for so long: an event says so
     replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
     # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
-    curvature_epochs: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    curvature_epochs: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
     curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
     scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
     # other values of delta and small_batch to try while training; whole rounds are run again, so it costs time
     tune_delta: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=16)
-    tune_small_batch: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=16)
-    tune_every_epochs: int = Field(default=2, ge=1)  # length of a round
+    tune_small_batch: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(default=(), max_length=16)
+    tune_every_epochs: int = Field(default=2, ge=1, le=100_000)  # length of a round
     tune_holdout: float = Field(default=0.05, gt=0, le=0.5)  # share of the training samples that judge a round
-    max_rollbacks: int = Field(default=8, ge=1)  # so many rounds are run again at most
+    max_rollbacks: int = Field(default=8, ge=1, le=10**6)  # so many rounds are run again at most
 
     @property
     def tunes(self) -> bool:
@@ -337,7 +350,7 @@ class TrainingSpec(Spec):
 
     @property
     def checkpoint_s(self) -> float:
-        """Seconds between two checkpoints; the planner's choice is filled in when training is submitted."""
+        """Seconds between two checkpoints that the plan reckons with, and that training keeps where they are given."""
         return 60.0 * (CHECKPOINT_MINUTES if self.checkpoint_minutes is None else self.checkpoint_minutes)
 
     @model_validator(mode="after")
@@ -391,10 +404,12 @@ class StudySpec(Spec):
     small_batch: int = Field(default=128, ge=0, le=2**30)  # global batch of the reference, method lbt; 0: none
     nodes: int = Field(default=1, ge=1, le=65_536)  # of every training
     metric: Literal["top1", "top5"] = "top1"  # accuracy that the table compares
-    evaluate_every: int = Field(default=1, ge=1)  # epochs between two looks at the test set; after the last always
-    base_lrs: dict[Family, list[Annotated[float, Field(gt=0)]]] = {}  # one is chosen for workload.lr of that family
+    evaluate_every: int = Field(default=1, ge=1, le=100_000)  # epochs between looks at the test set; the last always
+    # one is chosen for workload.lr of that family
+    base_lrs: dict[Family, Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=100)]] = {}
     tuning_holdout: float = Field(default=0.1, gt=0, lt=1)  # share of the training samples that the choice is made on
-    variants: dict[Name, dict[str, Any]] = {}  # keys of the sweep with other values, by the variant's name
+    # keys of the sweep with other values, by the variant's name
+    variants: dict[Name, dict[str, Any]] = Field(default={}, max_length=1000)
 
     @field_validator("base_lrs", mode="before")
     @classmethod
@@ -413,8 +428,10 @@ class StudySpec(Spec):
     def _consistent(self) -> StudySpec:
         lists = {key: getattr(self, key) for key in ("methods", "batches", "seeds")}
         for key, values in [*lists.items(), *(("base_lrs", rates) for rates in self.base_lrs.values())]:
-            if len(set(values)) != len(values):
+            if len({f"{value:g}" if isinstance(value, float) else value for value in values}) != len(values):
                 raise ValueError(f"{key}: expected each value once")
+        if len(self.columns) * len(self.batches) * len(self.seeds) > MOST_TRAININGS:
+            raise ValueError(f"batches: with methods and seeds more than {MOST_TRAININGS:,} trainings")
         if not self.columns:
             raise ValueError('methods: expected at least one, for example methods = ["lbt", "lrs", "ags"]')
         for name in self.methods:
@@ -520,9 +537,9 @@ class PricingSpec(Spec):
     tres_weights: dict[str, float] = {}  # per core, MiB, GPU, …; as text or table like slurm.conf's
     max_tres: bool = False  # PriorityFlags=MAX_TRES
     usd_per_unit: float | None = Field(default=None, ge=0)  # of a billing unit and hour; None: cost in service units
-    node_cpus: int | None = Field(default=None, ge=1)  # what a whole node has, for exclusive jobs
-    node_memory_gb: float | None = Field(default=None, gt=0)
-    node_gpus: int | None = Field(default=None, ge=0)
+    node_cpus: int | None = Field(default=None, ge=1, le=10**6)  # what a whole node has, for exclusive jobs
+    node_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    node_gpus: int | None = Field(default=None, ge=0, le=10**6)
     # spot
     usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
     preemption_hours: float = Field(default=24.0, gt=0)  # mean time between preemptions
@@ -538,6 +555,8 @@ class PricingSpec(Spec):
     @field_validator("tres_weights", mode="before")
     @classmethod
     def _as_in_slurm_conf(cls, value: object) -> object:
+        if isinstance(value, str | dict) and len(value) > MOST_WEIGHTS:
+            raise ValueError(f"expected at most {MOST_WEIGHTS:,} characters or entries")
         return parse_weights(value) if isinstance(value, str | dict) else value
 
     @model_validator(mode="after")
@@ -556,13 +575,13 @@ class PricingSpec(Spec):
 class PartitionSpec(Spec):
     """`[[partitions]]`: one kind of nodes; what is left out is as in the rest of the cluster file."""
 
-    partition: SlurmWord
+    partition: PartitionName
     device: Literal["cpu", "cuda"] | None = None
     max_nodes: int | None = Field(default=None, ge=1, le=65_536)
     workers_per_node: int | None = Field(default=None, ge=1, le=64)
     cpus_per_worker: int | None = Field(default=None, ge=1, le=1024)
-    memory_gb: float | None = Field(default=None, gt=0)
-    device_memory_gb: float | None = Field(default=None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
     gres: SlurmWord | None = None
@@ -574,6 +593,29 @@ class PartitionSpec(Spec):
         return self.model_dump(exclude_none=True, exclude={"pricing"})
 
 
+# Options of sbatch that [sbatch] may not hold: jobs would not be found again, or not be what was asked for
+_OWN_OPTIONS = {
+    "array": "array_parallelism",
+    "chdir": "",
+    "dependency": "",
+    "error": "",
+    "input": "",
+    "job-name": "the sweep's name",
+    "nodes": "search.cluster_sizes",
+    "ntasks": "workers_per_node",
+    "ntasks-per-node": "workers_per_node",
+    "open-mode": "",
+    "output": "",
+    "parsable": "",
+    "quiet": "",
+    "signal": "signal_delay_s",
+    "test-only": "",
+    "time": "profile_minutes and train_minutes",
+    "wait": "",
+    "wrap": "setup",
+}
+
+
 class ClusterSpec(Spec):
     """A whole cluster file: where and how jobs run."""
 
@@ -583,8 +625,8 @@ class ClusterSpec(Spec):
     max_nodes: int = Field(default=64, ge=1, le=65_536)
     workers_per_node: int = Field(default=1, ge=1, le=64)
     cpus_per_worker: int = Field(default=1, ge=1, le=1024)
-    memory_gb: float | None = Field(default=None, gt=0)  # host memory per node; Slurm enforces it
-    device_memory_gb: float | None = Field(default=None, gt=0)  # per GPU
+    memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # host memory per node; Slurm enforces it
+    device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # per GPU
     memory_margin: float = Field(default=0.1, ge=0, lt=1)  # share of the limit that plans leave free
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
@@ -592,16 +634,52 @@ class ClusterSpec(Spec):
     gres: SlurmWord | None = None
     constraint: SlurmWord | None = None
     exclusive: bool = True
-    profile_minutes: int = Field(default=20, ge=1)
-    train_minutes: int = Field(default=24 * 60, ge=1)
+    profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
+    train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
     array_parallelism: int = Field(default=1, ge=1, le=10_000)
-    signal_delay_s: int = Field(default=90, ge=1)  # USR2 this long before the time limit
-    srun_args: tuple[Line, ...] = ("-K1",)
-    setup: tuple[Line, ...] = ()
-    sbatch: dict[SlurmWord, SlurmWord | int | bool] = {}  # further sbatch options, by long name
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line] = {}
+    controller_partition: SlurmWord | None = None  # of the jobs that carry on after --detach; None: as `partition`
+    controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
+    controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    signal_delay_s: int = Field(default=90, ge=1, le=65_535)  # USR2 this long before the time limit; Slurm's most
+    srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
+    setup: tuple[Line, ...] = Field(default=(), max_length=1000)
+    # further sbatch options, by long name
+    sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = Field(
+        default={}, max_length=100
+    )
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = Field(
+        default={}, max_length=1000
+    )
     pricing: PricingSpec = PricingSpec()
-    partitions: tuple[PartitionSpec, ...] = ()  # several kinds of nodes, each planned with its own measurements
+    # several kinds of nodes, each planned with its own measurements
+    partitions: tuple[PartitionSpec, ...] = Field(default=(), max_length=100)
+
+    @field_validator("setup")
+    @classmethod
+    def _shell_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for line in value:
+            if re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
+                raise ValueError(f"expected lines for the shell, got {_shown(line)}; sbatch's options go into [sbatch]")
+        return value
+
+    @field_validator("srun_args")
+    @classmethod
+    def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for word in value:
+            if not re.match(r"--?[A-Za-z]", word):  # srun would take it for the program that it is to run
+                expected = 'options with their values in one word, for example "--mpi=pmix"'
+                raise ValueError(f"expected {expected}, got {_shown(word)}")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        for key in value:
+            name = key.replace("_", "-")
+            for own, instead in _OWN_OPTIONS.items():
+                if own.startswith(name):  # sbatch takes options that are cut short, too
+                    raise ValueError(f"{key} is set by this program{instead and f'; see {instead}'}")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSpec:
@@ -623,6 +701,25 @@ class ClusterSpec(Spec):
     def parts(self) -> tuple[ClusterSpec, ...]:
         """One complete cluster for each of `partitions`; itself where there are none."""
         return tuple(_part(self, table) for table in self.partitions) or (self,)
+
+    def controller(self) -> ClusterSpec:
+        """The place of controller jobs: one core of a node that others may share, and no GPU."""
+        first = self.parts()[0]
+        fields = {
+            "device": "cpu",
+            "partitions": (),
+            "partition": self.controller_partition or first.partition,
+            "memory_gb": self.controller_memory_gb,
+            "workers_per_node": 1,
+            "cpus_per_worker": 1,
+            "gres": None,
+            "constraint": None,
+            "exclusive": False,
+            "account": first.account,
+            "qos": first.qos,
+            "sbatch": {key: value for key, value in self.sbatch.items() if not key.startswith("gpu")},
+        }
+        return self.model_copy(update=fields)
 
     def part(self, name: str) -> ClusterSpec:
         """The part of that partition, "" for a cluster without `partitions`, as `Candidate.partition` has it.
@@ -855,49 +952,91 @@ def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: 
         context = {"check_paths": check_paths}
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
-        problems = error.errors()
+        problems = error.errors(include_url=False)
         inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
         own = [item for item in problems if item["loc"] not in inner]  # not what merely follows from a problem inside
-        lines = (_explain(kind, path, item) for item in own)
-        raise InputError("\n".join(dict.fromkeys(lines))) from None  # a union complains once for each of its members
+        lines = [_explain(kind, path, item) for item in own[:MOST_MISTAKES]]
+        more = [f"{path}: and {len(own) - MOST_MISTAKES} more mistakes"] if len(own) > MOST_MISTAKES else []
+        # a union complains once for each of its members
+        raise InputError("\n".join(dict.fromkeys([*lines, *more]))) from None
 
 
 def _as_json(path: Path, tables: dict[str, Any]) -> str:
     """The tables as JSON, for which pydantic's strict mode knows lists from tuples and paths from text."""
     try:
-        return json.dumps(tables, default=str)
+        text = json.dumps(tables, default=str)
+        _refuse_absurd(path, tables)
     except (RecursionError, ValueError) as error:  # tables in tables without end, numbers of 5000 digits
         raise InputError(f"holds a value out of all bounds: {error}", source=path) from None
+    return text
+
+
+def _refuse_absurd(path: Path, value: object, place: tuple[str, ...] = ()) -> None:
+    """Refuse numbers with which nothing can be computed, wherever they are; some keys have closer bounds.
+
+    Raises:
+        InputError: There is one.
+    """
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_absurd(path, inner, (*place, str(key)))
+    elif isinstance(value, int | float) and LARGEST < abs(value) < math.inf:
+        raise InputError(_line(path, place, f"expected numbers within ±{LARGEST:g}"))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)  # a device or pipe has no size that could be asked for first
-        if len(content) > MAX_FILE_BYTES:
-            raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path)
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return _tables(read_bounded(path, MAX_FILE_BYTES).decode("utf-8-sig"))
     except FileNotFoundError:
         raise InputError("no such file", source=path) from None
     except OSError as error:
+        if error.errno == errno.EOVERFLOW:
+            raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path) from None
         raise InputError(f"cannot be read: {error.strerror}", source=path) from None
     except UnicodeDecodeError:
         raise InputError("expected UTF-8 text", source=path) from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5000 digits
-        raise InputError(f"is not valid TOML: {error}", source=path) from None
+        raise InputError(f"is not valid TOML: {_first_words(error)}", source=path) from None
+
+
+def _first_words(error: Exception) -> str:
+    """An error's message in a line, whatever of the file it quotes."""
+    text = str(error)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"  # the place in the file stands at the end
+
+
+# a string, or what is left of the line where it does not end: it always goes on behind it, so that time is linear
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
+_IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
+
+
+def _tables(text: str) -> dict[str, Any]:
+    """Parse TOML, but no dotted keys of thousands of parts.
+
+    Raises:
+        ValueError: It is not TOML.
+        RecursionError: It is nested too deeply.
+    """
+    parts = 0
+    for part in _STRING.sub("q", text).split("."):
+        parts = parts + 1 if part.strip() and _IN_KEY.fullmatch(part) else 0
+        if parts > MOST_KEY_PARTS:
+            raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+    return tomllib.loads(text)
 
 
 def _override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not last or not text.isprintable():
-        raise InputError(f"expected section.key=value, got {text!r}", source="--set")
+        raise InputError(f"expected section.key=value, got {text[:200]!r}", source="--set")
     for section in sections:
         tables = tables.setdefault(section, {})
         if not isinstance(tables, dict):
             raise InputError(f"{section!r} is not a table", source="--set", key=key)
     try:
-        tables[last] = tomllib.loads(f"value = {value}")["value"]
+        tables[last] = _tables(f"value = {value}")["value"]
     except (ValueError, RecursionError):
         tables[last] = value.strip()  # a bare word
 
@@ -920,8 +1059,10 @@ _EXPECTED = {
     "less_than": "expected less than {lt}",
     "less_than_equal": "expected at most {le}",
     "too_short": "expected at least {min_length} value",
+    "too_long": "expected at most {max_length} values",
+    "string_too_long": "expected at most {max_length} characters",
 }
-_UNION_MEMBERS = ("constrained-str", "int", "bool")  # of `sbatch`: pydantic adds them to the location
+_UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")  # of `sbatch`: pydantic adds them to the place
 
 
 def _explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
@@ -954,8 +1095,14 @@ def _words(item: Mapping[str, Any]) -> str:
 
 
 def _line(path: Path | str, location: Sequence[str], message: str) -> str:
-    key = ".".join(part if part and part.isprintable() else ascii(part) for part in location)
+    key = ".".join(_named(part) for part in location)
     return str(InputError(message, source=path, key=key))
+
+
+def _named(part: str) -> str:
+    """A part of a key as it stands in TOML, or its beginning."""
+    part = part if part and part.isprintable() else ascii(part)
+    return part if len(part) <= 100 else f"{part[:97]}..."
 
 
 def _own_words(location: list[str], message: str) -> tuple[list[str], str]:
@@ -983,7 +1130,7 @@ def _fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
 
 
 def _nearest(word: str, valid: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, valid, n=1)
+    close = difflib.get_close_matches(word, valid, n=1) if len(word) <= 100 else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

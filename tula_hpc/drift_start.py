@@ -5,6 +5,7 @@ A network file system may show workers different files at the same moment; they 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from tula_hpc.drift import Prediction, expected_parts, predict, prediction_of, u
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.jobs import TrainJob
-from tula_hpc.records import Candidate, Configuration, Drift, Measurement, Plan, RunDirectory
+from tula_hpc.records import Candidate, Configuration, Drift, Measurement, Plan, RunDirectory, read_document
 from tula_hpc.worker import pick_device
 
 
@@ -104,7 +105,6 @@ def _side(drift: Drift | None, configuration: Configuration) -> int:
 
 def read_drift(path: Path) -> Drift | None:
     """The open episode of a training, or None."""
-    try:
-        return Drift.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # damaged: as good as none, the watch finds out anew
-        return None
+    with contextlib.suppress(FileNotFoundError, RunDirectoryError):  # damaged: as good as none, it is found out anew
+        return read_document(Drift, path)
+    return None

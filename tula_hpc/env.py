@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +68,24 @@ def restart_count() -> int:
 def slurm_job_id() -> str | None:
     """The raw job id that scontrol takes (an array task has its own), or None outside Slurm."""
     return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
+
+
+@contextlib.contextmanager
+def outside_of_job() -> Iterator[None]:
+    """Hide the Slurm job that this process is in, if it is in one, from what it submits meanwhile.
+
+    sbatch hands its environment on, and srun in the new job would take the old one's memory or CPUs for its own.
+    """
+    kept = {"SLURM_CONF", "SLURM_CLUSTERS"}
+    hidden = {
+        key: value for key, value in os.environ.items() if key.startswith(("SLURM_", "SUBMITIT_")) and key not in kept
+    }
+    for key in hidden:
+        del os.environ[key]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _started_by_slurm() -> bool:

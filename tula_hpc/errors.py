@@ -5,6 +5,8 @@
     │   └── RunDirectoryError   the run directory may not be used: other inputs, other owner, or in use
     ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
     │   ├── LaunchError         a job could not be submitted or watched
+    │   │   └── SubmitLimitError    a limit of the site on submitted jobs is reached
+    │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
@@ -50,6 +52,14 @@ class LaunchError(StageError):
     """A job could not be submitted or watched."""
 
 
+class SubmitLimitError(LaunchError):
+    """A limit of the site on submitted jobs is reached: fewer at a time, or later, may be accepted."""
+
+
+class StorageError(StageError):
+    """A file cannot be written; nothing half-written is left, and the message says which file and why."""
+
+
 class NotEnoughDataError(StageError):
     """Too few usable measurements to fit a model; the message says what is missing and what to do."""
 
@@ -74,6 +84,8 @@ class Failure(StrEnum):
     PREEMPTED = "preempted"
     TIMED_OUT = "timed_out"
     NODE_FAILED = "node_failed"
+    KILLED = "killed"  # a process vanished without a word: SIGKILL from outside, or its node went down
+    NO_SPACE = "no_space"  # a disk is full, or a quota or file size limit reached
     CANCELLED = "cancelled"
     BUG = "bug"  # an exception in user code or ours; the log's last lines say which
 

@@ -118,3 +118,24 @@ class TrainJob(Requeueable):
         from tula_hpc.trainer import run_training
 
         return run_training(self, stop)
+
+
+@dataclass(frozen=True)
+class ControlJob(Requeueable):
+    """The next step of a detached sweep; see `tula_hpc.detach`.
+
+    Attributes:
+        root: The run directory; the inputs are those that are frozen there.
+        until: The last stage to be done.
+        started_at: Unix time of the command that was detached.
+    """
+
+    root: Path
+    until: str
+    started_at: float
+
+    def __call__(self) -> None:
+        """Carry on."""
+        from tula_hpc.detach import run_controller
+
+        run_controller(self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +15,22 @@ from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.errors import Failure, LaunchError
-from tula_hpc.records import RunDirectory
+from tula_hpc.errors import Failure, LaunchError, StorageError, SubmitLimitError
+from tula_hpc.files import full_disk, in_words
+from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
 
 POLL_S = 2.0
 GONE_POLLS = 3  # a requeued job is missing from squeue for a moment: believe its end only when seen so often
 LOG_TAIL_LINES = 15
+LOG_READ_LINES = 100  # of each log, for the reason of an end: before the last lines there may be a long traceback
+RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to the log
 MAX_LOG_BYTES = 200_000
+LARGEST_ARRAY = 1000  # tasks, where the site would allow more
+ROOM_PAUSE_S = 30.0  # between attempts while a limit on submitted jobs holds
+EXEC_POLLS = 25  # of a process without a command line
+SBATCH_S = 20.0  # so long after its start an sbatch whose caller was killed may still be at work
+NOTICE = "submission.json"
+REFUSED = "never_submitted.json"
 
 
 class Submitted(NamedTuple):
@@ -32,6 +43,28 @@ class Submitted(NamedTuple):
         """Standard error, then standard output, of every task so far."""
         return [*sorted(self.folder.glob(f"{self.job_id}_*.err")), *sorted(self.folder.glob(f"{self.job_id}_*.out"))]
 
+    @property
+    def array_id(self) -> str:
+        """Of the array that the job is a task of; its own id for a plain job."""
+        return self.job_id.partition("_")[0]
+
+
+class Request(NamedTuple):
+    """What all jobs of a submission have in common."""
+
+    stage: str
+    nodes: int
+    minutes: int
+    after: tuple[str, ...] = ()
+
+
+class Notice(Record):
+    """submission.json of a submission's folder, written before sbatch is called: what to look for if nobody heard."""
+
+    name: str  # of the job or array; unique
+    stage: str
+    tasks: list[dict[str, Any]]  # see `Event.data` of "submitted"
+
 
 class Ended(NamedTuple):
     """How a job ended as far as the scheduler tells; whether it did its work is told by the records it left."""
@@ -42,6 +75,14 @@ class Ended(NamedTuple):
     log_file: Path | None
 
 
+class StillRunningError(Exception):
+    """Jobs are on their way, and nobody is to wait for them here; see `Launcher.detached`."""
+
+    def __init__(self, jobs: Sequence[Submitted]) -> None:
+        super().__init__(f"{len(jobs)} jobs are on their way")
+        self.jobs = list(jobs)
+
+
 class Launcher:
     """Submits callables as jobs of one cluster and waits for them.
 
@@ -49,10 +90,11 @@ class Launcher:
         cluster: Where and how.
         run: The run directory; logs and pickles go to its slurm/ folder.
         name: Base of the job names, unique to the sweep.
+        detached: Whether to raise `StillRunningError` instead of waiting.
     """
 
-    def __init__(self, cluster: ClusterSpec, run: RunDirectory, name: str) -> None:
-        self.cluster, self.run, self.name = cluster, run, name
+    def __init__(self, cluster: ClusterSpec, run: RunDirectory, name: str, *, detached: bool = False) -> None:
+        self.cluster, self.run, self.name, self.detached = cluster, run, name, detached
 
     def submit(
         self,
@@ -61,26 +103,134 @@ class Launcher:
         stage: str,
         nodes: int,
         minutes: int,
-        labels: Sequence[str] = (),
+        data: Sequence[Mapping[str, Any]] = (),
+        after: Sequence[str] = (),
     ) -> list[Submitted]:
-        """Submit as one array (a plain job if there is one); every submission has a folder of its own.
+        """Submit as one array, or as few as the site's MaxArraySize allows, one after another.
 
-        A scheduler that counts its job ids from 1 again thus cannot make an old result look new. The events say which
-        job has which of the labels, if there are any.
+        Every array has a folder and a name of its own: a scheduler that counts its job ids from 1 again thus cannot
+        make an old result look new.
+
+        Args:
+            jobs: What to run.
+            stage: Names the folder and the jobs.
+            nodes: Of each job.
+            minutes: Time limit of each job.
+            data: What the event of each submission says besides.
+            after: Ids of jobs that must be over before.
+
+        Returns:
+            Those that were accepted, at least one: the first ones, where the site limits how many a user may submit.
 
         Raises:
             LaunchError: The scheduler refused.
         """
-        folder = self.run.slurm / f"{stage}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        folder.mkdir(mode=0o700)
-        executor = self._executor(folder)
-        executor.update_parameters(**self.parameters(stage=stage, nodes=nodes, minutes=minutes))
-        submitted = [Submitted(str(job.job_id), folder) for job in _submit(executor, jobs)]
-        for i, job in enumerate(submitted):
-            data = {"folder": str(folder.relative_to(self.run.root)), "nodes": nodes}
-            data |= {"label": labels[i]} if labels else {}
-            self.run.log_event("submitted", stage, job_id=job.job_id, data=data)
+        todo = list(zip(jobs, data or [{}] * len(jobs), strict=True))
+        most = self._largest_array(len(todo))
+        submitted: list[Submitted] = []
+        while todo:
+            request = Request(stage, nodes, minutes, tuple(after))
+            try:
+                accepted = self._submit_array(todo[:most], request)
+            except SubmitLimitError as error:
+                if submitted:
+                    break
+                most = self._fewer(min(most, len(todo)), error)
+                continue
+            submitted += accepted
+            todo = todo[most:]
+            after = [accepted[0].array_id]  # side by side they would be more at once than array_parallelism
         return submitted
+
+    def _largest_array(self, count: int) -> int:
+        if self.cluster.executor == "local" or count == 1:
+            return count
+        return min(count, LARGEST_ARRAY, slurm.largest_array())
+
+    def _fewer(self, most: int, error: SubmitLimitError) -> int:
+        """How many to try next after a site's limit refused so many; a single one waits for others of this user.
+
+        Raises:
+            SubmitLimitError: There are no others.
+        """
+        if most > 1:
+            return (most + 1) // 2
+        if not slurm.patiently(slurm.own_jobs):
+            raise error
+        sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
+        time.sleep(ROOM_PAUSE_S)
+        return 1
+
+    def _submit_array(
+        self, tasks: Sequence[tuple[Callable[[], Any], Mapping[str, Any]]], request: Request
+    ) -> list[Submitted]:
+        key = uuid.uuid4().hex[:6]
+        folder = self.run.slurm / f"{request.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{key}"
+        folder.mkdir(mode=0o700)
+        notice = Notice(
+            name=f"{self.name}-{request.stage}-{key}",
+            stage=request.stage,
+            tasks=[{"nodes": request.nodes, **data} for _, data in tasks],
+        )
+        write_atomically(folder / NOTICE, notice.model_dump_json())
+        executor = self._executor(folder)
+        parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
+        executor.update_parameters(**self._own(parameters, notice.name, folder, request.after))
+        try:
+            ids = [str(job.job_id) for job in _submit(executor, [job for job, _ in tasks])]
+        except LaunchError:
+            (folder / NOTICE).rename(folder / REFUSED)
+            raise
+        return self._log_submitted(folder, notice, ids)
+
+    def _own(self, parameters: dict[str, Any], name: str, folder: Path, after: Sequence[str]) -> dict[str, Any]:
+        """The parameters with what belongs to one submission."""
+        if self.cluster.executor == "local":
+            return parameters
+        from tula_hpc.sbatch import find_pickle
+
+        more = dict(parameters["slurm_additional_parameters"])
+        if after:
+            more["dependency"] = "afterany:" + ":".join(after)
+        setup = [*find_pickle(folder), *parameters["slurm_setup"]]
+        return {**parameters, "name": name, "slurm_setup": setup, "slurm_additional_parameters": more}
+
+    def _log_submitted(self, folder: Path, notice: Notice, ids: Sequence[str]) -> list[Submitted]:
+        for job_id, data in zip(ids, notice.tasks, strict=True):
+            said = {"folder": str(folder.relative_to(self.run.root)), **data}
+            self.run.log_event("submitted", notice.stage, job_id=job_id, data=said)
+        return [Submitted(job_id, folder) for job_id in ids]
+
+    def find_lost(self) -> list[Submitted]:
+        """Enter into the events what was submitted by a process that was killed before it could do so.
+
+        Raises:
+            LaunchError: The controller has not answered for minutes.
+        """
+        if self.cluster.executor == "local":
+            return []
+        known = {str(event.data.get("folder")) for event in self.run.events() if event.event == "submitted"}
+        found: list[Submitted] = []
+        for path in sorted(self.run.slurm.glob(f"*/{NOTICE}")):
+            if str(path.parent.relative_to(self.run.root)) not in known:
+                found += self._find(path)
+        return found
+
+    def _find(self, path: Path) -> list[Submitted]:
+        from tula_hpc.sbatch import submissions_named
+
+        notice = read_document(Notice, path)
+        time.sleep(max(0.0, path.stat().st_mtime + SBATCH_S - time.time()))  # its sbatch may still be at work
+        ids = submissions_named(notice.name)
+        if not ids:
+            path.rename(path.with_name(REFUSED))
+            return []
+        if len(ids) > 1:
+            slurm.cancel(ids[1:])
+        count = len(notice.tasks)
+        return self._log_submitted(
+            path.parent, notice, ids[:1] if count == 1 else [f"{ids[0]}_{i}" for i in range(count)]
+        )
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
@@ -90,16 +240,29 @@ class Launcher:
         return [ended[job.job_id] for job in jobs]
 
     def wait_for_some(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
-        """Wait until any of these is over; returns those that are."""
+        """Wait until any of these is over; returns those that are.
+
+        Raises:
+            StillRunningError: None is over, and the launcher is detached.
+        """
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
-        while True:
+        started = time.monotonic()
+        for looked in itertools.count(1):
             active = self.active([job.job_id for job in jobs])
             for job_id in missing:
                 missing[job_id] = 0 if job_id in active else missing[job_id] + 1
-            if any(count >= self._gone_polls for count in missing.values()):
-                return [self._ended(job) for job in jobs if missing[job.job_id] >= self._gone_polls]
+            over = [job for job in jobs if missing[job.job_id] >= self._gone_polls]
+            if over:
+                return self._ended(over)
             tick(_describe(active))
-            time.sleep(POLL_S if self.cluster.executor == "slurm" else 0.2)
+            if self.detached and looked >= self._gone_polls:
+                raise StillRunningError(jobs)
+            time.sleep(self._pause_s(time.monotonic() - started))
+        raise AssertionError("itertools.count ends")  # for the type checker
+
+    def _pause_s(self, waited_s: float) -> float:
+        """Long waits ask the controller less often: every 2 s at first, every 30 s after half an hour."""
+        return min(30.0, max(POLL_S, waited_s / 60)) if self.cluster.executor == "slurm" else 0.2
 
     @property
     def _gone_polls(self) -> int:
@@ -109,16 +272,8 @@ class Launcher:
         """Those of the jobs that are not over. A controller that does not answer for a while is waited out."""
         if self.cluster.executor == "local":
             return {job_id: slurm.JobState("RUNNING", "") for job_id in job_ids if _local_alive(job_id)}
-        words = ""
-        for pause_s in (2, 5, 10, 30, 60, 120, 300):
-            try:
-                return {job_id: state for job_id, state in slurm.queue(job_ids).items() if not state.is_over}
-            except LaunchError as error:
-                if not slurm.available():
-                    raise
-                words = str(error)
-                time.sleep(pause_s)
-        raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}")
+        states = slurm.patiently(lambda: slurm.queue(job_ids))
+        return {job_id: state for job_id, state in states.items() if not state.is_over}
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
         """What a user types to cancel these jobs. Locally KILL: on TERM a training saves and is started again."""
@@ -126,17 +281,30 @@ class Launcher:
             return "scancel " + " ".join(job.job_id for job in jobs)
         return "; ".join(f"pkill -KILL -f {shlex.quote(str(job.folder))}" for job in jobs)
 
-    def _ended(self, job: Submitted) -> Ended:
-        log_file, tail = _log_tail(job)
-        rows = slurm.steps(job.job_id) if self.cluster.executor == "slurm" else []
-        return Ended(job, slurm.classify(rows, tail), tail, log_file)
+    def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
+        """Accounting is asked once for all of them: thousands may end together."""
+        rows = slurm.steps([job.job_id for job in jobs]) if self.cluster.executor == "slurm" else {}
+        ended = []
+        for job in jobs:
+            log_file, logs = _read_logs(job)
+            failure = slurm.classify(rows.get(job.job_id, []), _ends(logs, LOG_READ_LINES))
+            tail = _ends(logs, LOG_TAIL_LINES)
+            if not tail.strip() and failure is Failure.BUG and (full := full_disk(self.run.root)):
+                failure, tail = Failure.NO_SPACE, full
+            ended.append(Ended(job, failure, tail, log_file))
+        return ended
 
     def _executor(self, folder: Path) -> Any:
         import submitit
 
         if self.cluster.executor == "slurm" and not slurm.available():
             raise LaunchError("sbatch is not on PATH: run this on a Slurm login node, or with a local cluster file")
-        return submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
+        executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
+        if self.cluster.executor == "slurm":
+            from tula_hpc.sbatch import PatientExecutor
+
+            executor._executor = PatientExecutor(folder)  # AutoExecutor still translates the parameters
+        return executor
 
     def parameters(self, *, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
         """Parameters of the submitit executor for one submission."""
@@ -172,7 +340,7 @@ class Launcher:
             "slurm_signal_delay_s": cluster.signal_delay_s,
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
-            "slurm_setup": self.setup_lines(),
+            "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', *self.setup_lines()],
             "slurm_additional_parameters": _without_false({"requeue": True, **cluster.sbatch}),
         }
 
@@ -186,6 +354,8 @@ class Launcher:
         """The sbatch script that `submit` would hand in; for --dry-run, without Slurm."""
         from submitit.slurm import slurm as submitit_slurm
 
+        from tula_hpc.sbatch import find_pickle
+
         plain = {"name": "job_name", "timeout_min": "time", "tasks_per_node": "ntasks_per_node"}
         parameters: dict[str, Any] = {}
         for key, value in self.parameters(stage=stage, nodes=nodes, minutes=minutes).items():
@@ -193,6 +363,7 @@ class Launcher:
         if "mem_gb" in parameters:
             parameters["mem"] = submitit_slurm._convert_mem(parameters.pop("mem_gb"))
         folder = self.run.slurm / f"{stage}-…"
+        parameters["setup"] = [*find_pickle(folder), *parameters["setup"]]
         command = f"python -u -m submitit.core._submit {shlex.quote(str(folder))}"
         parameters["map_count"] = tasks if tasks > 1 else None
         return str(submitit_slurm._make_sbatch_string(command=command, folder=folder, **parameters))
@@ -212,6 +383,8 @@ def _submit(executor: Any, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     except (FailedJobError, FailedSubmissionError) as error:
         words = str(error).strip().splitlines()
         raise LaunchError(f"the scheduler refused the job: {words[-1] if words else error!r}") from None
+    except OSError as error:
+        raise StorageError(f"{executor.folder}: the job cannot be written: {in_words(error)}") from error
     return submitted
 
 
@@ -226,25 +399,42 @@ def _describe(active: Mapping[str, slurm.JobState]) -> str:
 
 def _local_alive(job_id: str) -> bool:
     """Whether submitit's local controller lives; a child of ours that ended is reaped on the way."""
-    with contextlib.suppress(ChildProcessError):  # started by an earlier run of the same command
-        os.waitpid(int(job_id), os.WNOHANG)
-    try:
-        command = Path(f"/proc/{job_id}/cmdline").read_bytes()
-    except OSError:
+    if not job_id.isdecimal():  # a damaged event
         return False
-    return b"submitit" in command
+    for _ in range(EXEC_POLLS):
+        with contextlib.suppress(ChildProcessError, OverflowError):  # started by an earlier run of the same command
+            os.waitpid(int(job_id), os.WNOHANG)
+        try:
+            command = Path(f"/proc/{job_id}/cmdline").read_bytes()
+        except OSError:
+            return False
+        if command:
+            return b"submitit" in command
+        time.sleep(0.02)  # a process that has just begun has no command yet, and one that ended none any more
+    return False
 
 
-def _log_tail(job: Submitted) -> tuple[Path | None, str]:
-    """The log that tells most, and the ends of all: a traceback beats a slurmstepd message beats silence."""
+def _read_logs(job: Submitted) -> tuple[Path | None, list[str]]:
+    """The log that tells most, and all logs of the last run: a traceback beats a slurmstepd message beats silence."""
     best: Path | None = None
-    tails: list[str] = []
+    logs: list[str] = []
     for path in job.log_files():
-        text = _last_bytes(path)
+        text = _last_run(_last_bytes(path))
         if best is None or ("Traceback" in text and "Connection closed by peer" not in text):
             best = path
-        tails.append("\n".join(text.splitlines()[-LOG_TAIL_LINES:]))
-    return best, "\n".join(tail for tail in tails if tail)
+        logs.append(text)
+    return best, logs
+
+
+def _last_run(text: str) -> str:
+    _, mark, last = text.rpartition(RUN_MARK)
+    return last.partition("\n")[2] if mark else last
+
+
+def _ends(logs: Sequence[str], lines: int) -> str:
+    """The last lines of each."""
+    tails = ("\n".join(log.splitlines()[-lines:]) for log in logs)
+    return "\n".join(tail for tail in tails if tail)
 
 
 def _last_bytes(path: Path) -> str:

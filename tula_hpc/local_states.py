@@ -37,14 +37,23 @@ class LocalStates:
         """Save this worker's state; returns what rank 0 adds to the checkpoint. Collective.
 
         Raises:
-            CheckpointError: The file cannot be written.
+            CheckpointError: A file of a worker cannot be written.
         """
         if not self.worker.is_local:
             return {}
-        if self.worker.env.rank != 0:
-            self.store.save(self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count)
-        self.worker.agree(0.0)  # all are on disk
+        # not in the background, as rank 0's is: rank 0 may not begin before all the others' are on disk
+        error = self._save_own(samples_seen, restart_count) if self.worker.env.rank != 0 else None
+        (failed,) = self.worker.agree(float(error is not None))
+        if failed:
+            raise error or CheckpointError("another worker could not save its state; its own error says why")
         return {WORKERS: self.worker.env.world_size}
+
+    def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:
+        try:
+            self.store.save(self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count)
+        except CheckpointError as error:
+            return error  # raised when all workers know
+        return None
 
     def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
         """The model, optimizer and scaler state that this worker goes on with. Collective.

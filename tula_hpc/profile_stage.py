@@ -12,10 +12,11 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.errors import StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
-from tula_hpc.launch import Ended, Launcher, Submitted
+from tula_hpc.launch import Ended, Launcher
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Configuration,
+    Event,
     JobNote,
     Measurement,
     RunDirectory,
@@ -25,7 +26,7 @@ from tula_hpc.records import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.stages import Sweep, failed_measurement, wait_for_earlier, why
+from tula_hpc.stages import Sweep, failed_measurement, submission_of, unsettled, why
 
 HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
 
@@ -39,11 +40,12 @@ class Part(NamedTuple):
     name: str  # see `Measurement.partition`
     since: float  # failures before this time do not count
     trusted_batch: int | None = None
+    detached: bool = False  # see `Launcher`
 
     @property
     def launcher(self) -> Launcher:
         """Submits jobs to this part."""
-        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}")
+        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}", detached=self.detached)
 
     def propose(self) -> list[Configuration]:
         """What the search wants next on this part."""
@@ -57,14 +59,6 @@ class Part(NamedTuple):
         return any(m.status == "ok" and m.partition == self.name for m in self.run.measurements().records)
 
 
-class Batch(NamedTuple):
-    """Configurations on their way through the scheduler together: for each job a group and an output file."""
-
-    groups: list[tuple[Configuration, ...]]
-    outputs: list[Path]
-    jobs: list[Submitted]
-
-
 def profile_stage(sweep: Sweep) -> None:
     """Measure what the search proposes until it proposes nothing more, on each part of the cluster.
 
@@ -72,7 +66,6 @@ def profile_stage(sweep: Sweep) -> None:
         StageError: Nothing could be measured at all; the message holds the first failure's log.
     """
     with stage_progress("profile") as progress:
-        wait_for_earlier(sweep, "profile", lambda text: progress.update(0, 1, f"jobs submitted before: {text}"))
         failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
         measured = sweep.run.measurements().records
         progress.update(len(measured), len(measured), f"{len(measured)} measurements")
@@ -82,22 +75,38 @@ def profile_stage(sweep: Sweep) -> None:
 
 def parts_of(sweep: Sweep) -> list[Part]:
     """The parts of the cluster that have nodes enough for any of the sweep's sizes."""
-    now = time.time()
     named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
-    return [Part(spec, cluster, sweep.run, name, now) for spec, cluster, name in specs if spec is not None]
+    return [
+        Part(spec, cluster, sweep.run, name, sweep.started_at, detached=sweep.detached)
+        for spec, cluster, name in specs
+        if spec is not None
+    ]
 
 
 def _profile_part(part: Part, progress: StageProgress) -> list[Ended]:
     part = part._replace(trusted_batch=_trusted_batch(part, progress))
     failures: list[Ended] = []
-    barren = 0
-    while barren < HOPELESS_ROUNDS and (proposed := part.propose()):
-        found = _profile_round(part, proposed, progress)
-        failures += found
-        broken = any(not end.failure.is_oom for end in found)
-        barren = barren + 1 if broken and not part.measured_anything() else 0
-    return failures
+    while True:
+        failures += _settle(part, progress)
+        hopeless = not part.measured_anything() and _broken_rounds(part) >= HOPELESS_ROUNDS
+        proposed = [] if hopeless else part.propose()
+        if not proposed:
+            return failures
+        for configurations in first_wave(part.spec, part.cluster, proposed):
+            _submit(part, configurations)
+
+
+def _broken_rounds(part: Part) -> int:
+    """Submissions of this command in which a job failed for another reason than memory."""
+    events = [event for event in part.run.events() if event.stage == "profile"]
+    folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
+    ended = [event for event in events if event.event == "ended" and event.time >= part.since]
+    return len({folders.get(e.job_id) for e in ended if e.failure and not e.failure.is_oom} - {None})
+
+
+def _is_of(part: Part, event: Event) -> bool:
+    return event.event == "submitted" and event.data.get("partition", "") == part.name
 
 
 def _trusted_batch(part: Part, progress: StageProgress) -> int | None:
@@ -118,17 +127,41 @@ def _trusted_batch(part: Part, progress: StageProgress) -> int | None:
     return made.trusted_batch
 
 
-def _profile_round(part: Part, proposed: Sequence[Configuration], progress: StageProgress) -> list[Ended]:
-    """Submit what may run together, wait, and write a record for a configuration that a job died of."""
-    expected = len(part.run.measurements().records) + len(proposed)
-    batches = [_submit(part, configurations) for configurations in first_wave(part.spec, part.cluster, proposed)]
-    jobs = [job for batch in batches for job in batch.jobs]
+def _settle(part: Part, progress: StageProgress) -> list[Ended]:
+    """Wait for the jobs that are on their way, and write a record for a configuration that one died of.
+
+    Returns:
+        Those that died without a record of their own.
+    """
+    events = {event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)}
+    expected = len(part.run.measurements().records) + sum(len(_configurations(event)) for event in events.values())
 
     def tick(text: str) -> None:
         done = len(part.run.measurements().records)
         progress.update(done, max(done, expected), text)
 
-    return _record_failures(part, batches, part.launcher.wait(jobs, tick))
+    jobs = [submission_of(part.run, event) for event in events.values()]
+    ended = part.launcher.wait(jobs, tick) if jobs else []
+    return [end for end in ended if _record_end(part, events[end.job.job_id], end)]
+
+
+def _configurations(event: Event) -> list[Configuration]:
+    """What a profile job was submitted for."""
+    return [Configuration(*numbers) for numbers in event.data.get("configurations", [])]
+
+
+def _record_end(part: Part, event: Event, end: Ended) -> bool:
+    """Whether the job died while it measured something; then that is on record."""
+    output = part.run.root / str(event.data.get("output", ""))
+    blamed = died_of(_configurations(event), output) if output.is_file() else None
+    if blamed is not None:
+        record = failed_measurement(part.cluster, blamed, end, part.name)
+        if event.time < part.since:  # what made an earlier command's job fail may have been mended
+            record = record.model_copy(update={"finished_at": event.time})
+        append_record(output, record)
+    failure = end.failure if blamed is not None else None
+    part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
+    return blamed is not None
 
 
 def first_wave(
@@ -157,14 +190,22 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
     return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
 
 
-def _submit(part: Part, configurations: tuple[Configuration, ...]) -> Batch:
+def _submit(part: Part, configurations: tuple[Configuration, ...]) -> None:
+    """One job for each group. What the site's limits leave out is proposed again when these are over."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
     outputs = [_new_output(part, nodes, group) for group in groups]
     jobs = [_job(part, nodes, group, output) for group, output in zip(groups, outputs, strict=True)]
-    minutes = part.cluster.profile_minutes
-    return Batch(groups, outputs, part.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=minutes))
+    data = [
+        {
+            "partition": part.name,
+            "output": str(output.relative_to(part.run.root)),
+            "configurations": [list(configuration) for configuration in group],
+        }
+        for group, output in zip(groups, outputs, strict=True)
+    ]
+    part.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data)
 
 
 def _job(part: Part, nodes: int, group: tuple[Configuration, ...], output: Path) -> ProfileJob:
@@ -192,19 +233,6 @@ def _new_output(part: Part, nodes: int, group: Sequence[Configuration]) -> Path:
     path = part.run.profile / f"{stem}-{taken}.jsonl"
     path.touch(mode=0o600)
     return path
-
-
-def _record_failures(part: Part, batches: Sequence[Batch], ended: Sequence[Ended]) -> list[Ended]:
-    """A record for the configuration that a job died of; what it left undone after that is proposed again."""
-    how = {end.job.job_id: end for end in ended}
-    failures = []
-    for batch in batches:
-        for group, output, job in zip(batch.groups, batch.outputs, batch.jobs, strict=True):
-            blamed = died_of(group, output)
-            if blamed is not None:
-                failures.append(how[job.job_id])
-                append_record(output, failed_measurement(part.cluster, blamed, how[job.job_id], part.name))
-    return failures
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:

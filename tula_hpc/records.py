@@ -10,18 +10,28 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
-from tula_hpc.errors import Failure, RunDirectoryError
+from tula_hpc.errors import Failure, RunDirectoryError, StorageError
+from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_regular, read_bounded
 
 MAX_LINE_BYTES = 4_000_000
+MAX_LINES_BYTES = 4 * 1024**3  # of a JSON Lines file
+MAX_DOCUMENT_BYTES = 64 * 1024**2  # of a file that is one record, as plan.json is
+MAX_FLOAT = 1e100  # beyond it products overflow
+# as the inputs bound them: what is larger was not written by this program
+Nodes = Annotated[int, Field(ge=1, le=2**20)]
+WorkersPerNode = Annotated[int, Field(ge=1, le=2**12)]
+Batch = Annotated[int, Field(ge=1, le=2**44)]
+JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]  # goes into commands, and names files
 
 
 class Record(BaseModel):
@@ -33,9 +43,9 @@ class Record(BaseModel):
 class Configuration(NamedTuple):
     """Where one profile or training runs: N nodes, workers on each, local batch b. B = N × workers × b."""
 
-    nodes: int
-    workers_per_node: int
-    local_batch: int
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
 
     @property
     def world_size(self) -> int:
@@ -94,7 +104,7 @@ class Footprint(Record):
     scaling_bytes: int = (
         0  # AGS: reference gradient and scale factors, on top of `peaks` once training has updated them
     )
-    peaks: dict[int, int]  # by local batch
+    peaks: dict[Batch, int] = Field(min_length=1)  # by local batch
     limit_bytes: int | None = None  # of one worker, the margin taken off
     largest_local_batch: int | None = None  # of `peaks`, within the limit; None: no limit, 0: none fits
     world_size: int = 1  # workers that were assumed: the fewest of the search
@@ -117,9 +127,9 @@ class Measurement(Record):
 
     schema_version: Literal[1] = 1
     status: Literal["ok", "oom", "failed"]
-    nodes: int = Field(ge=1)
-    workers_per_node: int = Field(ge=1)
-    local_batch: int = Field(ge=1)
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
     times: StepTimes | None = None
     memory: MemoryUse | None = None
     failure: Failure | None = None
@@ -137,7 +147,7 @@ class Measurement(Record):
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = {}
     samples: dict[str, list[float]] = {}  # per-step seconds: step, data, compute, optimizer, update, allreduce
-    job_id: str = ""
+    job_id: JobId = ""
     finished_at: float = 0.0  # Unix time
     elapsed_s: float = 0.0  # of the whole profile of this configuration
     partition: str = ""  # which of [[partitions]]; empty where the cluster has none
@@ -161,8 +171,8 @@ class JobNote(Record):
 
     note: Literal["began", "ready", "measuring", "ended"]  # ready: all workers have met
     time: float  # Unix time
-    job_id: str = ""
-    allocated_nodes: int = Field(default=1, ge=1)
+    job_id: JobId = ""
+    allocated_nodes: Nodes = 1
     submitted_at: float = 0.0
     began_at: float = 0.0  # when the allocation was granted, as far as the job can tell
     configuration: Configuration | None = None  # what it is about to measure
@@ -173,10 +183,10 @@ class Candidate(Record):
     """One configuration with what the models say of it."""
 
     partition: str = ""  # which of [[partitions]]; empty where the cluster has none
-    nodes: int
-    workers_per_node: int = 1
-    local_batch: int
-    global_batch: int
+    nodes: Nodes
+    workers_per_node: WorkersPerNode = 1
+    local_batch: Batch
+    global_batch: Batch
     step_time_s: float
     epoch_time_s: float
     train_time_s: float  # steps alone
@@ -186,7 +196,7 @@ class Candidate(Record):
     cost: float
     currency: str = "USD"  # SU: service units, that is billing units times hours
     energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
-    checkpoint_minutes: float | None = None  # interval between two checkpoints that training will use
+    checkpoint_minutes: float | None = None  # between two checkpoints, as time and cost reckon; training measures anew
     peak_memory_bytes: int
     interval_90: dict[str, tuple[float, float]] = {}
     feasible: bool = True
@@ -262,11 +272,13 @@ class Event(Record):
         "tuned",
         "finished",
         "failed",
+        "ended",
+        "detached",
     ]
-    stage: Literal["profile", "plan", "train", "report"]
+    stage: Literal["profile", "plan", "train", "report", "control"]
     detail: str = ""
     failure: Failure | None = None
-    job_id: str = ""
+    job_id: JobId = ""
     data: dict[str, Any] = {}
 
 
@@ -287,15 +299,39 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
         path: A JSON Lines file; made if it is missing.
         record: What to append.
         durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait would be a step's.
+
+    Raises:
+        StorageError: It cannot be written; the file then ends as it did before.
     """
     text = record.model_dump_json() if isinstance(record, BaseModel) else json.dumps(record, allow_nan=False)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, _newline_if_torn(path) + text.encode() + b"\n")
+        _append(path, text.encode() + b"\n", durable)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+
+
+def _append(path: Path, line: bytes, durable: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # a pipe without a reader is an error, not a wait
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _write_whole(descriptor, _newline_if_torn(path) + line)
         if durable:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    """Append all or nothing: what a disk took before it was full is taken back, unless another writer went on there."""
+    written = os.write(descriptor, data)
+    try:
+        while written < len(data):
+            written += os.write(descriptor, data[written:])  # the first write only said how much, this one says why
+    except OSError:
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:
+            os.ftruncate(descriptor, end - written)
+        raise
 
 
 def _newline_if_torn(path: Path) -> bytes:
@@ -323,29 +359,109 @@ def notes_file(path: Path) -> Path:
 
 
 def read_records(kind: type[R], paths: Iterable[Path]) -> ReadResult[R]:
-    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted."""
+    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted.
+
+    Raises:
+        RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
+    """
     records: list[R] = []
     skipped = 0
-    for path in filter(Path.exists, paths):
-        with path.open("rb") as lines:
-            for line in lines:
-                if not line.strip():
-                    continue
-                try:
-                    if len(line) > MAX_LINE_BYTES:
-                        raise ValueError("line too long")
-                    records.append(kind.model_validate_json(line))
-                except (ValidationError, ValueError):
-                    skipped += 1
+    for path in paths:
+        for line in _lines(path):
+            try:
+                records.append(parse_record(kind, line))
+            except ValueError:
+                skipped += 1
     return ReadResult(records, skipped)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write, fsync, rename: a reader sees the old file or the new one, never half of one."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines that are not blank; of one that is too long only the beginning, which is no record."""
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
+                raise RunDirectoryError(f"expected at most {MAX_LINES_BYTES:,} bytes", source=path)
+            while line := file.readline(MAX_LINE_BYTES):
+                if line.strip():
+                    yield line
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+
+
+# what may be a number that is none, or too large: worth a closer look
+_SUSPECT = re.compile(rb"NaN|Infinity|\d{18}|[eE]\+?\d{3}")
+
+
+def parse_record(kind: type[R], text: bytes) -> R:
+    """A record from JSON.
+
+    Raises:
+        ValueError: It is not one, or holds a number that is not finite or out of all bounds.
+    """
+    record = kind.model_validate_json(text)
+    if _SUSPECT.search(text):
+        _check_numbers(json.loads(text))
+    return record
+
+
+def _check_numbers(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(item)
+    elif isinstance(value, int | float) and not abs(value) <= (MAX_FLOAT if isinstance(value, float) else 2**63):
+        raise ValueError(f"holds the number {value:.3g}")
+
+
+_ANEW = "delete it to have it made anew"
+
+
+def read_document(kind: type[R], path: Path) -> R:
+    """Read a file that is one record.
+
+    Raises:
+        FileNotFoundError: There is none.
+        RunDirectoryError: It cannot be read, or is damaged.
+    """
+    try:
+        return parse_record(kind, read_bounded(path, MAX_DOCUMENT_BYTES))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+    except ValidationError as error:
+        raise RunDirectoryError(f"is damaged: {_first_of(error)}; {_ANEW}", source=path) from None
+    except ValueError as error:
+        raise RunDirectoryError(f"is damaged: {error}; {_ANEW}", source=path) from None
+
+
+def _first_of(error: ValidationError) -> str:
+    """The first of pydantic's complaints in one line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"][:6]))
+    return " ".join(f"{where[:200]}: {first['msg']}".removeprefix(": ").split())[:500]
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write, fsync, rename: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        StorageError: It cannot be written; the old file is still there.
+    """
+    try:
+        _replace(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
@@ -354,24 +470,62 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-class RunDirectory:
-    """Paths inside one run directory; creating it sets mode 0700, because the folder holds pickles that are executed.
+def _check_room(folder: Path) -> None:
+    """Refuse a folder of a run that might hold what someone else wants us to read or execute."""
+    with contextlib.suppress(FileNotFoundError):
+        if reason := mistrust(folder):
+            raise RunDirectoryError(reason, source=folder)
 
-    Raises:
-        RunDirectoryError: The directory belongs to someone else or others may write to it.
+
+def _note_owner(lock: Path, descriptor: int) -> None:
+    """Write down who holds the lock, in place: a new file would not be the locked one."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    except OSError as error:
+        raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None
+
+
+class RunDirectory:
+    """Paths inside one run directory. It and its folders have mode 0700: they hold pickles that are executed.
+
+    The folders above it are not checked, since those of a group, writable for all of it, are usual on clusters. Whoever
+    may write there can put the run directory away, but put none in its place that would belong to us.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
 
     def create(self) -> RunDirectory:
-        """Make the directory and its rooms; an existing one is checked for owner and mode."""
+        """Make the directory and its rooms; what is there already is checked first.
+
+        Raises:
+            RunDirectoryError: It, or a room, belongs to someone else, others may write to it, or a link leads to it.
+            OSError: It cannot be made.
+        """
+        self.check_name()
+        self._refuse_foreign_link()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.check_owner()
         self.root.chmod(0o700)
-        for folder in (self.profile, self.slurm, self.root / "train"):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        rooms = (self.profile, self.slurm, self.root / "train")
+        for room in rooms:
+            room.mkdir(mode=0o700, exist_ok=True)
+        for room in (*rooms, self.report):
+            _check_room(room)
         return self
+
+    def check_name(self) -> None:
+        """Refuse a path that would not be itself in a job script: Slurm and submitit fill in what stands behind a %.
+
+        Raises:
+            RunDirectoryError: It holds characters that have a meaning there.
+        """
+        wrong = [letter for letter in str(self.root) if letter in "%\\" or not letter.isprintable()]
+        if wrong:
+            shown = "".join(letter if letter.isprintable() else "?" for letter in str(self.root))
+            message = f"a run directory's path may not hold {wrong[0]!a}; use another --run-dir"
+            raise RunDirectoryError(message, source=shown)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -379,21 +533,29 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: Another one holds it; the message says who.
+            StorageError: The owner cannot be written down.
         """
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "r+") as file:
+        path = self.root / ".lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {in_words(error)}") from None
+        with os.fdopen(descriptor, "r+", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = file.read(200).strip() or "another command"
                 raise RunDirectoryError(f"is in use by {owner}", source=self.root) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {os.uname().nodename}")
-            file.flush()
+            _note_owner(path, descriptor)
             yield
 
     def check_owner(self) -> None:
-        """Refuse a directory that another user owns or may write to."""
+        """Refuse a directory that another user owns, may write to, or leads to by a link.
+
+        Raises:
+            RunDirectoryError: It may not be used.
+        """
+        self._refuse_foreign_link()
         status = self.root.stat()
         if status.st_uid != os.geteuid():
             raise RunDirectoryError(
@@ -402,6 +564,27 @@ class RunDirectory:
         if any(self.root.iterdir()) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
             raise RunDirectoryError(message, source=self.root)
+
+    def _refuse_foreign_link(self) -> None:
+        link = foreign_link(self.root)
+        if link is not None:
+            message = f"the link {link} on the way to it belongs to another user; use the folder that it stands for"
+            raise RunDirectoryError(message, source=self.root)
+
+    def make_train(self, label: str = "main") -> TrainDirectory:
+        """The folder of one training, made if it is missing.
+
+        Raises:
+            RunDirectoryError: It belongs to someone else, others may write to it, or it is a link.
+            StorageError: It cannot be made.
+        """
+        files = self.train(label)
+        try:
+            make_private(files.root)
+        except OSError as error:
+            raise StorageError(f"{files.root}: cannot be made: {in_words(error)}") from None
+        _check_room(files.root)
+        return files
 
     @property
     def profile(self) -> Path:
@@ -447,8 +630,8 @@ class RunDirectory:
         """Those estimates that are there and not damaged, by partition."""
         found = {}
         for name in partitions:
-            with contextlib.suppress(OSError, ValidationError):
-                found[name] = Footprint.model_validate_json(self.footprint_file(name).read_bytes())
+            with contextlib.suppress(FileNotFoundError, RunDirectoryError):
+                found[name] = read_document(Footprint, self.footprint_file(name))
         return found
 
     @property
@@ -457,7 +640,13 @@ class RunDirectory:
         return self.root / "events.jsonl"
 
     def train(self, label: str = "main") -> TrainDirectory:
-        """Files of one training."""
+        """Files of one training.
+
+        Raises:
+            RunDirectoryError: The label leads out of the run directory.
+        """
+        if Path(label).is_absolute() or ".." in Path(label).parts:
+            raise RunDirectoryError(f"{label!r} is no name of a training", source=self.root)
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
@@ -483,12 +672,19 @@ class RunDirectory:
             RunDirectoryError: There is none, or it is damaged.
         """
         try:
-            return Plan.model_validate_json(self.plan_file.read_bytes())
+            return read_document(Plan, self.plan_file)
         except FileNotFoundError:
             raise RunDirectoryError("no plan yet; run the sweep with --until plan", source=self.plan_file) from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise RunDirectoryError(f"is damaged: {first['msg']}", source=self.plan_file) from None
+
+    def read_rates(self) -> TunedRates | None:
+        """Read study_rates.json; None where there is none.
+
+        Raises:
+            RunDirectoryError: It is damaged.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return read_document(TunedRates, self.rates_file)
+        return None
 
 
 class TrainDirectory(NamedTuple):
@@ -515,6 +711,16 @@ class TrainDirectory(NamedTuple):
     def result_file(self) -> Path:
         """Written once, at the end of training."""
         return self.root / "result.json"
+
+    def read_result(self) -> TrainResult | None:
+        """Read result.json; None where training has not ended.
+
+        Raises:
+            RunDirectoryError: It is damaged.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return read_document(TrainResult, self.result_file)
+        return None
 
 
 SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
@@ -554,7 +760,7 @@ class EpochMetrics(Record):
     epoch: int  # epochs completed
     step: int
     samples_seen: int
-    global_batch: int
+    global_batch: Batch
     train_loss: float
     test_loss: float
     test_accuracy: float  # share of 1
@@ -605,9 +811,9 @@ class StepParts(Record):
 class Drift(Record):
     """drift.json: a training whose step times lie beyond the plan's prediction, and which part it is."""
 
-    nodes: int
-    workers_per_node: int
-    local_batch: int
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
     measured_s: float
     predicted_s: float
     part: str  # compute, network, loader or unknown
@@ -638,10 +844,10 @@ class TrainResult(Record):
     """result.json: how training ended."""
 
     label: str
-    nodes: int
-    workers_per_node: int
-    local_batch: int
-    global_batch: int
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
+    global_batch: Batch
     method: str
     epochs: int
     steps: int

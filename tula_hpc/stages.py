@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, StageError
@@ -22,10 +23,13 @@ from tula_hpc.records import (
     RunDirectory,
     TrainResult,
     append_record,
+    read_document,
     read_metrics,
     write_atomically,
 )
 
+REQUEUES_USED_UP = "training.max_requeues"  # in the last word of a job that does not go on for that reason
+KILLS = 3  # in a row without getting further: then it is something that the training does
 RESULT_WAIT_S = 90.0  # NFS clients remember for up to a minute that a file was not there
 
 
@@ -35,11 +39,13 @@ class Sweep(NamedTuple):
     spec: SweepSpec
     cluster: ClusterSpec
     run: RunDirectory
+    started_at: float = 0.0  # of the command, Unix time: failures before it may have been mended, and do not count
+    detached: bool = False  # whether controller jobs wait, not this process
 
     @property
     def launcher(self) -> Launcher:
         """Submits this sweep's jobs; the name tells sweeps of one user apart in squeue."""
-        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}")
+        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}", detached=self.detached)
 
     def on(self, partition: str) -> Sweep:
         """The sweep on one part of the cluster; see `ClusterSpec.part`."""
@@ -64,22 +70,23 @@ def failed_measurement(
     )
 
 
+def unsettled(run: RunDirectory, stage: str) -> list[Event]:
+    """The submissions of a stage whose jobs' ends have not been seen to, oldest first."""
+    events = [event for event in run.events() if event.stage == stage]
+    ended = {event.job_id for event in events if event.event == "ended"}
+    return [event for event in events if event.event == "submitted" and event.job_id not in ended]
+
+
+def submission_of(run: RunDirectory, event: Event) -> Submitted:
+    """The job that a "submitted" event tells of."""
+    return Submitted(event.job_id, run.root / str(event.data.get("folder", "")))
+
+
 def jobs_left(sweep: Sweep) -> list[tuple[str, Submitted]]:
     """Stage and job of every job of this sweep that is not over."""
-    submitted = [event for event in sweep.run.events() if event.event == "submitted"]
+    submitted = [event for stage in ("profile", "train", "control") for event in unsettled(sweep.run, stage)]
     active = sweep.launcher.active([event.job_id for event in submitted])
-    return [
-        (event.stage, Submitted(event.job_id, sweep.run.root / str(event.data.get("folder", ""))))
-        for event in submitted
-        if event.job_id in active
-    ]
-
-
-def wait_for_earlier(sweep: Sweep, stage: str, tick: Callable[[str], None]) -> None:
-    """Jobs that an interrupted run of the same command left behind are waited for, not submitted again."""
-    jobs = [job for of_stage, job in jobs_left(sweep) if of_stage == stage]
-    if jobs:
-        sweep.launcher.wait(jobs, tick)
+    return [(event.stage, submission_of(sweep.run, event)) for event in submitted if event.job_id in active]
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -114,21 +121,44 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
     Raises:
         StageError: Training ended without a result; the message says why and where the log is.
     """
-    files = sweep.run.train(label)
-    files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = sweep.run.make_train(label)
     with stage_progress("train") as progress:
-        wait_for_earlier(sweep, "train", _training_tick(sweep, label, progress))
-        attempts = 0
         while not files.result_file.exists():
-            candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
-            end = _train_once(sweep, candidate, label, progress)
-            attempts += 1
-            await_result(sweep.run, files.result_file, end.job)
-            if not files.result_file.exists():
-                _after_failure(sweep, candidate, end, attempts)
-        result = TrainResult.model_validate_json(files.result_file.read_bytes())
+            submitted = [e for e in unsettled(sweep.run, "train") if e.data.get("label", label) == label]
+            for event in submitted:
+                _settle(sweep, plan, event, label, progress)
+            if not submitted:
+                candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
+                _submit_training(sweep, candidate, label, progress)
+        result = read_document(TrainResult, files.result_file)
         progress.update(result.epochs, result.epochs, f"test accuracy {result.test_accuracy:.1%}")
     return result
+
+
+def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageProgress) -> None:
+    """Wait for a training's job, and see to it that what it left is on record.
+
+    Raises:
+        StageError: It ended without a result, and another submission is not worth it.
+    """
+    candidate = _candidate_of(event, plan)
+    launcher = sweep.on(candidate.partition).launcher
+    end = launcher.wait([submission_of(sweep.run, event)], _training_tick(sweep, label, progress))[0]
+    result_file = sweep.run.train(label).result_file
+    await_result(sweep.run, result_file, end.job)
+    done = result_file.exists()
+    events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
+    failure = training_failure(events, end)
+    sweep.run.log_event("ended", "train", job_id=end.job.job_id, failure=None if done else failure)
+    if not done:
+        _after_failure(sweep, candidate, end._replace(failure=failure), events)
+
+
+def _candidate_of(event: Event, plan: Plan) -> Candidate:
+    """What a job was submitted to train."""
+    wanted = event.data.get("configuration"), event.data.get("partition")
+    known = (plan.chosen, *plan.fallbacks, *plan.candidates)
+    return next((c for c in known if (list(c.configuration), c.partition) == wanted), plan.chosen)
 
 
 def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
@@ -161,23 +191,14 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
     raise StageError(f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback")
 
 
-def _train_once(sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress) -> Ended:
+def _submit_training(sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress) -> None:
     there = sweep.on(candidate.partition)
-    spec, at = _as_planned(sweep.spec, candidate), candidate.configuration
-    job = TrainJob(spec, there.cluster, at, sweep.run.root, label, candidate.partition)
+    at = candidate.configuration
+    job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, label, candidate.partition)
+    data = {"label": label, "configuration": list(at), "partition": candidate.partition}
     minutes = there.cluster.train_minutes
-    submitted = there.launcher.submit([job], stage="train", nodes=candidate.nodes, minutes=minutes)
-    tick = _training_tick(sweep, label, progress)
-    tick(f"submitted as job {submitted[0].job_id} at {at}")
-    return there.launcher.wait(submitted, tick)[0]
-
-
-def _as_planned(spec: SweepSpec, candidate: Candidate) -> SweepSpec:
-    """The sweep with the plan's checkpoint interval, where the user left it open."""
-    if spec.training.checkpoint_minutes is not None or candidate.checkpoint_minutes is None:
-        return spec
-    training = spec.training.model_copy(update={"checkpoint_minutes": candidate.checkpoint_minutes})
-    return spec.model_copy(update={"training": training})
+    submitted = there.launcher.submit([job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data])
+    _training_tick(sweep, label, progress)(f"submitted as job {submitted[0].job_id} at {at}")
 
 
 def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callable[[str], None]:
@@ -193,23 +214,44 @@ def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callabl
     return tick
 
 
-def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, attempts: int) -> None:
+def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
     """Write down why training ended; return if another submission is worth it.
 
     Raises:
         StageError: It is not.
     """
-    events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
-    failure = training_failure(events, end)
+    failure = end.failure
     if failure.is_oom:
         if not any(event.event == "oom" for event in events):  # killed before it could say so
             _record_training_oom(sweep, in_force(candidate, events), end)
         sweep.run.log_event("fell_back", "train", detail=f"out of memory at {candidate.configuration}")
         return
-    sweep.run.log_event("failed", "train", failure=failure, job_id=end.job.job_id, detail=last_line(end.log_tail))
-    again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
-    if not again or attempts > sweep.spec.training.max_requeues:
+    detail = reason(events, end)
+    sweep.run.log_event("failed", "train", failure=failure, job_id=end.job.job_id, detail=detail)
+    attempts = _attempts(sweep)
+    if attempts and REQUEUES_USED_UP in detail:
+        raise StageError(f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved")
+    again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
+    if attempts and (not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep)):
         raise StageError(f"train: {why([end], failure)}")
+
+
+def _is_stuck(sweep: Sweep) -> bool:
+    """Whether the last jobs of this command were all killed, and had all begun at the same sample."""
+    begun: dict[str, int] = {}
+    starts: list[int] = []
+    for event in (event for event in sweep.run.events() if event.time >= sweep.started_at):
+        if event.event == "resumed":
+            begun[event.job_id] = event.data["samples_seen"]
+        elif event.event == "ended" and event.stage == "train":
+            starts = [*starts, begun.get(event.job_id, 0)] if event.failure is Failure.KILLED else []
+    return len(starts) >= KILLS and len(set(starts[-KILLS:])) == 1
+
+
+def _attempts(sweep: Sweep) -> int:
+    """Jobs that this command submitted. What an earlier one left may have died of something that has been mended."""
+    submitted = [event for event in sweep.run.events() if (event.event, event.stage) == ("submitted", "train")]
+    return sum(event.time >= sweep.started_at for event in submitted)
 
 
 def training_failure(events: Sequence[Event], end: Ended) -> Failure:
@@ -217,8 +259,14 @@ def training_failure(events: Sequence[Event], end: Ended) -> Failure:
     own = [event.failure for event in events if event.event == "oom" and event.failure]
     if own:
         return own[-1]
-    stopped = bool(events) and "requeue refused" in events[-1].detail
+    stopped = any(words in reason(events, end) for words in ("requeue refused", REQUEUES_USED_UP))
     return Failure.PREEMPTED if stopped else end.failure
+
+
+def reason(events: Sequence[Event], end: Ended) -> str:
+    """One line: the job's own last word on why it ended, else what its log says."""
+    own = [event.detail for event in events if event.event == "failed"]
+    return own[-1] if own else last_line(end.log_tail)
 
 
 def _record_training_oom(sweep: Sweep, candidate: Candidate, end: Ended) -> None:
@@ -247,6 +295,5 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that says anything, for a table."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "no log was written"
+    """The one that says most, for a table; it is the last where nothing tells more."""
+    return slurm.telling_line(text)

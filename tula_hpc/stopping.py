@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
 from typing import NamedTuple
 
@@ -34,12 +35,21 @@ class StopRequest:
         self.received = signal.Signals(number)
 
 
+class Wish(IntEnum):
+    """What a worker wants at a look; the largest of all workers' counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    FAIL = 2  # a checkpoint could not be saved
+
+
 class Decision(NamedTuple):
     """What all workers do after this step."""
 
     stop: bool
     save: bool
     shared: tuple[float, ...] = ()  # the largest of each further value over the workers; empty between looks
+    failed: bool = False  # a checkpoint could not be saved
 
 
 class Agreed:
@@ -48,17 +58,17 @@ class Agreed:
     Args:
         worker: For the collective.
         stop: This worker's stop request.
-        checkpoint_s: Seconds between checkpoints.
+        wish: Asked at every look what this worker wants.
         every_s: Seconds between looks.
     """
 
     def __init__(
-        self, worker: Agreement, stop: StopRequest, checkpoint_s: float, every_s: float = CHECK_EVERY_S
+        self, worker: Agreement, stop: StopRequest, wish: Callable[[], Wish], every_s: float = CHECK_EVERY_S
     ) -> None:
-        self.worker, self.stop, self.checkpoint_s, self.every_s = worker, stop, checkpoint_s, every_s
+        self.worker, self.stop, self.wish, self.every_s = worker, stop, wish, every_s
         self.interval_steps = 1
         self.steps = 0
-        self.started = self.saved = time.monotonic()
+        self.started = time.monotonic()
 
     def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
         """Call after every step, on every worker.
@@ -71,13 +81,8 @@ class Agreed:
             return Decision(stop=False, save=False)
         now = time.monotonic()
         step_s = (now - self.started) / self.steps
-        due = now - self.saved >= self.checkpoint_s
-        mine = (float(self.stop.received is not None), float(due), step_s, *values())
-        stop, save, slowest_s, *shared = self.worker.agree(*mine)
+        mine = (float(self.stop.received is not None), float(self.wish()), step_s, *values())
+        stop, wish, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
             self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
-        return Decision(bool(stop), bool(stop or save), tuple(shared))
-
-    def mark_saved(self) -> None:
-        """A checkpoint was written just now."""
-        self.saved = time.monotonic()
+        return Decision(bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)

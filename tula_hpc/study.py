@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, say_interrupted
-from tula_hpc.errors import InputError, StageError
+from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, work
+from tula_hpc.errors import InputError
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-    from tula_hpc.records import RunDirectory
-    from tula_hpc.stages import Sweep
-
-SAID = 5  # failed trainings that are named one by one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,42 +57,11 @@ def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, r
         sys.stdout.write(describe_study(spec, cluster, root))
         return 0
     if getattr(options, "report_only", False):
+        from tula_hpc.pipeline import report_study
         from tula_hpc.records import RunDirectory
 
-        return _report(RunDirectory(root))
-    sweep = open_run(spec, cluster, root)
-    with sweep.run.locked():
-        try:
-            return _train(sweep, report)
-        except KeyboardInterrupt:
-            say_interrupted(sweep)
-            return 130
-
-
-def _train(sweep: Sweep, report: bool) -> int:
-    from tula_hpc.study_stage import study_stage
-
-    failures = study_stage(sweep)
-    code = _report(sweep.run) if report else 0
-    if failures:
-        raise StageError(_describe(failures))
-    return code
-
-
-def _report(run: RunDirectory) -> int:
-    from tula_hpc.analysis.study import study_text, write_study_report
-
-    paths = write_study_report(run)
-    print(study_text(run))
-    print(f"report: {paths[0]}")
-    return 0
-
-
-def _describe(failures: Mapping[str, str]) -> str:
-    lines = [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
-    more = [f"  and {len(failures) - SAID} more"] if len(failures) > SAID else []
-    count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
-    return "\n".join([f"study: {count} without a result:", *lines, *more])
+        return report_study(RunDirectory(root))
+    return work(open_run(spec, cluster, root), "report" if report else "train", detach=options.detach)
 
 
 if __name__ == "__main__":

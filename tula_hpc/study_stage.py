@@ -24,6 +24,7 @@ from tula_hpc.records import (
     RunDirectory,
     TrainResult,
     TunedRates,
+    read_document,
     write_atomically,
 )
 from tula_hpc.stages import Sweep
@@ -101,8 +102,8 @@ def family(spec: SweepSpec) -> str:
 
 def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
     """The rate of each family with the best accuracy on held-out training samples; chosen once, then read."""
-    if sweep.run.rates_file.exists():
-        return TunedRates.model_validate_json(sweep.run.rates_file.read_bytes()).rates
+    if (chosen := sweep.run.read_rates()) is not None:
+        return chosen.rates
     trials = trial_specs(sweep.spec)
     batch = sweep.spec.study.small_batch if sweep.spec.study else 1
     jobs = [_job(sweep, partition, batch, spec, label) for label, spec in trials.items()]
@@ -135,7 +136,7 @@ def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
 
 
 def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
-    result = TrainResult.model_validate_json(run.train(label).result_file.read_bytes())
+    result = read_document(TrainResult, run.train(label).result_file)
     top5 = spec.study is not None and spec.study.metric == "top5"
     accuracy = result.test_top5_accuracy if top5 else result.test_accuracy
     return RateTrial(family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy)

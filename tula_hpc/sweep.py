@@ -7,15 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, say_interrupted
+from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, work
 from tula_hpc.errors import InputError
+from tula_hpc.pipeline import STAGES
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-    from tula_hpc.records import Plan
-    from tula_hpc.stages import Sweep
-
-STAGES = ("profile", "plan", "train", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,13 +45,7 @@ def _run(options: argparse.Namespace) -> int:
 
         sys.stdout.write(describe_submission(spec, cluster, root))
         return 0
-    sweep = open_run(spec, cluster, root)
-    with sweep.run.locked():
-        try:
-            return _run_stages(sweep, STAGES.index(options.until))
-        except KeyboardInterrupt:
-            say_interrupted(sweep)
-            return 130
+    return work(open_run(spec, cluster, root), options.until, detach=options.detach)
 
 
 def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> int:
@@ -63,38 +54,6 @@ def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpe
     if options.until in ("profile", "plan"):
         raise InputError(f"a sweep with [study] has no stage {options.until!r}: it only trains", source="--until")
     return run(options, spec, cluster, report=options.until == "report")
-
-
-def _run_stages(sweep: Sweep, last: int) -> int:
-    from tula_hpc import profile_stage, stages
-
-    if not stages.training_began(sweep.run):
-        profile_stage.profile_stage(sweep)
-        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
-    if last == STAGES.index("profile"):
-        return 0
-    plan = stages.plan_stage(sweep)
-    _say_plan(plan)
-    result = stages.train_stage(sweep, plan) if last >= STAGES.index("train") else None
-    if last == STAGES.index("report"):
-        paths = stages.report_stage(sweep)
-        from tula_hpc.summary import print_summary
-
-        print_summary(plan, sweep.run.measurements().records, result, _profiling_cost(sweep))
-        print(f"report: {next(path for path in paths if path.suffix == '.html')}")
-    return 0
-
-
-def _profiling_cost(sweep: Sweep) -> str:
-    from tula_hpc.analysis.profiling_cost import describe
-
-    return describe(sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
-
-
-def _say_plan(plan: Plan) -> None:
-    print(f"plan: {plan.reason}")
-    for warning in plan.warnings:
-        print(f"warning: {warning}")
 
 
 if __name__ == "__main__":

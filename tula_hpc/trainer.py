@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -14,12 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tula_hpc import slurm
+from tula_hpc.cadence import Cadence, expected_interruptions
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.curvature_probe import curvature_line
 from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
-from tula_hpc.errors import DivergedError, Failure, StageError
+from tula_hpc.errors import DivergedError, Failure, StageError, StorageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
@@ -34,6 +36,7 @@ from tula_hpc.records import (
     rank_file,
     write_atomically,
 )
+from tula_hpc.saving import Saving
 from tula_hpc.schedule import learning_rate
 from tula_hpc.stopping import Agreed, Decision, StopRequest
 from tula_hpc.tuning import Tuning
@@ -87,6 +90,8 @@ class Progress:
     train_time_s: float = 0.0
     started_at: float = 0.0  # Unix time of the first start
     restarts: int = 0
+    interruptions: int = 0  # restarts after which work had to be done again
+    stopped: bool = False  # what is saved here is the last word of its process
     last_loss: float = 0.0  # mean over the last whole epoch
 
 
@@ -117,7 +122,6 @@ class Trainer:
         self.store = CheckpointStore(self.files.checkpoints)
         self.local_states = LocalStates(self.files.checkpoints, self.worker)
         self.guard = DriftGuard(self.worker, job, start)
-        self.agreed = Agreed(self.worker, stop, job.sweep.training.checkpoint_s, self.guard.look_every_s)
         self.window = StepWindow()
         self.critical_batch = CriticalBatch()  # rank 0 alone reads the noise
         if job.sweep.training.scale_histogram and env.rank == 0 and isinstance(self.worker.optimizer, TulaOptimizer):
@@ -126,6 +130,8 @@ class Trainer:
         self.restart_count = env.restart_count
         self.tuning = self._start_tuning()
         self.progress = self._restore()
+        self.saving = self._start_saving()
+        self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
         seen = self._epochs_seen()
         self.worker.place(seen, seen)  # after a stop at an epoch's last step the next save comes before any step
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
@@ -137,6 +143,15 @@ class Trainer:
             return None
         samples = validation_samples(self.job.sweep.workload, training.tune_holdout)
         return Tuning(self.worker, self.run_directory, self.job.label, self._loader(samples))
+
+    def _start_saving(self) -> Saving:
+        training, pricing, progress = self.job.sweep.training, self.job.cluster.pricing, self.progress
+        trained_s = progress.train_time_s + progress.epoch_time_s
+        nodes, seen = self.job.configuration.nodes, progress.interruptions
+        interruptions = expected_interruptions(pricing, training, nodes, seen=seen, over_s=trained_s)
+        fixed_s = None if training.checkpoint_minutes is None else training.checkpoint_s
+        store = self.store if self.env.rank == 0 else None
+        return Saving(self.worker, store, self.local_states, Cadence(interruptions, fixed_s))
 
     def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
         """This worker's share of samples that are not augmented."""
@@ -158,6 +173,15 @@ class Trainer:
             if self.study is None:
                 raise
             return self._finish(NO_EVALUATION, str(error))
+        finally:
+            self._end_saving()
+
+    def _end_saving(self) -> None:
+        """Whatever has ended the training, what was being saved comes to its end, and is mentioned if that is bad."""
+        error = self.saving.abandon()
+        if error is not None:
+            with contextlib.suppress(StorageError):  # a full disk: what has ended the training must not get lost
+                self._event("checkpoint", f"not saved: {error}", {})
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
@@ -197,14 +221,15 @@ class Trainer:
         if self.tuning is None:
             return False
         self.batch, self.window = None, StepWindow()
+        self.saving.settle()
         now = asdict(self.progress)
         loaded = self.tuning.end_round(now, self._state, self.restart_count, diverged=diverged)
         if loaded is not None:
-            kept = {"restarts": self.progress.restarts, "started_at": self.progress.started_at}
+            kept = {name: getattr(self.progress, name) for name in ("restarts", "interruptions", "started_at")}
             self.progress = Progress(**loaded["progress"] | kept)
             self.epoch_loss.fill_(self.progress.epoch_loss)
             self.critical_batch = CriticalBatch()
-        self._save()
+        self._save(wait=True)
         self.tuning.tidy()
         return loaded is not None
 
@@ -227,15 +252,28 @@ class Trainer:
             self._train_step(batches)
             decision = self.agreed.decide(self.guard.readings)
             self.guard.clock.stop()
+            self._count_time(started, decision)
+            if decision.failed:
+                self.saving.settle()  # where all of them raise it
             if decision.save:
-                self.worker.synchronize_device()  # what the device still has to do is the steps' time, not the save's
-            self.progress.epoch_time_s += time.perf_counter() - started
-            if decision.save:
-                self._save()
+                self.progress.stopped = decision.stop
+                self._save(wait=decision.stop)
             if decision.stop:
                 return False
             self._watch_drift(decision)
         return True
+
+    def _count_time(self, started: float, decision: Decision) -> None:
+        """Of the step that is over. What the device still has to do is the steps' time, not a save's."""
+        landed = self.saving.has_landed
+        if decision.save or landed:
+            self.worker.synchronize_device()
+        seconds = time.perf_counter() - started
+        self.progress.epoch_time_s += seconds
+        self.saving.cadence.worked(seconds)
+        if landed:
+            self.saving.note()
+            self._tell_cost()
 
     def _watch_drift(self, decision: Decision) -> None:
         """Time that looking into a drift takes is no step's time."""
@@ -375,7 +413,9 @@ class Trainer:
         progress.offset = progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
         self.epoch_loss.zero_()
-        self._save()
+        is_last = progress.epoch >= self.job.sweep.workload.epochs
+        if is_last or self._any(self.saving.may_save):
+            self._save(wait=is_last)
 
     def _epoch_metrics(self, evaluation: Evaluation) -> EpochMetrics:
         progress = self.progress
@@ -404,19 +444,22 @@ class Trainer:
         if self.env.rank == 0:
             append_record(self.files.metrics_file, line.model_copy(update={"attempt": self._attempt}))
 
-    def _save(self) -> None:
-        """A checkpoint by rank 0; the others go on once it is on disk."""
+    def _save(self, *, wait: bool = False) -> None:
+        """A checkpoint of this moment. It is on disk some time later, or on return if it is waited for."""
         if self.window.steps:
             self._log_steps()  # or the losses since the last line would be lost to a resumed run
         lost = self.tuning.lost_samples if self.tuning is not None else 0  # the newest file is the one of the most work
-        where = {"samples_seen": self.progress.samples_seen + lost, "restart_count": self.restart_count}
-        own = self.local_states.save(**where)
-        state = self._state()
-        if self.env.rank == 0:
-            self.store.save({**state, **own}, **where)
-        self.worker.agree(0.0)
-        self.agreed.mark_saved()
+        seen = self.progress.samples_seen + lost
+        self.saving.save(self._state, samples_seen=seen, restart_count=self.restart_count, wait=wait)
+        self._tell_cost()
         self.window = StepWindow()  # the time of saving is no step's time
+
+    def _tell_cost(self) -> None:
+        """An event for what saving costs, the first time and when it has changed by much."""
+        news = self.saving.cadence.news()
+        if news is not None:
+            shown = f"saving costs {news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
+            self._event("checkpoint", f"{shown}; one every {news['interval_s']:.0f} s", news)
 
     def _state(self) -> dict[str, Any]:
         """A checkpoint's content, whole on rank 0, {} on the others. Collective."""
@@ -453,6 +496,8 @@ class Trainer:
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])
         progress.restarts += 1
+        progress.interruptions += not progress.stopped
+        progress.stopped = False
         self._log_resume(progress, loaded)
         return progress
 
@@ -487,7 +532,10 @@ class Trainer:
         if self.env.rank == 0:
             self._event("preempted", f"stop requested ({name}); saved at step {self.progress.step}", data)
         if self.progress.restarts >= self.job.sweep.training.max_requeues:
-            raise StageError(f"restarted {self.progress.restarts} times, as often as training.max_requeues allows")
+            used_up = f"restarted {self.progress.restarts} times, as often as training.max_requeues allows"
+            if self.env.rank == 0:
+                self._event("failed", used_up, data)
+            raise StageError(used_up)
         return self._requeue()
 
     def _requeue(self) -> str:
@@ -517,6 +565,7 @@ class Trainer:
         self.run_directory.log_event(event, "train", detail=detail, job_id=self.env.job_id, data=data)
 
     def _finish(self, evaluation: Evaluation, diverged: str = "") -> str:
+        self.saving.settle()
         progress, configuration = self.progress, self.job.configuration
         training = self._evaluate_training() if self.study is not None and not diverged else None
         result = TrainResult(

@@ -16,7 +16,17 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Submitted
 from tula_hpc.progress import StageProgress
-from tula_hpc.stages import Sweep, await_result, last_line, training_failure, why
+from tula_hpc.records import Event
+from tula_hpc.stages import (
+    REQUEUES_USED_UP,
+    Sweep,
+    await_result,
+    reason,
+    submission_of,
+    training_failure,
+    unsettled,
+    why,
+)
 
 ATTEMPTS = 3  # of a training that dies of what looks like a bug: a killed process looks the same
 LARGEST_ARRAY = 500  # tasks: many sites allow fewer jobs a user than Slurm allows tasks an array
@@ -66,16 +76,32 @@ class Trainings:
         return self.run_directory.train(label).result_file.exists()
 
     def _adopt(self) -> None:
-        """Jobs that an interrupted run of the same command left behind are waited for, not submitted again."""
+        """Jobs that an interrupted run of the same command left behind are seen to, not submitted again.
+
+        What has failed for good since the command began (its process may be another one by now) stays so.
+        """
         left = [label for label in self.jobs if not self._is_done(label)]
-        submitted = [event for event in self.run_directory.events() if event.event == "submitted"]
-        ours = {event.job_id: event for event in submitted if event.data.get("label") in left}
-        for job_id in self.launcher.active(list(ours)):
-            job = Submitted(job_id, self.run_directory.root / str(ours[job_id].data["folder"]))
-            self.running[job_id] = (job, str(ours[job_id].data["label"]))
+        for event in unsettled(self.run_directory, "train"):
+            if event.data.get("label") in left:
+                job = submission_of(self.run_directory, event)
+                self.running[job.job_id] = (job, str(event.data["label"]))
+        failed = self._count_attempts()
         adopted = {label for _, label in self.running.values()}
-        self.attempts.update(adopted)
-        self.waiting.extend(label for label in left if label not in adopted)
+        for label in left:
+            event_of = failed.get(label)
+            if label in adopted:
+                continue
+            failure = event_of.failure or Failure.BUG if event_of is not None else None
+            if event_of is not None and failure and not self._may_try_again(label, failure, event_of.detail):
+                self.failures[label] = _in_words(failure, event_of.detail)
+            else:
+                self.waiting.append(label)
+
+    def _count_attempts(self) -> dict[str, Event]:
+        """Count the submissions of this command; returns the last failure of each label."""
+        events = [event for event in self.run_directory.events() if event.time >= self.sweep.started_at]
+        self.attempts.update(str(e.data["label"]) for e in events if e.event == "submitted" and "label" in e.data)
+        return {str(e.data["label"]): e for e in events if e.event == "failed" and "label" in e.data}
 
     def _submit(self) -> None:
         """On Slurm only when no array is left: two at a time would be twice `array_parallelism`."""
@@ -85,41 +111,56 @@ class Trainings:
         if not labels:
             return
         for label in labels:
-            self.run_directory.train(label).root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.run_directory.make_train(label)
         jobs = [self.jobs[label] for label in labels]
         nodes, minutes = jobs[0].configuration.nodes, self.sweep.cluster.train_minutes
-        submitted = self.launcher.submit(jobs, stage="train", nodes=nodes, minutes=minutes, labels=labels)
-        self.running |= {job.job_id: (job, label) for job, label in zip(submitted, labels, strict=True)}
-        self.attempts.update(labels)
+        data = [{"label": label} for label in labels]
+        submitted = self.launcher.submit(jobs, stage="train", nodes=nodes, minutes=minutes, data=data)
+        accepted = labels[: len(submitted)]
+        self.running |= {job.job_id: (job, label) for job, label in zip(submitted, accepted, strict=True)}
+        self.attempts.update(accepted)
+        self.waiting.extendleft(reversed(labels[len(submitted) :]))
 
     def _settle(self, end: Ended) -> None:
         """A job is over: its training is done, waits for another job, or has failed."""
         _, label = self.running.pop(end.job.job_id)
         await_result(self.run_directory, self.run_directory.train(label).result_file, end.job)
-        if self._is_done(label):
+        done = self._is_done(label)
+        self.run_directory.log_event(
+            "ended", "train", job_id=end.job.job_id, failure=None if done else end.failure, data={"label": label}
+        )
+        if done:
             return
-        failure = training_failure([e for e in self.run_directory.events() if e.job_id == end.job.job_id], end)
-        detail, data = last_line(end.log_tail), {"label": label}
+        events = [event for event in self.run_directory.events() if event.job_id == end.job.job_id]
+        failure = training_failure(events, end)
+        detail, data = reason(events, end), {"label": label}
         self.run_directory.log_event(
             "failed", "train", failure=failure, job_id=end.job.job_id, detail=detail, data=data
         )
         self._refuse_hopeless(end, failure)
-        if self.attempts[label] < self._allowed(failure):
+        if self._may_try_again(label, failure, detail):
             self.waiting.append(label)
         else:
             log = f"; log: {end.log_file}" if end.log_file else ""
-            self.failures[label] = f"{failure.value.replace('_', ' ')}: {detail}{log}"
+            self.failures[label] = _in_words(failure, detail) + log
+
+    def _may_try_again(self, label: str, failure: Failure, detail: str) -> bool:
+        return REQUEUES_USED_UP not in detail and self.attempts[label] < self._allowed(failure)
 
     def _allowed(self, failure: Failure) -> int:
         """How often a training that ended so is submitted. The same batch runs out of the same memory again."""
         if failure in INTERRUPTIONS:
             return self.sweep.spec.training.max_requeues + 1
-        return ATTEMPTS if failure is Failure.BUG else 1
+        return ATTEMPTS if failure in (Failure.BUG, Failure.KILLED) else 1
 
     def _refuse_hopeless(self, end: Ended, failure: Failure) -> None:
         logged = (self.run_directory.train(label).metrics_file.exists() for label in self.jobs)
         if failure is Failure.BUG and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
             raise StageError(f"train: nothing gets as far as its first logged step; {why([end], failure)}")
+
+
+def _in_words(failure: Failure, detail: str) -> str:
+    return f"{failure.value.replace('_', ' ')}: {detail}"
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:

@@ -165,6 +165,7 @@ class Tuning:
         self.worker.use_setting(*self.setting)
 
     def _save(self, state: dict[str, Any], total: int, restart_count: int) -> str:
+        # training stands still meanwhile: a round ends seldom, and the run after it may need the file at once
         where = {"samples_seen": total, "restart_count": restart_count}
         if self.worker.env.rank == 0:
             self.store.save(state, **where)

@@ -53,7 +53,8 @@ def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
         "optimizer": OPTIMIZERS.get(method, "sgd"),
         "zero_stage": zero_stage,
     }
-    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": {"method": method}})
+    training = {"method": method, "checkpoint_minutes": 5.0}  # and after every epoch, whatever that costs
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
 
 
 def new_worker(spec: SweepSpec, env: WorkerEnvironment = ALONE) -> Worker:

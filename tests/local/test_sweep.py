@@ -168,7 +168,7 @@ def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_pat
     assert (result.local_batch, result.epochs) == (64, 4)
     failed = [m for m in run.measurements().records if m.status == "oom"]
     assert [(m.local_batch, m.stage, m.failure) for m in failed] == [(512, "train", Failure.HOST_OOM)]
-    events = [event.event for event in run.events()]
+    events = [event.event for event in run.events() if event.event not in ("checkpoint", "ended")]
     assert events == ["submitted", "oom", "fell_back", "submitted", "resumed", "finished"]
     resumed = next(event for event in run.events() if event.event == "resumed")
     assert resumed.data["samples_seen"] > 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.machine import missing_requirement
+from tests.slurm.faulty_training import Training
+from tests.slurm.machine import missing_requirement, say
+from tests.slurm.telling import Stories
 from tests.slurm.testcluster import MiniCluster
 
 HERE = Path(__file__).resolve().parent
@@ -18,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("slurm")
+        if "told" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(1200))  # the first one waits for all of them
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +38,36 @@ def slurm_cluster() -> Iterator[MiniCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def quick_nodes(slurm_cluster: MiniCluster) -> Iterator[None]:
+    """Nodes that take all the CPU there is, for tests to which step times do not matter."""
+    with slurm_cluster.cpu_share(200):
+        yield
+
+
 @pytest.fixture
 def slurm_env(slurm_cluster: MiniCluster) -> dict[str, str]:
     """The environment for a subprocess that is to use the cluster."""
     return slurm_cluster.environment
+
+
+@pytest.fixture(scope="session")
+def stories(
+    request: pytest.FixtureRequest, slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Stories:
+    """Trainings that met faults: those that the chosen tests look at, all told at the same time."""
+    chosen = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    names = {params["told"] for params in chosen if "told" in params}
+    folder = tmp_path_factory.mktemp("stories")
+    stories = Stories(slurm_cluster, folder, names)
+    stories.tell()
+    text = json.dumps(stories.figures(), indent=1)
+    (folder / "figures.json").write_text(text)
+    say(text)
+    return stories
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest, stories: Stories) -> Training:
+    """A training that met a fault, see `about`."""
+    return stories[request.param]

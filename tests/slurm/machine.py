@@ -153,7 +153,6 @@ def subtree_control() -> str:
 
 def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
     """Make a branch for the head and one per host; a host's has a CPU quota in per cent of a core, and no swap."""
-    quota_us = QUOTA_PERIOD_US * cpu_percent // 100
     for hierarchy in hierarchies():
         for place in ("head", *hosts):
             (hierarchy / "ttc" / place).mkdir(parents=True)
@@ -162,12 +161,21 @@ def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
         if has_cgroup_v2():
             for parent in (CGROUPS, CGROUPS / "ttc", CGROUPS / "ttc" / host):
                 (parent / "cgroup.subtree_control").write_text(subtree_control())
-            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
             (CGROUPS / "ttc" / host / "memory.swap.max").write_text("0")
+        else:
+            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
+    set_cpu_quota(hosts, cpu_percent)
+
+
+def set_cpu_quota(hosts: tuple[str, ...], cpu_percent: int) -> None:
+    """Give each host so much CPU, in per cent of a core."""
+    quota_us = QUOTA_PERIOD_US * cpu_percent // 100
+    for host in hosts:
+        if has_cgroup_v2():
+            (CGROUPS / "ttc" / host / "cpu.max").write_text(f"{quota_us} {QUOTA_PERIOD_US}")
         else:
             (CGROUPS / "cpu/ttc" / host / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
             (CGROUPS / "cpu/ttc" / host / "cpu.cfs_quota_us").write_text(str(quota_us))
-            (CGROUPS / "memory/ttc" / host / "memory.swappiness").write_text("0")
 
 
 def cluster_pids(place: str = "") -> set[int]:
@@ -178,6 +186,32 @@ def cluster_pids(place: str = "") -> set[int]:
             with suppress(OSError):  # a step's cgroup can go away meanwhile
                 pids.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
     return pids
+
+
+def task_pids(job_id: str) -> dict[int, int]:
+    """By rank: the processes of a job that a slurmstepd started from srun's command, not what they forked."""
+    found: dict[int, int] = {}
+    for pid in sorted(cluster_pids()):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            is_task = Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd")
+            if is_task and variables.get(b"SLURM_JOB_ID") == job_id.encode() and b"SLURM_SRUN_COMM_HOST" in variables:
+                found[int(variables[b"SLURM_PROCID"])] = pid
+    return found
+
+
+def job_pids(job_id: str) -> set[int]:
+    """All processes that a job started: its batch script, srun and the tasks; not Slurm's own that look after them."""
+    found: set[int] = set()
+    for pid in cluster_pids():
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            is_daemon = Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+            if f"SLURM_JOB_ID={job_id}".encode() in words and not is_daemon:
+                found.add(pid)
+    return found
 
 
 def _folders(top: Path) -> Iterator[Path]:

@@ -155,7 +155,8 @@ def test_replanning_needs_no_slurm_and_no_torch(digits: Finished) -> None:
 def hungry(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A sweep whose larger batches exceed the memory that the job asked for, so that Slurm kills them."""
     folder = tmp_path_factory.mktemp("hungry")
-    done = sweep(HUNGRY, folder, slurm_cluster.environment, "--until", "plan", "--set", "cluster.memory_gb=1.5")
+    with slurm_cluster.cpu_share(200):
+        done = sweep(HUNGRY, folder, slurm_cluster.environment, "--until", "plan", "--set", "cluster.memory_gb=1.5")
     assert done.returncode == 0, done.stderr + done.stdout
     return Finished(folder, done)
 

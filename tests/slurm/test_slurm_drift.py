@@ -88,6 +88,7 @@ def training(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactor
     return training
 
 
+@pytest.mark.alone
 def test_a_slow_link_and_a_busy_node_are_noticed_and_named_and_so_is_their_end(training: Training) -> None:
     cluster = training.cluster
     with training.running():

@@ -11,6 +11,7 @@ from tests.slurm.test_pipeline import sweep
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.records import RunDirectory
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
 QUICK = """
 name = "quick"
 [workload]

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.test_pipeline import CLUSTER, ROOT
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.records import RunDirectory, TrainResult
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
 STUDY = """
 name = "tiny-study"
 [workload]

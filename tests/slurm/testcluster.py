@@ -24,10 +24,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from signal import SIGKILL, SIGTERM, Signals
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from string import Template
 
 if __name__ == "__main__":  # run by its path: Python does not yet know the folder that `tests` is in
@@ -83,6 +83,7 @@ class MiniCluster:
     max_array_size: int = 1001
     grace_s: int = 10  # between a preempted job's TERM and its KILL
     requeue: bool = True  # whether jobs may be requeued when they do not say
+    submit_limit: int = 0  # jobs that a user may have in the queue; 0: no limit
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
@@ -225,6 +226,55 @@ class MiniCluster:
         check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
         self._launch(f"slurmd-{host}", "slurmd", "-D", "-N", host, place=host)
 
+    def hosts_of(self, job_id: str | int) -> tuple[str, ...]:
+        """Where a job runs, in order; empty when it does not."""
+        nodes = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%N").strip()
+        return tuple(self.run("scontrol", "show", "hostnames", nodes).split()) if nodes else ()
+
+    def task_pids(self, job_id: str | int) -> dict[int, int]:
+        """The processes of a job that srun started, by rank; not what they started themselves."""
+        return machine.task_pids(str(job_id))
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether that process of the cluster has not ended."""
+        return machine.start_time(pid) is not None
+
+    def kill_task(self, job_id: str | int, rank: int, number: Signals = SIGKILL) -> None:
+        """Send a signal to one process of a job; SIGKILL is what the kernel sends where a node's memory runs out."""
+        os.kill(self.task_pids(job_id)[rank], number)
+
+    def kill_job(self, job_id: str | int) -> None:
+        """SIGKILL all processes of a job at once. (`scancel --signal=KILL` is no kill: it cancels the job.)"""
+        for pid in machine.job_pids(str(job_id)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGKILL)
+
+    def restart_controller(self) -> None:
+        """Stop slurmctld in an orderly way and start it again."""
+        self._restart_controller(SIGTERM)
+
+    def kill_controller(self) -> None:
+        """SIGKILL slurmctld and start it again."""
+        self._restart_controller(SIGKILL)
+
+    def pause_controller(self, seconds: float) -> None:
+        """Let slurmctld answer nobody for a while, as a busy one does."""
+        pid = self.pid("slurmctld")
+        check(pid is not None, "slurmctld does not run")
+        assert pid is not None
+        os.kill(pid, SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, SIGCONT)
+
+    @contextmanager
+    def cpu_share(self, percent: int) -> Iterator[None]:
+        """Nodes with another CPU quota, in per cent of a core, until the block ends; for tests that time nothing."""
+        machine.set_cpu_quota(self.hosts, percent)
+        try:
+            yield
+        finally:
+            machine.set_cpu_quota(self.hosts, self.cpu_percent)
+
     @contextmanager
     def slow_link(self, host: str, rate_mbit: int) -> Iterator[None]:
         """A node's link at another rate, both ways, until the block ends."""
@@ -241,21 +291,29 @@ class MiniCluster:
         """The running cluster with other settings of its controller, until the block ends; jobs and accounting survive.
 
         Args:
-            settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue.
+            settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue, submit_limit.
         """
-        restart = {"accounting", "max_array_size"}
+        restart = {"accounting", "max_array_size", "submit_limit"}
         possible = {*restart, "user_signal", "grace_s", "requeue"}
         check(settings.keys() <= possible, f"only these can change while it is up: {', '.join(sorted(possible))}")
         check(self.accounting or not settings.get("accounting"), "the cluster was brought up without accounting")
         other = replace(self, **settings)  # type: ignore[arg-type] # field types differ, the keys are checked above
-        refresh = self._restart_controller if settings.keys() & restart else self._reread_config
+        refresh = self.restart_controller if settings.keys() & restart else self._reread_config
         other._write_config()
         refresh()
+        other._limit_submissions(self.submit_limit)
         try:
             yield other
         finally:
+            self._limit_submissions(other.submit_limit)
             self._write_config()
             refresh()
+
+    def _limit_submissions(self, before: int) -> None:
+        """Tell accounting, which tells the controller, how many jobs a user may have."""
+        if self.submit_limit != before:
+            limit = f"MaxSubmitJobsPerUser={self.submit_limit or -1}"
+            self.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", limit)
 
     def logs(self, lines: int = 5) -> str:
         """The last lines of every daemon's log, for error messages."""
@@ -280,6 +338,8 @@ class MiniCluster:
             optional = ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={HEAD}"]
             optional += [f"AccountingStoragePort={ACCOUNTING_PORT}"]
             optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # with munge, the "password" is its socket
+        if self.submit_limit:
+            optional += ["AccountingStorageEnforce=associations,limits,qos"]
         if self.user_signal:
             optional += ["SlurmctldParameters=preempt_send_user_signal"]
         values = {
@@ -346,12 +406,18 @@ class MiniCluster:
 
     def _reread_config(self) -> None:
         self.run("scontrol", "reconfigure")
-        machine.wait_for(self.is_up, 30, "the controller with its new settings")
+        machine.wait_for(self._answers, 30, "the controller with its new settings")
 
-    def _restart_controller(self) -> None:
-        self._stop("slurmctld", SIGTERM)
+    def _restart_controller(self, number: Signals) -> None:
+        self._stop("slurmctld", number)
         self._launch("slurmctld", "slurmctld", "-D")
         machine.wait_for(self.is_up, 30, "the restarted controller")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.run("sinfo", "-h", timeout_s=10))
+        except ClusterError:
+            return False
 
     def _all_idle(self) -> bool:
         try:

@@ -1,0 +1,96 @@
+"""The runs of profile jobs, from the notes that they leave, by their own clock: when they waited, began, and ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from tula_hpc.records import JobNote, Measurement
+
+
+class JobRun(NamedTuple):
+    """One run of a profile job, on a clock of Unix seconds; a requeued job has several."""
+
+    nodes: int  # of the allocation
+    waited_from: float
+    began_at: float
+    ready_at: float  # when all workers had met; the end for a run that did not come so far
+    ended_at: float
+    job_id: str = ""
+
+    @property
+    def node_seconds(self) -> float:
+        """Nodes × seconds of the allocation."""
+        return self.nodes * (self.ended_at - self.began_at)
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds from the start of the allocation until all workers had met: interpreter, torch, rendezvous."""
+        return self.ready_at - self.began_at
+
+
+def job_runs(notes: Sequence[JobNote], measurements: Iterable[Measurement] = ()) -> list[JobRun]:
+    """The runs that the notes tell of.
+
+    Args:
+        notes: In the order in which they were written, job after job.
+        measurements: Tell how long a job lived that was killed without a word: the record that says so has the time.
+    """
+    jobs: dict[tuple[str, float], list[list[JobNote]]] = {}
+    for told in _split(notes):
+        jobs.setdefault((told[0].job_id, told[0].submitted_at), []).append(told)
+    recorded: dict[str, list[float]] = {}
+    for row in measurements:
+        recorded.setdefault(row.job_id, []).append(row.finished_at)
+    return [run for (job_id, _), runs in jobs.items() for run in _runs(runs, recorded.get(job_id, []))]
+
+
+def _runs(job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float]) -> Iterator[JobRun]:
+    """The runs of one job: a requeued one waits from the end of the run before."""
+    waited_from = job[0][0].submitted_at
+    for told, after in zip_longest(job, job[1:]):
+        until = after[0].time if after else math.inf
+        run = _job_run(told, waited_from, [at for at in recorded_at if at < until])
+        waited_from = run.ended_at
+        yield run
+
+
+def _split(notes: Iterable[JobNote]) -> Iterator[list[JobNote]]:
+    """The notes of each run; a run's first note is "began"."""
+    told: list[JobNote] = []
+    for note in notes:
+        if note.note == "began" and told:
+            yield told
+            told = []
+        told.append(note)
+    if told:
+        yield told
+
+
+def _job_run(told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float]) -> JobRun:
+    first, last = told[0], told[-1]
+    began_at = first.began_at or first.time
+    ended_at = max(last.time, began_at)
+    if last.note != "ended":
+        ended_at = max([ended_at, *recorded_at])
+    ready_at = next((note.time for note in told if note.note == "ready"), ended_at)
+    waited_from = min(waited_from or began_at, began_at)
+    return JobRun(first.allocated_nodes, waited_from, began_at, ready_at, ended_at, first.job_id)
+
+
+def only_waiting_s(runs: Sequence[JobRun]) -> float:
+    """Seconds in which a job waited and none ran: tasks of an array wait for each other, which is no queue."""
+    waiting = [(run.waited_from, run.began_at) for run in runs]
+    running = [(run.began_at, run.ended_at) for run in runs]
+    return _length([*waiting, *running]) - _length(running)
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, -math.inf
+    for low, high in sorted(intervals):
+        total += max(0.0, high - max(low, reached))
+        reached = max(reached, high)
+    return total

@@ -1,0 +1,179 @@
+"""What one checkpoint costs a training, written while it stands still and while it goes on, as JSON.
+
+    python -m tests.benchmarks.checkpoint_cost FOLDER [--device cpu|cuda] [--models …] [--batch …] [--out …]
+
+FOLDER is where checkpoints go: its file system is measured with them. A round takes as many training steps three times,
+in a random order: without a checkpoint, with one that is written before the first of them (`blocking`), and with one
+that is copied before the first of them and written meanwhile (`overlapped`; if it is not on disk after the last step it
+is waited for). Model, data and momenta are one and the same. The cost is the difference to the steps without, within a
+round; its median's 90 % interval is from resampled rounds. `stall_s` is for how long the steps stood still. Then follow
+the interval that a training with that cost would choose, an interruption a day assumed, and the share of its time that
+saving takes: at that interval, and at the most seldom one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torch.optim import SGD
+
+from tula_hpc.cadence import MOST_S, interval_s
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.saving import BackgroundWriter
+
+MODELS = ("resnet18", "resnet50", "vgg11")
+DAY_S = 86_400.0
+WAYS = ("none", "blocking", "overlapped")
+RESAMPLES = 2000
+LONGER = 2.0  # a measured stretch of steps takes so many times as long as a write
+
+Round = dict[str, float]
+
+
+class Bench:
+    """One model in training, and its checkpoints.
+
+    Args:
+        folder: Of the checkpoints.
+        model: A torchvision classifier's name.
+        batch: Samples in a step.
+        image_size: Pixels.
+        device: Where it trains.
+    """
+
+    def __init__(self, folder: Path, model: str, batch: int, image_size: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model: nn.Module = torchvision.models.get_model(model, weights=None, num_classes=100).to(device)
+        self.inputs = torch.randn(batch, 3, image_size, image_size, device=device)
+        self.targets = torch.randint(100, (batch,), device=device)
+        self.optimizer = SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.store = CheckpointStore(folder / model)
+        self.writer = BackgroundWriter(self.store, device)
+        self.saves = 0
+        self.stalls: list[float] = []
+
+    def step(self) -> None:
+        """One training step; the device may still be at it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(nn.functional.cross_entropy(self.model(self.inputs), self.targets))
+        self.optimizer.step()
+
+    def now(self) -> float:
+        """The time when the device has done all."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def stretch(self, way: str, steps: int) -> float:
+        """Seconds of so many steps with a checkpoint at their beginning, or none."""
+        started = self.now()
+        self.save(way)
+        for _ in range(steps):
+            self.step()
+        landed = self.writer.finish()
+        if landed is not None and landed.error is not None:
+            raise landed.error
+        return self.now() - started
+
+    def save(self, way: str) -> None:
+        """Save, or begin to."""
+        self.saves += 1
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if way == "blocking":
+            self.store.save(state, samples_seen=self.saves)
+        elif way == "overlapped":
+            started = time.perf_counter()
+            self.writer.begin(state, samples_seen=self.saves, restart_count=0)
+            self.stalls.append(time.perf_counter() - started)
+
+    def steps_for(self, seconds: float) -> int:
+        """So many take about so long."""
+        steps = 3
+        return max(steps, round(seconds / (self.stretch("none", steps) / steps)))
+
+
+def measure(bench: Bench, rounds: int) -> dict[str, Any]:
+    """One model's row."""
+    bench.stretch("none", 3)
+    write_s = min(_seconds(lambda: bench.stretch("blocking", 0)) for _ in range(3))
+    steps = bench.steps_for(LONGER * write_s)
+    for way in WAYS:  # buffers are made, files are there
+        bench.stretch(way, steps)
+    bench.stalls.clear()
+    order, generator, seen = list(WAYS), random.Random(0), list[Round]()
+    for _ in range(rounds):
+        generator.shuffle(order)
+        seen.append({way: bench.stretch(way, steps) for way in order})
+    row: dict[str, Any] = {"bytes": bench.store.paths()[-1].stat().st_size, "write_s": write_s}
+    row |= {"steps": steps, "step_s": statistics.median(each["none"] for each in seen) / steps, "rounds": rounds}
+    costs = {way: cost([each[way] - each["none"] for each in seen]) for way in WAYS[1:]}
+    return row | costs | {"stall_s": statistics.median(bench.stalls)}
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def cost(extra_s: Sequence[float]) -> dict[str, Any]:
+    """The median and what follows from it."""
+    generator = random.Random(1)
+    medians = sorted(statistics.median(generator.choices(extra_s, k=len(extra_s))) for _ in range(RESAMPLES))
+    median = statistics.median(extra_s)
+    least_s = max(0.0, median)
+    chosen_s = interval_s(least_s, DAY_S)
+    return {
+        "cost_s": median,
+        "interval_90": [medians[RESAMPLES // 20], medians[-RESAMPLES // 20]],
+        "chosen_interval_s": chosen_s,
+        "share": least_s / chosen_s,
+        "share_at_the_most_seldom": least_s / MOST_S,
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--image-size", type=int, help="pixels; default 64 on CPU, 224 on CUDA")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    image_size = arguments.image_size or (64 if device.type == "cpu" else 224)
+    rows = {}
+    for model in arguments.models:
+        bench = Bench(arguments.folder, model, arguments.batch, image_size, device)
+        rows[model] = measure(bench, arguments.rounds)
+        print(f"{model}: {json.dumps(rows[model])}", file=sys.stderr)
+    result = {"device": _device_name(device), "torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
+    text = json.dumps(result | {"batch": arguments.batch, "image_size": image_size, "models": rows}, indent=1) + "\n"
+    if arguments.out:
+        arguments.out.write_text(text)
+    else:
+        print(text, end="")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+if __name__ == "__main__":
+    main()

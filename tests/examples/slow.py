@@ -1,0 +1,32 @@
+"""A model whose training takes as long as a test needs, without work for the processor."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tula_hpc.workloads.compact import compact_cnn
+
+PACE_FILE = "PACE_FILE"  # environment variable: a file with the seconds that a training pass takes; it may change
+
+
+class Slow(nn.Module):
+    """A small network with dropout and BatchNorm that sleeps in every training pass; its numbers know nothing of it."""
+
+    def __init__(self, classes: int, image_size: int) -> None:
+        super().__init__()
+        self.network, self.dropout = compact_cnn(classes, image_size), nn.Dropout(0.1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(float(Path(os.environ[PACE_FILE]).read_text()))
+        output: Tensor = self.network(self.dropout(images))
+        return output
+
+
+def build(classes: int, image_size: int) -> nn.Module:
+    """For `model = "tests.examples.slow:build"`."""
+    return Slow(classes, image_size)

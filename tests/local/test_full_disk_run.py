@@ -1,0 +1,104 @@
+"""A real training whose disk becomes full: it ends with a clear error, and with space goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import candidate, plan
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, StageError, StorageError
+from tula_hpc.records import Configuration, Plan, RunDirectory, TrainResult
+from tula_hpc.stages import Sweep, train_stage
+
+SPACE = 32_000_000  # bytes
+LEFT = 80_000  # too little for a checkpoint, enough for the log
+EPOCHS = 20
+SPEC = SweepSpec.model_validate(
+    {
+        "name": "full",
+        "workload": {
+            "model": "tula_hpc.workloads.compact:compact_cnn",
+            "dataset": "digits",
+            "samples": 256,
+            "epochs": EPOCHS,
+            "loader_workers": 0,
+        },
+        "training": {"log_interval_steps": 1, "method": "lbt", "drift": False, "checkpoint_minutes": 0.0001},
+    }
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SPACE},mode=0700", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, left: int) -> Path:
+    """Take the space up to so many bytes, or to the last one; deleting the file gives it back."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        size = max(0, os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left)
+        while size >= 4096:
+            try:
+                size -= file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return ballast
+
+
+def one_candidate() -> Plan:
+    return plan([candidate(Configuration(2, 1, local_batch)) for local_batch in (8, 16, 32)])
+
+
+def train(run: RunDirectory) -> TrainResult:
+    return train_stage(Sweep(SPEC, ClusterSpec(), run, started_at=time.time()), one_candidate())
+
+
+def fill_after_the_first_checkpoint(run: RunDirectory, disk: Path) -> None:
+    while not list(run.train().checkpoints.glob("checkpoint-*.tula")):
+        time.sleep(0.01)
+    fill(disk, LEFT)
+
+
+def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) -> None:
+    run = RunDirectory(disk / "run").create()
+    watcher = threading.Thread(target=fill_after_the_first_checkpoint, args=(run, disk), daemon=True)
+    watcher.start()
+    with pytest.raises(StageError) as raised:
+        train(run)
+    watcher.join()
+    assert "no space in job" in str(raised.value)
+    assert "No space left on device; make space there or have the quota raised" in str(raised.value)
+    assert [event.failure for event in run.events() if event.event == "failed"] == [Failure.NO_SPACE]
+    folder = run.train().checkpoints
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
+    loaded = CheckpointStore(folder).load_latest()
+    assert loaded is not None
+    assert not loaded.rejected
+
+    fill(disk, 0)
+    fill(disk / "run", 0)  # what the first job still gave back
+    with pytest.raises(StorageError, match="No space left on device; make space"):  # not even a job can be written
+        train(run)
+    for ballast in (disk / "ballast", disk / "run" / "ballast"):
+        ballast.unlink()
+    result = train(run)
+    assert (result.epochs, result.samples_seen) == (EPOCHS, EPOCHS * 256)
+    resumed = next(event for event in run.events() if event.event == "resumed")
+    assert resumed.data["samples_seen"] == loaded.samples_seen > 0

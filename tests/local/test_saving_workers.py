@@ -1,0 +1,243 @@
+"""Real trainings that save in the background: killed while writing, a disk that is full, two workers.
+
+Run as a program, this file is the trainings: each is a process, or two, forked before torch starts any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.forked import fork_workers, free_ports, run_workers
+from tula_hpc import checkpoint, stopping, trainer
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import CheckpointError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.records import Configuration, RunDirectory, TrainResult
+from tula_hpc.saving import BackgroundWriter
+from tula_hpc.stopping import StopRequest
+from tula_hpc.worker import Worker
+
+EPOCHS, STEPS_PER_EPOCH, BATCH = 4, 8, 32
+SWEEP = SweepSpec.model_validate(
+    {
+        "name": "x",
+        "workload": {
+            "model": "tula_hpc.workloads.compact:compact_cnn",
+            "dataset": "digits",
+            "samples": STEPS_PER_EPOCH * BATCH,
+            "epochs": EPOCHS,
+            "loader_workers": 0,
+        },
+        "training": {"method": "lbt", "checkpoint_minutes": 1e-6},  # as often as one is over
+    }
+)
+WRITES = 3  # the write that is struck; it is begun in the second epoch at the latest
+
+
+def work(rank: int, folder: Path, port: str) -> None:
+    """The first process starts the trainings of one worker one after another, then two workers train."""
+    if rank == 0:
+        for name in ("with the file begun", "after the rename"):
+            assert ended(partial(train, folder / name, strike=STRIKES[name])) == -signal.SIGKILL
+            assert ended(partial(train, folder / name)) == 0
+        assert ended(partial(train, folder / "whole", note=True)) == 0
+        assert ended(partial(train, folder / "stopped", strike=stop_now)) not in (0, -signal.SIGALRM)
+        note_what_was_on_disk(folder / "stopped")
+        assert ended(partial(train, folder / "stopped")) == 0
+    os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+    try:
+        train(folder / "full disk", rank=rank, workers=2, strike=full_disk if rank == 0 else None)
+    except CheckpointError as error:
+        (folder / f"{rank}.txt").write_text(str(error))
+
+
+def ended(action: Callable[[], object]) -> int:
+    """The exit code of a process that does this; negative: the signal that killed it."""
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            action()
+            os._exit(0)
+        finally:  # an exception must not let the child go on as a second program
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def train(
+    root: Path, *, rank: int = 0, workers: int = 1, strike: Callable[[], None] | None = None, note: bool = False
+) -> None:
+    env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(trainer, "join_job", lambda: env)
+    patch.setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
+    patch.setattr(checkpoint, "_write_checkpoint", slowed(checkpoint._write_checkpoint, strike))
+    written: list[bool] = []
+    if note:
+        check_what_is_written(patch, written)
+    job = TrainJob(SWEEP, ClusterSpec(), Configuration(workers, 1, BATCH // workers), root)
+    trainer.run_training(job, StopRequest().install())
+    torch.save(written, root / "written.pt")
+
+
+def note_what_was_on_disk(root: Path) -> None:
+    """When the job said that it had saved, and when the newest checkpoint was written."""
+    run = RunDirectory(root)
+    said = next(event.time for event in run.events() if event.event == "preempted")
+    written = CheckpointStore(run.train().checkpoints).paths()[-1].stat().st_mtime
+    torch.save({"said": said, "written": written}, root / "times.pt")
+
+
+def slowed(write: Callable[..., None], strike: Callable[[], None] | None) -> Callable[..., None]:
+    """Every write takes some steps' time; one of them meets its fate."""
+    count = 0
+
+    def slow(file: Any, state: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.05)
+        if strike is not None and count == WRITES:
+            strike()
+        write(file, state)
+
+    return slow
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_the_rename() -> None:
+    pytest.MonkeyPatch().setattr(checkpoint, "_sync_folder", die)
+
+
+def stop_now() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+STRIKES: dict[str, Callable[[], None]] = {"with the file begun": die, "after the rename": die_after_the_rename}
+
+
+def check_what_is_written(patch: pytest.MonkeyPatch, written: list[bool]) -> None:
+    """Note of every checkpoint whether it is the state of its step, when it is written some steps later."""
+    begin, save, step = BackgroundWriter.begin, CheckpointStore.save, Worker.train_step
+    then: list[Tensor] = []
+    steps: list[int] = [0, 0]  # in all, and when the save was begun
+
+    def stepping(self: Worker, *batch: Tensor) -> Tensor:
+        steps[0] += 1
+        return step(self, *batch)
+
+    def beginning(self: BackgroundWriter, state: dict[str, Any], **where: int) -> None:
+        then[:] = [bits(state)]
+        steps[1] = steps[0]
+        begin(self, state, **where)
+
+    def saving(self: CheckpointStore, state: dict[str, Any], **where: int) -> Path:
+        path = save(self, state, **where)
+        if steps[0] > steps[1]:
+            written.append(torch.equal(bits(CheckpointStore.load(path)), then[0]))
+        return path
+
+    patch.setattr(Worker, "train_step", stepping)
+    patch.setattr(BackgroundWriter, "begin", beginning)
+    patch.setattr(CheckpointStore, "save", saving)
+
+
+def bits(state: dict[str, Any]) -> Tensor:
+    """All weights, statistics and momenta."""
+    momenta = [s["momentum_buffer"] for s in state["optimizer"]["state"].values()]
+    return torch.cat([value.double().flatten() for value in [*state["model"].values(), *momenta]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all have trained; see `work`."""
+    folder = tmp_path_factory.mktemp("saving")
+    for name in (*STRIKES, "whole", "stopped", "full disk"):
+        RunDirectory(folder / name).create().train().root.mkdir()
+    run_workers(__file__, folder, *free_ports(1), MASTER_ADDR="127.0.0.1", WORLD_SIZE="2")
+    return folder
+
+
+def final(root: Path) -> tuple[Tensor, TrainResult]:
+    files = RunDirectory(root).train()
+    loaded = CheckpointStore(files.checkpoints).load_latest()
+    assert loaded is not None
+    return bits(loaded.state), TrainResult.model_validate_json(files.result_file.read_bytes())
+
+
+@pytest.mark.parametrize("name", STRIKES)
+def test_killed_while_a_checkpoint_is_written_it_ends_as_if_nothing_had_been(folder: Path, name: str) -> None:
+    (whole, expected), (resumed, result) = final(folder / "whole"), final(folder / name)
+    assert torch.equal(whole, resumed)
+    assert (result.steps, result.samples_seen, result.restarts) == (expected.steps, expected.samples_seen, 1)
+    assert result.final_loss == expected.final_loss
+    events = {event.event: event for event in RunDirectory(folder / name).events()}
+    assert 0 < events["resumed"].data["step"] < EPOCHS * STEPS_PER_EPOCH
+
+
+def test_a_stop_while_a_checkpoint_is_written_saves_its_own_step_too(folder: Path) -> None:
+    events = {event.event: event for event in RunDirectory(folder / "stopped").events()}
+    assert events["preempted"].data["step"] == events["resumed"].data["step"]
+    assert torch.equal(final(folder / "whole")[0], final(folder / "stopped")[0])
+    times = torch.load(folder / "stopped" / "times.pt")
+    assert times["written"] < times["said"]
+
+
+def test_only_restarts_that_lost_work_count_for_the_interval(folder: Path) -> None:
+    for name, expected in {"whole": 0, "stopped": 0, **dict.fromkeys(STRIKES, 1)}.items():
+        loaded = CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest()
+        assert loaded is not None
+        assert loaded.state["progress"]["interruptions"] == expected
+
+
+def test_what_is_written_is_the_state_of_its_step_though_training_goes_on(folder: Path) -> None:
+    written = torch.load(folder / "whole" / "written.pt")
+    assert len(written) >= 2
+    assert all(written)
+
+
+def test_what_a_save_costs_is_said_once(folder: Path) -> None:
+    told = [event for event in RunDirectory(folder / "whole").events() if event.event == "checkpoint"]
+    assert len(told) == 1
+    data = told[0].data
+    assert data["write_s"] > 0.05, "every write was slowed by that"
+    assert data["stall_s"] > 0
+    assert data["share"] > 0
+
+
+def test_a_full_disk_ends_both_workers_with_a_line(folder: Path) -> None:
+    assert "cannot be saved: No space left on device" in (folder / "0.txt").read_text()
+    assert "rank 0 could not save a checkpoint" in (folder / "1.txt").read_text()
+    assert CheckpointStore(RunDirectory(folder / "full disk").train().checkpoints).load_latest() is not None
+
+
+def import_what_a_step_needs() -> None:
+    """Once, not in every process."""
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter]).step()
+
+
+if __name__ == "__main__":
+    import_what_a_step_needs()
+    sys.exit(fork_workers(2, partial(work, folder=Path(sys.argv[1]), port=sys.argv[2])))

@@ -1,0 +1,274 @@
+"""One training on the test cluster, run as the command itself runs it, and what a test does to it and reads of it.
+
+Its model sleeps rather than computes, at a pace that the test sets: as long as a fault needs, and then no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.examples.slow import PACE_FILE
+from tests.run_factory import candidate, plan
+from tests.slurm.testcluster import ClusterError, MiniCluster
+from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
+from tula_hpc.errors import StageError
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    Event,
+    Plan,
+    RunDirectory,
+    StepMetrics,
+    TrainResult,
+    read_metrics,
+    read_records,
+    write_atomically,
+)
+from tula_hpc.stages import Sweep, train_stage
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
+PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
+EARLY_STEP = 12  # of 64: in the second epoch, after several checkpoints
+ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
+WORKLOAD = {
+    "model": "tests.examples.slow:build",
+    "dataset": "digits",
+    "samples": 512,
+    "epochs": 8,
+    "lr": 0.05,
+}
+TRAINING = {
+    "preset": "paper",
+    "small_batch": 16,
+    "log_interval_steps": 1,
+    "update_interval_epochs": 0.5,
+    "checkpoint_minutes": 0.05,
+    "drift": False,
+}
+
+
+class Settings(NamedTuple):
+    """Of one training."""
+
+    configuration: Configuration = ONE
+    training: Mapping[str, object] = {}  # keys of [training]
+    cluster: Mapping[str, object] = {}  # keys of the cluster file
+    loader_workers: int = 0  # each is a process that imports torch
+    pace_s: float = 0.4  # of a training pass, until the training hurries
+    spec: SweepSpec | None = None  # another sweep, with another plan
+    plan: Plan | None = None
+
+
+class Strike(NamedTuple):
+    """A fault, when it was caused."""
+
+    at: float  # Unix time
+    saved: int  # samples seen of the newest checkpoint then
+
+
+@dataclass
+class Account:
+    """What one run of the command came to."""
+
+    result: TrainResult | None = None
+    error: str = ""
+
+
+class Training:
+    """One training in a run directory of its own.
+
+    Args:
+        name: Key of `STORIES`.
+        cluster: The test cluster.
+        folder: Made for it.
+        settings: What and where it trains.
+    """
+
+    def __init__(self, name: str, cluster: MiniCluster, folder: Path, settings: Settings) -> None:
+        folder.mkdir()
+        self.name, self.cluster, self.pace_file, self.settings = name, cluster, folder / "pace", settings
+        self.run = RunDirectory(folder / "run").create()
+        self.files = self.run.train()
+        self.set_pace(settings.pace_s)
+        workload = {**WORKLOAD, "loader_workers": settings.loader_workers}
+        training = SweepSpec.model_validate({"name": "faults", "workload": workload, "training": TRAINING})
+        self.spec = settings.spec or _with_training(training, settings.training)
+        self.plan = settings.plan or only(settings.configuration)
+        self.strikes: list[Strike] = []
+        self.accounts: list[Account] = []
+        self.seen: dict[str, Any] = {}  # what the story itself saw
+        self._command: threading.Thread | None = None
+
+    def set_pace(self, seconds: float) -> None:
+        """How long a training pass takes from now on."""
+        write_atomically(self.pace_file, str(seconds))
+
+    def hurry(self) -> None:
+        """The fault is over: no more sleep."""
+        self.set_pace(0.0)
+
+    def start(self, **cluster: object) -> None:
+        """Run the command; see `end`."""
+        spec = cluster_for(self, {**self.settings.cluster, **cluster})
+        account = Account()
+        self.accounts.append(account)
+
+        def command() -> None:
+            try:
+                account.result = train_stage(Sweep(self.spec, spec, self.run, time.time()), self.plan)
+            except StageError as error:
+                account.error = str(error)
+
+        self._command = threading.Thread(target=command, daemon=True, name=str(self.run.root))
+        self._command.start()
+
+    def end(self) -> Account:
+        """Wait for the command's end."""
+        assert self._command is not None
+        self._command.join(PATIENCE_S)
+        assert not self._command.is_alive(), f"{self.run.root} has not ended: {self.events()}"
+        return self.accounts[-1]
+
+    def events(self, kind: str = "") -> list[Event]:
+        """Those of one kind, or all."""
+        return [event for event in self.run.events() if kind in ("", event.event)]
+
+    @property
+    def job_id(self) -> str:
+        """Of the newest job."""
+        return self.events("submitted")[-1].job_id
+
+    def wait_for(self, predicate: Callable[[], object], what: str) -> None:
+        """Wait until it holds; there is no use in waiting once the command has ended."""
+
+        def settled() -> bool:
+            over = self._command is not None and not self._command.is_alive()
+            assert predicate() or not over, f"the command ended before {what}: {self.accounts}"
+            return bool(predicate())
+
+        self.cluster.wait_for(settled, PATIENCE_S, what)
+
+    def wait_for_event(self, kind: str, number: int = 1) -> None:
+        """Wait until there are so many events of this kind."""
+        self.wait_for(lambda: len(self.events(kind)) >= number, f"event {number} of kind {kind} in {self.run.root}")
+
+    def wait_for_steps(self, more: int = EARLY_STEP) -> None:
+        """Wait until so many steps more were logged by the newest run, and a checkpoint of it is there."""
+        before = max([event.data["step"] for event in self.events("resumed")], default=0)
+
+        def reached() -> bool:
+            steps = read_metrics(self.files.metrics_file).steps
+            return bool(steps) and steps[-1].step >= before + more and len(self.store.paths()) > 1
+
+        self.wait_for(reached, f"step {before + more} in {self.run.root}")
+
+    def strike(self, cause: Callable[[], object]) -> None:
+        """Cause a fault, and remember when and what was saved by then."""
+        saved = self.saved_samples()
+        self.strikes.append(Strike(time.time(), saved))
+        cause()
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Its checkpoints."""
+        return CheckpointStore(self.files.checkpoints)
+
+    def saved_samples(self) -> int:
+        """Of the newest file."""
+        return int(self.store.paths()[-1].stem.rpartition("-")[2])
+
+    def result(self) -> TrainResult:
+        """Of the last run of the command."""
+        result = self.accounts[-1].result
+        assert result is not None, self.accounts[-1].error
+        return result
+
+    def last_checkpoint(self) -> LoadedCheckpoint:
+        """The newest that can be used."""
+        loaded = self.store.load_latest()
+        assert loaded is not None
+        return loaded
+
+    def losses(self) -> list[tuple[int, int, float, float]]:
+        """Step, samples seen, loss and rate of every step."""
+        return [(m.step, m.samples_seen, m.loss, m.lr) for m in read_metrics(self.files.metrics_file).steps]
+
+    def redone_steps(self) -> int:
+        """Steps that were done more than once."""
+        lines = read_records(StepMetrics, [self.files.metrics_file]).records
+        return len(lines) - len({line.samples_seen for line in lines})
+
+    def resume_times_s(self) -> list[float]:
+        """From every fault, or where none was caused by hand from every stop, to the training going on."""
+        begun = [strike.at for strike in self.strikes] or [event.time for event in self.events("preempted")]
+        resumed = [event.time for event in self.events("resumed")]
+        return [min((at for at in resumed if at > begin), default=begin) - begin for begin in begun]
+
+    def check_equal(self, other: Training) -> None:
+        """Assert that every step and the final state are those of another run, bit for bit."""
+        assert self.losses() == other.losses()
+        mine, theirs = self.result(), other.result()
+        same = ("steps", "samples_seen", "final_loss", "test_accuracy", "test_top5_accuracy")
+        assert [getattr(mine, name) for name in same] == [getattr(theirs, name) for name in same]
+        states = [training.last_checkpoint().state for training in (self, other)]
+        assert same_state(states[0]["model"], states[1]["model"])
+        assert same_state(states[0]["optimizer"], states[1]["optimizer"])
+        epochs = [read_metrics(training.files.metrics_file).epochs for training in (self, other)]
+        assert [(e.step, e.train_loss, e.test_loss) for e in epochs[0]] == [
+            (e.step, e.train_loss, e.test_loss) for e in epochs[1]
+        ]
+
+    def logs(self) -> str:
+        """All that its jobs wrote."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.run.slurm.glob("*/*.err")))
+
+    def cancel(self) -> None:
+        """So that nothing of it is left."""
+        for job_id in {event.job_id for event in self.events("submitted")}:
+            with suppress(ClusterError):
+                self.cluster.run("scancel", job_id)
+
+
+def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpec:
+    """The test cluster's template; two trainings share a node, unless a story says otherwise."""
+    settings = training.settings
+    base = load_cluster(TEMPLATE, [f"workers_per_node={settings.configuration.workers_per_node}"])
+    environment = {**base.environment, PACE_FILE: str(training.pace_file)}
+    shared = {"exclusive": False, "memory_gb": 2.0, "signal_delay_s": 5, "environment": environment}
+    return base.model_copy(update={**shared, **changes})
+
+
+def only(configuration: Configuration) -> Plan:
+    """A plan that chose this."""
+    chosen = fitting(configuration)
+    return plan([chosen] * 4, chosen=chosen, fallbacks=[])
+
+
+def fitting(configuration: Configuration) -> Candidate:
+    """For a plan: this, and there is memory for it."""
+    return candidate(configuration).model_copy(update={"feasible": True})
+
+
+def _with_training(spec: SweepSpec, changes: Mapping[str, object]) -> SweepSpec:
+    return spec.model_copy(update={"training": spec.training.model_copy(update=dict(changes))})
+
+
+def same_state(first: object, second: object) -> bool:
+    """Whether two checkpoints' contents are equal bit for bit."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same_state(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same_state, first, second))
+    return first == second

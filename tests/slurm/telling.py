@@ -1,0 +1,110 @@
+"""Stories, all at the same time on the test cluster; tests then look at what they left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.faulty_training import Training
+from tests.slurm.stories import OTHERS_ARE_OVER, SETTINGS, STORIES, Story
+from tests.slurm.testcluster import MiniCluster
+
+CPU_SHARE_PERCENT = 200  # nothing is timed, and most of the time most trainings sleep
+
+
+class Told:
+    """A story on its way, in a thread of its own."""
+
+    def __init__(self, story: Story, training: Training) -> None:
+        self.story, self.training = story, training
+        self.error: BaseException | None = None
+        self.took_s = 0.0
+        self.thread = threading.Thread(target=self._tell, daemon=True, name=training.name)
+
+    def _tell(self) -> None:
+        began = time.monotonic()
+        try:
+            self.story.tell(self.training)
+        except BaseException as error:  # noqa: BLE001 # handed on to the test that asks
+            self.error = error
+            self.training.cancel()
+        self.took_s = time.monotonic() - began
+
+
+class Stories:
+    """Those of these names, and what they are compared with.
+
+    Args:
+        cluster: The test cluster.
+        folder: For the run directories.
+        names: Keys of `STORIES`.
+    """
+
+    def __init__(self, cluster: MiniCluster, folder: Path, names: set[str]) -> None:
+        self.cluster = cluster
+        wanted = names | {STORIES[name].reference for name in names} - {""}
+        self.told = {
+            name: Told(story, Training(name, cluster, folder / name.replace(" ", "_"), story.settings))
+            for name, story in STORIES.items()
+            if name in wanted
+        }
+
+    def __getitem__(self, name: str) -> Training:
+        """What came of a training.
+
+        Raises:
+            BaseException: What its story failed of.
+        """
+        told = self.told[name]
+        if told.error is not None:
+            raise told.error
+        return told.training
+
+    def reference(self, name: str) -> Training:
+        """The uninterrupted training that one is to equal."""
+        return self[STORIES[name].reference]
+
+    def tell(self) -> None:
+        """All at the same time, but those that disturb the controller after the others. Waits for the end of all."""
+        with self.cluster.cpu_share(CPU_SHARE_PERCENT):
+            self._begin([told for told in self.told.values() if not told.story.disturbs])
+            self._wait([told for told in self.told.values() if not (told.story.disturbs or told.story.anytime)])
+            disturbing = [told for told in self.told.values() if told.story.disturbs]
+            if disturbing:
+                with SETTINGS, self.cluster.changed(accounting=False, requeue=False):
+                    self._begin(disturbing)
+                    self._wait([told for name, told in self.told.items() if name != "controller gone"])
+                    OTHERS_ARE_OVER.set()
+                    self._wait(disturbing)
+            self._wait(list(self.told.values()))
+
+    @staticmethod
+    def _begin(stories: list[Told]) -> None:
+        for told in stories:
+            told.thread.start()
+            time.sleep(0.3)  # Slurm takes them in this order
+
+    @staticmethod
+    def _wait(stories: list[Told]) -> None:
+        for told in stories:
+            told.thread.join()
+
+    def figures(self) -> dict[str, dict[str, object]]:
+        """What each fault cost."""
+        return {
+            name: {
+                "took_s": round(told.took_s, 1),
+                "steps_redone": told.training.redone_steps(),
+                "resumed_after_s": [round(seconds, 1) for seconds in told.training.resume_times_s()],
+                "jobs": len(told.training.events("submitted")),
+            }
+            for name, told in self.told.items()
+        }
+
+
+def about(*names: str) -> pytest.MarkDecorator:
+    """For a test of what came of these stories, one after another: its argument `told` is the training."""
+    return pytest.mark.parametrize("told", names, indirect=True)

@@ -1,0 +1,133 @@
+"""The command itself is killed, started twice, or does not stay at all, while a whole sweep runs on the cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL
+
+import pytest
+
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc.records import RunDirectory, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
+SWEEP = """
+name = "{name}"
+[workload]
+model = "tula_hpc.workloads.compact:compact_cnn"
+dataset = "digits"
+epochs = 3
+lr = 0.05
+loader_workers = 0
+[search]
+cluster_sizes = [1, 2]
+min_batch = 64
+max_batch = 128
+mode = "full"
+max_steps = 30
+max_seconds = 3
+estimate = false
+[objective]
+kind = "time"
+[training]
+method = "lbt"
+log_interval_steps = 5
+"""
+
+
+class Command:
+    """`python -m tula_hpc.sweep` on a run directory of its own."""
+
+    def __init__(self, folder: Path, cluster: MiniCluster) -> None:
+        self.run, self.cluster, self.log = RunDirectory(folder / "run"), cluster, folder / "log.txt"
+        self.sweep = folder / "sweep.toml"
+        self.sweep.write_text(SWEEP.format(name=folder.name))
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "tula_hpc.sweep", str(self.sweep)]
+        words += ["--cluster", str(TEMPLATE), "--run-dir", str(self.run.root)]
+        with self.log.open("ab") as log:
+            environment = self.cluster.environment
+            return subprocess.Popen([*words, *options], cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    def kill_when(self, reached: Callable[[], bool]) -> None:
+        process = self.start()
+        try:
+            self.cluster.wait_for(lambda: reached() or process.poll() is not None, 180)
+        finally:
+            process.send_signal(SIGKILL)
+        assert process.wait(60) == -SIGKILL, self.log.read_text()
+
+    def has(self, event: str, stage: str) -> bool:
+        return self.run.root.exists() and any((e.event, e.stage) == (event, stage) for e in self.run.events())
+
+    def submissions(self) -> Counter[str]:
+        return Counter(event.stage for event in self.run.events() if event.event == "submitted")
+
+
+@pytest.fixture(scope="session")
+def detached(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """A sweep that was detached, on its way while the other tests run."""
+    command = Command(tmp_path_factory.mktemp("detached"), slurm_cluster)
+    assert command.start("--detach").wait(120) == 0, command.log.read_text()
+    return command
+
+
+def test_a_command_that_is_killed_at_any_moment_goes_on_and_does_nothing_twice(
+    slurm_cluster: MiniCluster, detached: Command, tmp_path: Path
+) -> None:
+    killed = Command(tmp_path, slurm_cluster)
+    killed.kill_when(lambda: killed.has("submitted", "profile"))
+    killed.kill_when(killed.run.plan_file.exists)
+    killed.kill_when(lambda: bool(read_metrics(killed.run.train().metrics_file).steps))
+    assert killed.start().wait(300) == 0, killed.log.read_text()
+    measured = Counter(m.configuration for m in killed.run.measurements().records)
+    assert len(measured) == 4
+    assert set(measured.values()) == {1}
+    assert killed.submissions() == {"profile": 2, "train": 1}
+    samples = [step.samples_seen for step in read_metrics(killed.run.train().metrics_file).steps]
+    assert samples == sorted(set(samples))
+    assert (killed.run.report / "report.html").exists()
+
+
+def test_a_second_command_on_the_same_run_is_refused_and_told_who_has_it(
+    slurm_cluster: MiniCluster, detached: Command, tmp_path: Path
+) -> None:
+    first = Command(tmp_path, slurm_cluster)
+    process = first.start("--until", "profile")
+    try:
+        slurm_cluster.wait_for(lambda: first.has("submitted", "profile"), 60)
+        second = subprocess.run(
+            process.args, cwd=ROOT, env=slurm_cluster.environment, capture_output=True, text=True, check=False
+        )
+        assert second.returncode == 2
+        assert f"is in use by process {process.pid} on " in second.stderr
+    finally:
+        process.terminate()
+        assert process.wait(60) == 130
+    slurm_cluster.run("scancel", *(event.job_id for event in first.run.events() if event.event == "submitted"))
+
+
+def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
+    slurm_cluster: MiniCluster, detached: Command
+) -> None:
+    slurm_cluster.wait_for((detached.run.report / "report.html").exists, 300, "the report")
+    said = detached.log.read_text()
+    assert "detached: job" in said
+    assert "tula_hpc.status" in said
+    assert detached.run.train().result_file.exists()
+    submitted = detached.submissions()
+    assert (submitted["profile"], submitted["train"]) == (2, 1)
+    assert submitted["control"] >= 3
+    assert set(Counter(m.configuration for m in detached.run.measurements().records).values()) == {1}
+    slurm_cluster.wait_for(lambda: not _alive(slurm_cluster, detached.run), 60, "the end of the controllers")
+
+
+def _alive(cluster: MiniCluster, run: RunDirectory) -> set[str]:
+    ours = {event.job_id for event in run.events() if event.event == "submitted"}
+    return ours & set(cluster.run("squeue", "-h", "-o", "%i").split())

@@ -1,0 +1,72 @@
+"""What `status` hears from a real controller and its accounting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.test_submission import TEMPLATE, launcher_at, says, stopped
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc import slurm, status
+from tula_hpc.job_status import JobPhase
+from tula_hpc.run_facts import read_facts
+from tula_hpc.run_state import RunStatus
+from tula_hpc.status_text import status_text
+
+PATIENCE_S = 90.0
+
+
+def told_when(root: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
+    """The first status for which it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds(told := status.status_of(root)):
+        assert time.monotonic() < deadline, status_text(told)
+        time.sleep(1.0)
+    return told
+
+
+def test_status_sees_what_runs_waits_was_requeued_and_is_over(
+    slurm_cluster: MiniCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_at(tmp_path, "array_parallelism=1")
+    root = launcher.run.root
+    launcher.run.sweep_file.write_text('name = "test"\n')
+    launcher.run.cluster_file.write_text(TEMPLATE.read_text())
+    first, second = launcher.submit([says(i, tmp_path, 120) for i in range(2)], stage="profile", nodes=2, minutes=5)
+    (held,) = launcher.submit([says(2, tmp_path)], stage="profile", nodes=1, minutes=2)
+    slurm.run_command(["scontrol", "uhold", held.job_id])
+
+    def phase(told: RunStatus, job_id: str) -> JobPhase:
+        return next(job.phase for job in told.jobs if job.job_id == job_id)
+
+    told = told_when(root, lambda told: phase(told, first.job_id) is JobPhase.RUNNING)
+    reasons = {job.job_id: (job.reason, job.stuck) for job in told.jobs}
+    assert reasons[second.job_id] == ("JobArrayTaskLimit", False)
+    assert reasons[held.job_id] == ("JobHeldUser", True)
+
+    slurm.cancel([second.job_id])  # or it would run while the first one waits
+    time.sleep(2.0)
+    slurm.run_command(["scontrol", "requeue", first.job_id])
+    told_when(root, lambda told: phase(told, first.job_id) is JobPhase.WAITING)
+    told_when(root, lambda told: phase(told, first.job_id) is JobPhase.RUNNING)
+
+    monkeypatch.setattr(status, "QUEUE_TIMEOUT_S", 1.0)
+    with stopped(slurm_cluster, 5):
+        told = status.status_of(root)
+    assert (told.state, told.scheduler.answered) == ("unknown", False)
+    monkeypatch.undo()
+
+    slurm.cancel([first.array_id, held.job_id])
+    told = told_when(root, lambda told: {job.phase for job in told.jobs} == {JobPhase.OVER})
+    assert {job.state for job in told.jobs} == {"CANCELLED"}
+    assert told.state == "over"
+    _, accounted = status.ask(read_facts(launcher.run))
+    assert len(accounted[first.job_id]) == 2, "both runs of the requeued job"
+    assert told.cost.profile is not None
+    assert told.cost.profile.source == "sacct"
+    node_seconds = sum(run.node_seconds for runs in accounted.values() for run in runs)
+    assert told.cost.node_hours == pytest.approx(node_seconds / 3600)
+    assert min(run.nodes for run in accounted[first.job_id]) == 2

@@ -1,0 +1,158 @@
+"""Submission through the real scheduler: each task once, whatever the controller, the site or the submitter does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+
+import pytest
+
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc import slurm
+from tula_hpc.config import load_cluster
+from tula_hpc.errors import LaunchError
+from tula_hpc.launch import NOTICE, Launcher
+from tula_hpc.records import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
+
+
+def says(number: int, folder: Path, seconds: float = 0.0) -> Callable[[], None]:
+    """A job that writes down when it ran. An inner function, because those are pickled by value."""
+
+    def job() -> None:
+        began = time.time()
+        time.sleep(seconds)
+        with (folder / f"{number}.txt").open("a") as file:
+            file.write(f"{began} {time.time()}\n")
+
+    return job
+
+
+def runs(folder: Path) -> Counter[int]:
+    """How often each task ran."""
+    return Counter({int(path.stem): len(path.read_text().splitlines()) for path in folder.glob("*.txt")})
+
+
+def launcher_at(root: Path, *settings: str) -> Launcher:
+    cluster = load_cluster(TEMPLATE, ["exclusive=false", *settings])
+    return Launcher(cluster, RunDirectory(root / "run").create(), "tula-test")
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+def names(launcher: Launcher) -> list[str]:
+    """Of all submissions, as they were written down before sbatch was called."""
+    return [json.loads(path.read_text())["name"] for path in launcher.run.slurm.glob(f"*/{NOTICE}")]
+
+
+@contextmanager
+def stopped(cluster: MiniCluster, seconds: float) -> Iterator[None]:
+    """The controller does not answer for so long after the block began."""
+    pid = cluster.pid("slurmctld")
+    assert pid is not None
+    os.kill(pid, SIGSTOP)
+    timer = threading.Timer(seconds, os.kill, (pid, SIGCONT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_a_controller_that_is_paused_during_sbatch_gets_exactly_one_job(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = launcher_at(tmp_path)
+    with stopped(slurm_cluster, 15):
+        jobs = launcher.submit([says(0, notes)], stage="profile", nodes=1, minutes=2)
+    assert "looking for the job" in capfd.readouterr().err  # sbatch did fail
+    launcher.wait(jobs)
+    (name,) = names(launcher)
+    assert slurm.named(name) == [jobs[0].job_id]
+    assert runs(notes) == {0: 1}
+    assert [event.job_id for event in launcher.run.events()] == [jobs[0].job_id]
+
+
+def test_larger_arrays_are_submitted_in_pieces_that_run_one_after_another(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path
+) -> None:
+    launcher = launcher_at(tmp_path, "array_parallelism=3")
+    with slurm_cluster.changed(max_array_size=4):
+        jobs = launcher.submit([says(i, notes, 1.0) for i in range(6)], stage="profile", nodes=1, minutes=2)
+        assert sorted(Counter(job.array_id for job in jobs).values()) == [2, 4]
+        launcher.wait(jobs)
+    assert runs(notes) == dict.fromkeys(range(6), 1)
+    spans = [tuple(map(float, path.read_text().split())) for path in notes.glob("*.txt")]
+    assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 3
+
+
+def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path
+) -> None:
+    launcher = launcher_at(tmp_path, "array_parallelism=4")
+    with slurm_cluster.changed(submit_limit=3):
+        todo = list(range(4))
+        while todo:  # as the stages do: what was not accepted comes again
+            jobs = launcher.submit([says(i, notes) for i in todo], stage="profile", nodes=1, minutes=2)
+            assert 1 <= len(jobs) <= 3
+            launcher.wait(jobs)
+            todo = todo[len(jobs) :]
+    assert runs(notes) == dict.fromkeys(range(4), 1)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.slurm.test_submission import launcher_at, says
+from tula_hpc.launch import Launcher
+from tula_hpc.sbatch import PatientExecutor
+
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+
+root, notes, at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+if at == "before sbatch":
+    PatientExecutor._submit_command = die
+else:
+    Launcher._log_submitted = die
+launcher_at(root).submit([says(i, notes) for i in range(2)], stage="profile", nodes=1, minutes=2)
+"""
+
+
+def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothing_behind(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in ("before sbatch", "after sbatch"):
+        done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, notes, at], cwd=ROOT, check=False, timeout=120)
+        assert done.returncode == -9
+    launcher = launcher_at(tmp_path)
+    assert launcher.run.events() == []
+    monkeypatch.setattr("tula_hpc.launch.SBATCH_S", 0.0)  # no sbatch is at work any more
+    found = launcher.find_lost()
+    assert len(found) == 2
+    assert [event.job_id for event in launcher.run.events()] == [job.job_id for job in found]
+    launcher.wait(found)
+    assert runs(notes) == dict.fromkeys(range(2), 1)
+    assert launcher.find_lost() == []
+
+
+def test_what_the_scheduler_refuses_for_good_is_one_clear_line(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    launcher = launcher_at(tmp_path, 'partition="nowhere"')
+    with pytest.raises(LaunchError, match=r"refused the job: .*partition"):
+        launcher.submit([says(0, tmp_path)], stage="profile", nodes=1, minutes=2)
+    assert launcher.find_lost() == []

@@ -1,0 +1,210 @@
+"""Every command on a run directory with a damaged file: it works or says what is wrong, never with a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import TIMES, fuzz
+from tests.hostile import THINGS, damaged, put
+from tests.run_factory import SWEEP_TOML
+from tests.study_factory import SWEEP as STUDY
+from tests.study_factory import make_study
+from tests.test_fuzz import whole_run
+from tula_hpc import launch, status, study, sweep
+from tula_hpc.analysis import figures, figures_study, plan, report
+from tula_hpc.analysis import study as study_report
+from tula_hpc.command import _frozen
+from tula_hpc.config import ClusterSpec, load_sweep
+from tula_hpc.errors import LaunchError
+from tula_hpc.records import RateTrial, TunedRates, write_atomically
+
+SMALL_STUDY: dict[str, Any] = {
+    **STUDY,
+    "study": {"methods": ["lbt", "ags"], "batches": [256], "seeds": [0, 1], "small_batch": 128, "base_lrs": [0.1]},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_jobs_and_no_drawings() -> Iterator[None]:
+    """What is read counts here: figures have tests of their own, and a damaged run must not start anything."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise LaunchError("no jobs here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launcher, "submit", refuse)
+        patch.setattr(figures, "render_pdf", lambda *_: b"")
+        if not TIMES:
+            patch.setattr(figures, "draw_all", lambda _: figures.Figures([], []))
+            patch.setattr(figures_study, "draw_study", lambda *_: figures.Figures([], []))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, bytes]]:
+    """A sweep that is done, and a study that is done, with the inputs that they were made from; and all their files."""
+    folder = tmp_path_factory.mktemp("damaged")
+    make_runs(folder)
+    return folder, {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(whole: tuple[Path, dict[Path, bytes]]) -> Iterator[Path]:
+    restore(*whole)
+    yield whole[0]
+    restore(*whole)
+
+
+def restore(folder: Path, files: dict[Path, bytes]) -> None:
+    """Commands write, too: all is put back, the plan last, as it is newer than what was measured."""
+    for path in folder.rglob("*"):
+        if path not in files and not path.is_dir():
+            path.unlink()
+    for path in sorted(files, key=lambda path: path.name == "plan.json"):
+        same = path.is_file() and not path.is_symlink() and path.stat().st_size == len(files[path])
+        if not same or path.read_bytes() != files[path] or path.name == "plan.json":
+            put(path, files[path])
+
+
+def make_runs(folder: Path) -> None:
+    digits = SWEEP_TOML.replace('"cifar100"\ndata_dir = "/nowhere/cifar100"', '"digits"')
+    (folder / "run.toml").write_text(digits)
+    run = whole_run(folder / "run")
+    run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
+    write_atomically(run.sweep_file, _frozen(load_sweep(folder / "run.toml")))
+    write_atomically(run.cluster_file, _frozen(ClusterSpec()))
+    done = make_study(folder / "study", SMALL_STUDY)
+    (folder / "study.toml").write_bytes(done.sweep_file.read_bytes())
+    write_atomically(done.cluster_file, _frozen(ClusterSpec()))
+    rates = TunedRates(rates={"sgd": 0.1}, trials=[RateTrial(family="sgd", lr=0.1, accuracy=0.5)])
+    write_atomically(done.rates_file, rates.model_dump_json())
+    done.log_event("submitted", "train", job_id="9", data={"label": "study/ags-b256-s0", "folder": "slurm/a"})
+
+
+Command = Callable[[Path], int]
+SWEEP_COMMANDS: dict[str, Command] = {
+    "sweep": lambda at: sweep.main([str(at / "run.toml"), "--run-dir", str(at / "run"), "--until", "train"]),
+    "plan": lambda at: plan.main([str(at / "run")]),
+    "report": lambda at: report.main([str(at / "run")]),
+    "status": lambda at: status.main([str(at / "run")]),
+    "status as JSON": lambda at: status.main([str(at / "run"), "--json"]),
+}
+STUDY_COMMANDS: dict[str, Command] = {
+    "study": lambda at: study.main([str(at / "study.toml"), "--run-dir", str(at / "study")]),
+    "study report": lambda at: study_report.main([str(at / "study")]),
+    "study status": lambda at: status.main([str(at / "study")]),
+}
+SWEEP_FILES = (
+    "sweep.toml", "cluster.toml", "plan.json", "events.jsonl", "footprint.json", "profile/4-8.jsonl",
+    "profile/4-8.notes", "train/main/metrics.jsonl", "train/main/result.json", "train/main/drift.json", ".lock",
+)  # fmt: skip
+PLAN_FILES = ("profile/4-8.jsonl", "footprint.json", "sweep.toml", "profile/4-8.notes", "train/main/metrics.jsonl")
+STUDY_FILES = (
+    "sweep.toml", "cluster.toml", "events.jsonl", "study_rates.json", "train/study/ags-b256-s0/result.json",
+    "train/study/ags-b256-s0/metrics.jsonl",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A command, the files that it reads, and the run directory."""
+
+    run: Command
+    files: tuple[str, ...]
+    where: str
+
+
+CASES = {name: Case(run, SWEEP_FILES, "run") for name, run in SWEEP_COMMANDS.items()}
+CASES["plan"] = CASES["plan"]._replace(files=PLAN_FILES)
+CASES |= {name: Case(run, STUDY_FILES, "study") for name, run in STUDY_COMMANDS.items()}
+commands = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+
+
+def run_command(command: Command, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run it; an exception fails the test."""
+    capsys.readouterr()
+    code = command(at)
+    printed, said = capsys.readouterr()
+    assert code in (0, 1, 2)
+    assert "Traceback" not in said
+    assert len(said) < 20_000
+    assert not code or said.strip() or printed.strip(), "it ended without a word"
+
+
+@commands
+def test_an_undamaged_run_is_fine(folder: Path, capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    assert case.run(folder) == 0, capsys.readouterr().err
+
+
+@commands
+@given(data=st.data())
+@fuzz(4)
+def test_a_damaged_file_is_no_traceback(
+    whole: tuple[Path, dict[Path, bytes]], capsys: pytest.CaptureFixture[str], case: Case, data: st.DataObject
+) -> None:
+    folder, files = whole
+    restore(folder, files)
+    name = data.draw(st.sampled_from(case.files))
+    path = folder / case.where / name
+    put(path, data.draw(damaged(name, files.get(path, b""))))
+    run_command(case.run, folder, capsys)
+
+
+@commands
+@pytest.mark.parametrize("thing", THINGS)
+def test_what_stands_in_the_place_of_files_is_no_traceback(
+    whole: tuple[Path, dict[Path, bytes]], capsys: pytest.CaptureFixture[str], case: Case, thing: str
+) -> None:
+    folder, files = whole
+    start = 0 if TIMES else sorted(THINGS).index(thing) % 3
+    for name in case.files[start :: 1 if TIMES else 4]:
+        restore(folder, files)
+        put(folder / case.where / name, thing)
+        run_command(case.run, folder, capsys)
+
+
+@pytest.mark.parametrize("room", ["profile", "train", "slurm", "report", "train/main"])
+@pytest.mark.parametrize("name", [name for name in SWEEP_COMMANDS if name != "plan" or TIMES])
+def test_a_file_in_the_place_of_a_folder_is_no_traceback(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, room: str
+) -> None:
+    place, aside = folder / "run" / room, folder / "aside"
+    existed = place.exists()
+    if existed:
+        place.rename(aside)
+    place.touch()
+    try:
+        run_command(SWEEP_COMMANDS[name], folder, capsys)
+    finally:
+        place.unlink()
+        if existed:
+            aside.rename(place)
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything; so the kernel's answer is put in place of it."""
+    from tula_hpc import files
+
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(files, "_without_waiting", refuse)
+    for name, command in SWEEP_COMMANDS.items():
+        if name != "status as JSON":
+            assert command(folder) in (0, 1, 2)
+            told = capsys.readouterr()
+            assert "Permission denied" in told.err + told.out, name
+
+
+def test_a_run_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (plan.main, report.main, status.main, study_report.main):
+        for path in (tmp_path / "gone", Path("/dev/null"), tmp_path):
+            assert command([str(path)]) == 2
+            assert len(capsys.readouterr().err.splitlines()) == 1

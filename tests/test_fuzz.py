@@ -1,0 +1,171 @@
+"""Whatever is in a file of a run: its readers give what can be believed, or one of our own errors in one line."""
+
+from __future__ import annotations
+
+import math
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import fuzz
+from tests.hostile import THINGS, damaged, put
+from tests.run_factory import make_run, measurement
+from tula_hpc.drift_start import read_drift
+from tula_hpc.errors import InputError, TulaError
+from tula_hpc.records import (
+    MAX_LINE_BYTES,
+    Configuration,
+    Drift,
+    Footprint,
+    JobNote,
+    Measurement,
+    Plan,
+    RateTrial,
+    RunDirectory,
+    StepParts,
+    TrainResult,
+    TunedRates,
+    append_record,
+    read_document,
+    read_metrics,
+    read_records,
+    write_atomically,
+)
+
+
+def whole_run(root: Path) -> RunDirectory:
+    """A run directory with a file of every kind."""
+    run = make_run(root, epochs_done=20)
+    for note in ("began", "ready", "ended"):
+        said = {"note": note, "time": 1.75e9, "job_id": "1", "allocated_nodes": 4, "configuration": (4, 1, 8)}
+        append_record(run.profile / "4-8.notes", JobNote.model_validate(said))
+    sizes = {"parameter_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 4, "activation_bytes_per_sample": 9}
+    footprint = Footprint.model_validate({**sizes, "fixed_bytes": 99, "peaks": {32: 400, 64: 700}})
+    write_atomically(run.footprint_file(), footprint.model_dump_json())
+    parts = StepParts(data_time_s=0.1, compute_time_s=0.2, allreduce_time_s=0.3)
+    where = {"nodes": 4, "workers_per_node": 1, "local_batch": 64, "part": "network"}
+    drift = Drift.model_validate({**where, "measured_s": 1.0, "predicted_s": 0.5, "measured": parts, "expected": parts})
+    write_atomically(run.train().drift_file, drift.model_dump_json())
+    rates = TunedRates(rates={"sgd": 0.1}, trials=[RateTrial(family="sgd", lr=0.1, accuracy=0.5)])
+    write_atomically(run.rates_file, rates.model_dump_json())
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return whole_run(tmp_path_factory.mktemp("fuzz") / "run")
+
+
+READERS: dict[str, Callable[[RunDirectory], object]] = {
+    "events.jsonl": lambda run: run.events(),
+    "plan.json": lambda run: run.read_plan(),
+    "study_rates.json": lambda run: run.read_rates(),
+    "footprint.json": lambda run: [found.peak_bytes(48) for found in run.footprints([""]).values()],
+    "profile/4-8.jsonl": lambda run: run.measurements(),
+    "profile/4-8.notes": lambda run: run.job_notes(),
+    "train/main/metrics.jsonl": lambda run: read_metrics(run.train().metrics_file),
+    "train/main/result.json": lambda run: run.train().read_result(),
+    "train/main/drift.json": lambda run: read_drift(run.train().drift_file),
+}
+
+
+def read_somehow(run: RunDirectory, name: str) -> None:
+    try:
+        READERS[name](run)
+    except TulaError as error:
+        line = str(error)
+        assert line.startswith(str(run.root / name)), line
+        assert line.isprintable(), line
+        assert len(line) < 1000
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(data=st.data())
+@fuzz(30)
+def test_a_damaged_file_is_read_as_far_as_it_can_be_believed(run: RunDirectory, name: str, data: st.DataObject) -> None:
+    good = (run.root / name).read_bytes()
+    put(run.root / name, data.draw(damaged(name, good)))
+    try:
+        read_somehow(run, name)
+    finally:
+        put(run.root / name, good)
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("name", READERS)
+def test_what_stands_in_the_place_of_a_file_is_neither_waited_for_nor_read_to_its_end(
+    run: RunDirectory, name: str, thing: str
+) -> None:
+    good = (run.root / name).read_bytes()
+    put(run.root / name, thing)
+    try:
+        read_somehow(run, name)
+    finally:
+        put(run.root / name, good)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1e101", "-1e200", "9" * 30, "9" * 5000])
+@pytest.mark.parametrize("field", ["elapsed_s", "dataset_samples", "noise_scale", "parameters"])
+def test_a_number_out_of_all_bounds_is_not_believed(tmp_path: Path, field: str, number: str) -> None:
+    good = measurement(Configuration(1, 1, 32)).model_dump(mode="json")
+    line = (
+        measurement(Configuration(1, 1, 32))
+        .model_dump_json()
+        .replace(f'"{field}":{_json(good[field])}', f'"{field}":{number}')
+    )
+    assert number in line
+    (tmp_path / "m.jsonl").write_text(line + "\n")
+    assert read_records(Measurement, [tmp_path / "m.jsonl"]) == ([], 1)
+
+
+def _json(value: object) -> str:
+    return repr(value) if isinstance(value, int | float) else str(value)
+
+
+@pytest.mark.parametrize("words", ["the loss is NaN", "Infinity", "123456789012345678901234567890", "1e999"])
+def test_words_are_not_numbers(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "m.jsonl"
+    append_record(path, measurement(Configuration(1, 1, 32), detail=words))
+    assert [record.detail for record in read_records(Measurement, [path]).records] == [words]
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 8), (2**21, 1, 8), (1, 5000, 8), (1, 1, 2**45), (1, 1, -8)])
+def test_counts_that_no_input_allows_are_not_believed(tmp_path: Path, counts: tuple[int, int, int]) -> None:
+    keys = ("nodes", "workers_per_node", "local_batch")
+    fields = measurement(Configuration(1, 1, 32)).model_dump(mode="json") | dict(zip(keys, counts, strict=True))
+    append_record(tmp_path / "m.jsonl", fields)
+    note = {"note": "measuring", "time": 1.0, "configuration": counts}
+    append_record(tmp_path / "m.notes", note)
+    assert read_records(Measurement, [tmp_path / "m.jsonl"]) == ([], 1)
+    assert read_records(JobNote, [tmp_path / "m.notes"]) == ([], 1)
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_a_long_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append_record(path, measurement(Configuration(1, 1, 32)))
+    os.truncate(path, 20 * MAX_LINE_BYTES)  # zeros without a line end
+    append_record(path, measurement(Configuration(1, 1, 64)))
+    tracemalloc.start()
+    records, skipped = read_records(Measurement, [path])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ([record.local_batch for record in records], skipped) == ([32, 64], 1)
+    assert peak < 5 * MAX_LINE_BYTES
+
+
+@pytest.mark.parametrize("kind", [Plan, TrainResult, TunedRates, Drift, Footprint])
+def test_a_damaged_document_says_what_to_do(tmp_path: Path, kind: type[Plan]) -> None:
+    (tmp_path / "x.json").write_text('{"candidates": 3}')
+    with pytest.raises(InputError, match=r"x\.json: is damaged: .*; delete it to have it made anew$"):
+        read_document(kind, tmp_path / "x.json")
+
+
+def test_a_plan_is_written_within_what_is_believed(run: RunDirectory) -> None:
+    """What this program writes it reads again."""
+    plan = run.read_plan()
+    assert all(math.isfinite(candidate.cost) for candidate in plan.candidates)

@@ -1,0 +1,850 @@
+"""What `status` says of runs of every stage and age, with and without a scheduler that answers."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, make_run, measurement, oom
+from tests.study_factory import SWEEP, make_study
+from tula_hpc import run_facts, slurm, status
+from tula_hpc.analysis.node_price import describe_price, node_hour_price
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.holder import holder_of
+from tula_hpc.job_status import Answer, JobPhase, job_statuses
+from tula_hpc.launch import NOTICE
+from tula_hpc.records import (
+    Configuration,
+    EpochMetrics,
+    Event,
+    JobNote,
+    RunDirectory,
+    StepMetrics,
+    append_record,
+    write_atomically,
+)
+from tula_hpc.run_facts import read_facts, read_tail
+from tula_hpc.run_state import RunStatus, describe
+from tula_hpc.slurm import JobState
+from tula_hpc.status_text import short_ids, status_text
+from tula_hpc.trainings import ATTEMPTS
+from tula_hpc.waiting import explain
+
+Script = Callable[[Sequence[str]], str]
+
+
+class FakeSlurm:
+    """Slurm's commands as far as `status` uses them; any other call fails the test."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, tuple[str, str]] = {}
+        self.accounted: list[str] | None = []  # lines of sacct; None: there is no accounting
+        self.dead = False
+
+    def run(self, arguments: Sequence[str], timeout_s: float = 60.0) -> str:
+        assert timeout_s <= 10, "a status must not take minutes"
+        if self.dead:
+            raise LaunchError(f"{arguments[0]} did not answer within {timeout_s:g} s")
+        if arguments[0] == "squeue":
+            return "".join(f"{job}|{state}|{reason}\n" for job, (state, reason) in self.jobs.items())
+        assert arguments[0] == "sacct"
+        assert "-D" in arguments, "without it requeued runs are left out"
+        if self.accounted is None:
+            raise LaunchError("sacct failed: Slurm accounting storage is disabled")
+        return "\n".join(self.accounted)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm()
+    monkeypatch.setattr(slurm, "run_command", fake.run)
+    monkeypatch.setattr("tula_hpc.accounting.run_command", fake.run)
+    return fake
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def new_run(root: Path, *, executor: str = "slurm") -> RunDirectory:
+    """As right after the command began."""
+    run = RunDirectory(root).create()
+    write_atomically(run.sweep_file, SWEEP_TOML)
+    write_atomically(run.cluster_file, CLUSTER_TOML.replace('"slurm"', f'"{executor}"'))
+    return run
+
+
+def submit(run: RunDirectory, job_id: str, stage: str = "profile", **data: object) -> None:
+    folder = run.slurm / f"{stage}-{job_id.partition('_')[0]}"
+    folder.mkdir(exist_ok=True)
+    said = {"folder": str(folder.relative_to(run.root)), "nodes": 2, **data}
+    run.log_event("submitted", stage, job_id=job_id, data=said)
+
+
+def phases(told: RunStatus) -> dict[str, JobPhase]:
+    return {job.job_id: job.phase for job in told.jobs}
+
+
+def text_of(told: RunStatus) -> str:
+    """Without line breaks."""
+    return " ".join(status_text(told).split())
+
+
+# ---- stages
+
+
+@pytest.mark.parametrize(
+    ("stage", "epochs", "state"),
+    [("profile", 0, "unknown"), ("plan", 0, "stopped"), ("train", 5, "stopped"), ("train", 20, "finished")],
+)
+@pytest.mark.usefixtures("no_slurm")
+def test_a_run_of_every_stage_is_told_from_its_files_alone(
+    tmp_path: Path, stage: str, epochs: int, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """These are as made before there were "ended" events, job notes, or labels of trainings."""
+    run = make_run(tmp_path / "run", stage=stage, epochs_done=epochs)
+    assert status.main([str(run.root)]) == 0
+    text = capsys.readouterr().out
+    assert f"state      {state}" in text
+    assert "36 configurations measured" in text or "measured" in text
+    assert "cost" in text
+    assert len(text.splitlines()) < 40
+    assert ("predicted" in text) == (stage != "profile")
+    assert ("epoch" in text.partition("\ntrain ")[2]) == (stage == "train")
+
+
+def test_a_fresh_run_directory_has_nothing_to_tell_and_says_so(tmp_path: Path, cluster: FakeSlurm) -> None:
+    told = status.status_of(new_run(tmp_path / "run").root)
+    assert (told.state, told.exit_code, told.jobs) == ("stopped", 0, [])
+    assert "nothing is measured" in told.words
+    assert "nothing is known yet" in text_of(told)
+
+
+@pytest.mark.parametrize("make", ["missing", "file", "empty", "pipe"])
+def test_what_is_no_run_directory_is_refused_in_one_line(
+    tmp_path: Path, make: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "place"
+    if make == "file":
+        place.touch()
+    elif make != "missing":
+        place.mkdir()
+    if make == "pipe":
+        os.mkfifo(place / "events.jsonl")
+    assert status.main([str(place)]) == 2
+    error = capsys.readouterr().err
+    assert str(place) in error
+    assert len(error.splitlines()) == 1
+
+
+def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run")
+    run.plan_file.write_text("{")
+    run.sweep_file.write_text("name = ")
+    run.train().result_file.write_text("[]")
+    told = status.status_of(run.root)
+    assert sorted(Path(doubt.partition(":")[0]).name for doubt in told.doubts) == [
+        "plan.json",
+        "result.json",
+        "sweep.toml",
+    ]
+    assert told.profile is not None
+    assert told.profile.measured > 0
+
+
+# ---- jobs and the scheduler
+
+
+def test_what_slurm_says_of_a_job_is_told_in_its_word_and_in_plain_words(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    for job in ("7_0", "7_1", "8"):
+        submit(run, job)
+    cluster.jobs = {"7_0": ("RUNNING", "None"), "7_1": ("PENDING", "JobArrayTaskLimit"), "8": ("PENDING", "Priority")}
+    told = status.status_of(run.root)
+    assert phases(told) == {"7_0": JobPhase.RUNNING, "7_1": JobPhase.WAITING, "8": JobPhase.WAITING}
+    assert told.state == "running"
+    assert "Priority: other jobs go first" in text_of(told)
+    cluster.jobs.pop("7_0")
+    cluster.accounted = ["7_0|tula-cifar100-vgg11-profile-abc|FAILED|10|2"]
+    told = status.status_of(run.root)
+    assert phases(told)["7_0"] is JobPhase.OVER
+    assert "over (failed), not yet acted on: run the same command again" in text_of(told)
+    assert told.state == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("reason", "stuck"),
+    [
+        ("None", False),
+        ("Priority", False),
+        ("Resources", False),
+        ("Dependency", False),
+        ("BeginTime", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("QOSMaxCpuPerUserLimit", False),
+        ("QOSGrpNodeLimit", False),
+        ("MaxGRESPerAccount", False),
+        ("AssocGrpCpuLimit", False),
+        ("AssocMaxJobsLimit", False),
+        ("AssocGrpCPURunMinutesLimit", False),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", False),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", False),
+        ("PartitionDown", False),
+        ("JobArrayTaskLimit", False),
+        ("Licenses", False),
+        ("Reservation", False),
+        ("DependencyNeverSatisfied", True),
+        ("JobHeldUser", True),
+        ("JobHeldAdmin", True),
+        ("launch failed requeued held", True),
+        ("PartitionTimeLimit", True),
+        ("PartitionNodeLimit", True),
+        ("PartitionConfig", True),
+        ("BadConstraints", True),
+        ("InvalidAccount", True),
+        ("InvalidQOS", True),
+        ("AssocGrpCPUMinutesLimit", True),
+        ("AssocGrpBillingMinutes", True),
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("QOSMaxGRESPerNode", True),
+        ("AssocMaxNodePerJobLimit", True),
+    ],
+)
+def test_reasons_are_explained_and_those_that_stay_are_marked(reason: str, stuck: bool) -> None:
+    wait = explain(JobState("PENDING", reason))
+    assert wait.words
+    assert wait.stuck is stuck
+
+
+def test_a_reason_of_another_release_is_passed_on_as_it_is(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    cluster.jobs = {"7": ("PENDING", "SomethingNew")}
+    assert "waiting for SomethingNew;" in text_of(status.status_of(run.root))
+
+
+def test_a_job_that_can_never_start_is_not_going_well(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    cluster.jobs = {"7": ("PENDING", "PartitionTimeLimit")}
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("stuck", 1)
+    assert "THIS DOES NOT GO AWAY BY ITSELF" in status_text(told)
+
+
+@pytest.mark.parametrize("how", ["dead", "missing"])
+def test_without_an_answer_the_files_alone_tell(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, cluster: FakeSlurm
+) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    if how == "dead":
+        cluster.dead = True
+    else:
+        monkeypatch.undo()
+        monkeypatch.setenv("PATH", str(tmp_path))
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("unknown", 0)
+    assert phases(told) == {"7": JobPhase.UNKNOWN}
+    assert not told.scheduler.answered
+    assert {"dead": "did not answer", "missing": "not on PATH"}[how] in told.scheduler.words
+
+
+def test_a_hanging_squeue_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    for name in ("squeue", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(status, "QUEUE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(status, "ACCOUNTING_TIMEOUT_S", 0.2)
+    assert "squeue did not answer within 0.2 s" in status.status_of(run.root).scheduler.words
+
+
+def test_what_a_command_of_slurm_complains_of_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\necho 'squeue: error: no such host' >&2; echo 'squeue: fatal: lost' >&2; exit 1\n"
+    )
+    (tmp_path / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert status.status_of(run.root).scheduler.words == "squeue failed: squeue: fatal: lost"
+
+
+def test_a_submission_that_was_cut_off_is_noted(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    cluster.jobs = {"7": ("RUNNING", "None")}
+    (run.slurm / "profile-7" / NOTICE).touch()
+    assert status.status_of(run.root).doubts == []
+    (run.slurm / "train-lost").mkdir()
+    (run.slurm / "train-lost" / NOTICE).touch()
+    (doubt,) = status.status_of(run.root).doubts
+    assert doubt.startswith("train-lost: ")
+
+
+def test_another_clusters_slurm_is_not_believed(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7")
+    told = status.status_of(run.root)
+    assert told.state == "unknown"
+    assert "another cluster's" in told.scheduler.words
+    cluster.accounted = None  # without accounting a job that is over leaves no trace
+    assert status.status_of(run.root).state == "over"
+
+
+def test_a_number_that_was_another_users_job_before_is_not_charged(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train")
+    cluster.accounted = [
+        "7|somebody-elses|COMPLETED|5000|9",
+        "7|tula-cifar100-vgg11-train-abcdef|COMPLETED|1800|2",
+    ]
+    cost = status.status_of(run.root).cost
+    assert cost.train is not None
+    assert cost.train.node_hours == pytest.approx(1.0)
+
+
+# ---- how jobs ended
+
+
+def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", label="main")
+    log = run.slurm / "train-7" / "7_0_log.err"
+    log.write_text("Traceback (most recent call last):\n  File x\nKeyError: 'the bug'\n")
+    (run.slurm / "train-7" / "7_0_log.out").write_text("quiet\n")
+    run.log_event("ended", "train", job_id="7", failure=Failure.BUG)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    (failure,) = told.failures
+    assert (failure.failure, failure.detail, failure.log_file) == (Failure.BUG, "KeyError: 'the bug'", str(log))
+    assert "bug: KeyError: 'the bug'" in text_of(told)
+    assert str(log) in status_text(told)
+
+
+def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", label="main")
+    run.log_event("oom", "train", job_id="7", failure=Failure.DEVICE_OOM, detail="N=2 b=64 (B=128)")
+    run.log_event("ended", "train", job_id="7", failure=Failure.BUG)
+    run.log_event("fell_back", "train", detail="out of memory at N=2 b=64 (B=128)")
+    told = status.status_of(run.root)
+    assert told.jobs[0].failure is Failure.DEVICE_OOM
+    assert (told.state, told.exit_code) == ("stopped", 0), "the same command goes on with a smaller batch"
+    submit(run, "8", "train", label="main")
+    cluster.jobs = {"8": ("RUNNING", "None")}
+    told = status.status_of(run.root)
+    assert told.state == "running"
+    assert told.training is not None
+    assert (told.training.fallbacks, told.training.jobs) == (1, 2)
+    assert told.failures == [], "a smaller batch made up for it"
+
+
+def test_a_job_asks_for_a_requeue_in_vain_and_the_next_one_goes_on(tmp_path: Path, cluster: FakeSlurm) -> None:
+    """Its own "failed" names no failure: only the command decides what it was."""
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", label="main")
+    run.log_event("failed", "train", job_id="7", detail="requeue refused: Requeue is disabled")
+    cluster.accounted = None
+    assert status.status_of(run.root).state == "over"
+    submit(run, "8", "train", label="main")
+    told = status.status_of(run.root)
+    assert phases(told) == {"7": JobPhase.FAILED, "8": JobPhase.OVER}
+    assert told.state == "over"
+
+
+def test_profile_jobs_end_by_their_notes_events_or_records(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    for job in ("1", "2", "3", "4", "5", "6"):
+        submit(run, job)
+    small, large = Configuration(1, 1, 32), Configuration(1, 1, 4096)
+    died = measurement(Configuration(2, 1, 32), job_id="1", status="failed", failure=Failure.NODE_FAILED, detail="gone")
+    append_record(run.profile / "a.jsonl", died)
+    append_record(run.profile / "b.jsonl", measurement(small, job_id="2"))
+    append_record(run.profile / "c.jsonl", oom(large).model_copy(update={"job_id": "3"}))
+    for word in ("began", "ended"):
+        append_record(run.profile / "d.notes", JobNote.model_validate({"note": word, "time": 5.0, "job_id": "4"}))
+    append_record(run.profile / "e.notes", JobNote(note="began", time=5.0, job_id="5"))
+    run.log_event("ended", "profile", job_id="6")
+    cluster.jobs = {"5": ("RUNNING", "None"), "2": ("RUNNING", "None")}
+    told = status.status_of(run.root)
+    assert phases(told) == dict.fromkeys("2346", JobPhase.FINISHED) | {"1": JobPhase.FAILED, "5": JobPhase.RUNNING}
+    assert [job.job_id for job in told.failures] == ["1"]
+    assert told.profile is not None
+    assert (told.profile.measured, told.profile.out_of_memory, told.profile.failed) == (1, 1, 1)
+    append_record(run.profile / "f.jsonl", measurement(Configuration(2, 1, 32), job_id="5"))
+    assert status.status_of(run.root).failures == [], "it was measured after all"
+
+
+def test_nothing_could_be_measured(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "1")
+    bad = measurement(Configuration(1, 1, 32), job_id="1", status="failed", failure=Failure.BUG, times=None)
+    append_record(run.profile / "a.jsonl", bad)
+    run.log_event("ended", "profile", job_id="1", failure=Failure.BUG)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+
+
+# ---- detached sweeps
+
+
+def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    cluster.accounted = None
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "7")
+    submit(run, "8", "control", nodes=1)
+    cluster.jobs = {"8": ("PENDING", "Dependency")}
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("waiting", 0)
+    assert "over, not yet acted on: controller job 8 will" in text_of(told)
+    assert told.detached is not None
+    assert (told.detached.job_id, told.detached.until) == ("8", "report")
+
+
+def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "8", "control", nodes=1)
+    words = "plan: no candidate satisfies the constraints\nmore"
+    run.log_event("ended", "control", job_id="8", failure=Failure.BUG, detail=words)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    assert "no candidate satisfies the constraints" in told.words
+
+
+def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = new_run(tmp_path / "run")
+    cluster.accounted = None
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "8", "control", nodes=1)
+    told = status.status_of(run.root)
+    assert told.state == "over"
+    assert "run the same command again" in told.words
+
+
+# ---- the command, and local runs
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tula_hpc.records import RunDirectory
+with RunDirectory(Path(sys.argv[1])).locked():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_command(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLD, str(run.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.communicate()
+
+
+def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for_the_asking(
+    tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path / "run")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("a probe that locks may get in a command's way"))
+    with another_command(run) as process:
+        told = status.status_of(run.root)
+        assert (told.command.process, told.command.alive, told.state) == (process.pid, True, "running")
+        assert f"a command is at work: process {process.pid} on {os.uname().nodename}" in text_of(told)
+    told = status.status_of(run.root)
+    assert (told.command.process, told.command.alive) == (process.pid, False)
+
+
+def test_a_lock_that_only_the_file_server_knows_of_is_seen(tmp_path: Path) -> None:
+    """NFS turns flock into such a lock, which F_GETLK of another client sees; here a process holds one."""
+    path = tmp_path / ".lock"
+    path.write_text("process 17 on elsewhere")
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(1, flush=True); sys.stdin.read()"
+    unlisted = tmp_path / "locks"
+    unlisted.touch()
+    assert holder_of(path, unlisted).alive is None, "another machine's process cannot be seen"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert holder_of(path, unlisted).alive is True
+        process.communicate()
+
+
+def test_a_local_job_is_alive_as_long_as_its_own_process_is(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", executor="local")
+    folder = "train-20250101-000000-abcdef"
+    process = subprocess.Popen([sys.executable, "-c", "input()", "submitit", folder], stdin=subprocess.PIPE)
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for each, name in ((process, folder), (stranger, "train-other")):
+        data = {"folder": f"slurm/{name}", "nodes": 1, "label": name}
+        run.log_event("submitted", "train", job_id=str(each.pid), data=data)
+    told = status.status_of(run.root)
+    for each in (process, stranger):
+        each.communicate()
+    assert phases(told) == {str(process.pid): JobPhase.RUNNING, str(stranger.pid): JobPhase.OVER}
+    assert "no command waits for its end" in told.words
+    assert phases(status.status_of(run.root))[str(process.pid)] is JobPhase.OVER
+
+
+def test_jobs_of_another_machine_cannot_be_seen(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", executor="local")
+    submit(run, str(os.getpid()), "train")
+    (run.root / ".lock").write_text("process 5 on another-host")
+    told = status.status_of(run.root)
+    assert told.state == "unknown"
+    assert "another-host" in told.scheduler.words
+    assert told.command.alive is None
+
+
+def test_nothing_is_written_and_no_right_to_write_is_needed(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    submit(run, "30", "train")
+    (run.root / ".lock").write_text("process 5 on another-host")
+    paths = [run.root, *run.root.rglob("*")]
+    for path in paths:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run.root, *run.root.rglob("*")]}
+    status_text(status.status_of(run.root))
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run.root, *run.root.rglob("*")]} == before
+    for path in paths:
+        path.chmod(0o700)
+
+
+def test_neither_torch_nor_scipy_nor_matplotlib_is_imported(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    code = (
+        "import sys; from tula_hpc.status import main; code = main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'scipy', 'matplotlib', 'submitit', 'kneed') if m in sys.modules], code)"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+# ---- trainings
+
+
+def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: float = 0.5) -> None:
+    """Of a data set of a thousand samples."""
+    path = run.train().metrics_file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for step in range(1, steps + 1):
+        seen = step * batch
+        line = StepMetrics(step=step, samples_seen=seen, epoch=seen / 1000, loss=1.0, lr=0.1, step_time_s=step_time_s)
+        append_record(path, line, durable=False)
+
+
+@settings(max_examples=12, deadline=None)
+@given(steps=st.integers(1, 25), batch=st.sampled_from([10, 100]), step_time_s=st.floats(0.01, 10))
+def test_what_is_left_is_the_samples_left_at_the_present_pace(
+    tmp_path_factory: pytest.TempPathFactory, steps: int, batch: int, step_time_s: float
+) -> None:
+    run = new_run(tmp_path_factory.mktemp("run"))
+    log_steps(run, steps, batch=batch, step_time_s=step_time_s)
+    training = describe(read_facts(run), Answer({})).training
+    assert training is not None
+    assert training.global_batch == batch
+    left = 20 * 1000 - steps * batch  # the sweep trains 20 epochs
+    assert training.left_s == pytest.approx(max(0, left) / batch * step_time_s)
+    assert training.share == pytest.approx(min(1.0, steps * batch / 20_000))
+
+
+def test_after_a_fallback_the_pace_is_that_of_the_smaller_batch(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    log_steps(run, 5, batch=200)
+    for step, seen in ((6, 1050), (7, 1100)):
+        line = StepMetrics(step=step, samples_seen=seen, epoch=seen / 1000, loss=1.0, lr=0.1, step_time_s=0.5)
+        append_record(run.train().metrics_file, line)
+    training = describe(read_facts(run), Answer({})).training
+    assert training is not None
+    assert training.global_batch == 50
+
+
+def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    submit(run, "30", "train")
+    cluster.jobs = {"30": ("RUNNING", "None")}
+    checkpoints = run.train().checkpoints
+    checkpoints.mkdir()
+    for name, age_s in (("checkpoint-r0000-000000000001.tula", 600), ("checkpoint-r0000-000000000002.tula", 120)):
+        (checkpoints / name).touch()
+        os.utime(checkpoints / name, (time.time() - age_s,) * 2)
+    run.log_event("drifted", "train", job_id="30", data={"ratio": 1.31, "part": "network"})
+    told = status.status_of(run.root)
+    training = told.training
+    assert training is not None
+    assert (training.stand, training.restarts, training.test_epoch) == ("running", 1, 5)
+    assert training.checkpoint_age_s == pytest.approx(120, abs=30)
+    assert 0 < (training.share or 0) < 0.25
+    run.log_event("drifted", "train", job_id="30", data={"of": "another release"})
+    assert status.status_of(run.root).training is not None
+    text = text_of(told)
+    for words in ("1 restart", "2 min", "test accuracy", "after epoch 5", "1.31 × the prediction (network)", "left"):
+        assert words in text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=30),
+    block=st.integers(1, 200),
+    torn=st.booleans(),
+)
+def test_the_tail_of_the_metrics_is_that_of_the_whole_file(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], block: int, torn: bool
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
+    lines = [b"x" * size for size in sizes]
+    path.write_bytes(b"\n".join(lines) + (b"" if torn else b"\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_facts, "BLOCK_BYTES", block)
+        assert [line for line in run_facts._lines_from_end(path) if line] == [line for line in lines[::-1] if line]
+
+
+def test_the_tail_holds_the_last_lines_of_each_kind_and_skips_torn_ones(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    log_steps(run, 30)
+    path = run.train().metrics_file
+    common = {"train_loss": 1.0, "test_loss": 1.0, "test_top5_accuracy": 1.0, "epoch_time_s": 1.0, "steps": 10}
+    for epoch in (1, 2):
+        line = EpochMetrics(epoch=epoch, step=30, samples_seen=1, global_batch=100, test_accuracy=epoch / 10, **common)
+        append_record(path, line)
+    with path.open("a") as file:
+        file.write('{"kind":"step","step":3')
+    tail = read_tail(path)
+    assert [row.step for row in tail.steps] == list(range(11, 31))
+    assert tail.epoch is not None
+    assert tail.epoch.epoch == 2
+
+
+# ---- studies
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.sampled_from(["none", "finished", "running", "waiting", "failed", "over"]), min_size=4, max_size=4))
+def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPathFactory, stands: list[str]) -> None:
+    tables: dict[str, object] = {
+        "name": "s",
+        "study": {"methods": ["lbt"], "batches": [256, 512], "seeds": [0, 1], "small_batch": 0},
+    }
+    spec = SweepSpec.model_validate(tables)
+    assert spec.study is not None
+    run = make_study(tmp_path_factory.mktemp("study"), tables, lambda cell: None)
+    write_atomically(run.cluster_file, CLUSTER_TOML)
+    active: dict[str, JobState] = {}
+    for number, (cell, stand) in enumerate(zip(spec.study.cells(), stands, strict=True)):
+        if stand != "finished":
+            run.train(cell.label).result_file.unlink()
+        if stand != "none":
+            submit(run, str(number), "train", label=cell.label)
+        if stand == "failed":
+            run.log_event("failed", "train", job_id=str(number), failure=Failure.HOST_OOM, detail="oom-kill")
+        if stand in ("running", "waiting"):
+            active[str(number)] = JobState("RUNNING" if stand == "running" else "PENDING", "Priority")
+    told = describe(read_facts(run), Answer(active))
+    study = told.study
+    assert study is not None
+    counted = (study.diverged, study.running, study.waiting, study.failed, study.left)
+    expected = [stands.count(stand) for stand in ("finished", "running", "waiting", "failed")]
+    assert counted == (*expected, stands.count("none") + stands.count("over"))
+    assert sum(counted) == study.cells == 4
+    assert told.exit_code == int(study.failed > 0)
+    assert (told.state == "finished") == (stands.count("finished") == 4)
+    assert len(study.failures) == study.failed
+
+
+@pytest.mark.parametrize(
+    ("failure", "allowed"), [(Failure.BUG, ATTEMPTS), (Failure.PREEMPTED, 2), (Failure.HOST_OOM, 1)]
+)
+def test_a_training_that_is_tried_again_has_not_failed_for_good(
+    tmp_path: Path, cluster: FakeSlurm, failure: Failure, allowed: int
+) -> None:
+    run = make_study(tmp_path / "run", {**SWEEP, "training": {"max_requeues": 1}}, lambda cell: None)
+    write_atomically(run.cluster_file, CLUSTER_TOML)
+    label = "study/lbt-b256-s0"
+    run.train(label).result_file.unlink()
+    for attempt in range(1, allowed + 1):
+        submit(run, str(attempt), "train", label=label)
+        run.log_event("failed", "train", job_id=str(attempt), failure=failure, detail="x", data={"label": label})
+        with run.locked():
+            study = status.status_of(run.root).study
+        assert study is not None
+        assert study.failed == int(attempt == allowed)
+    assert status.main([str(run.root)]) == 1
+
+
+# ---- cost
+
+
+def test_every_run_of_a_requeued_job_is_paid_for(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train")
+    cluster.jobs = {"7": ("RUNNING", "None")}
+    name = "tula-cifar100-vgg11-train-abcdef"
+    cluster.accounted = [f"7|{name}|PREEMPTED|3600|2", f"7|{name}|RUNNING|1800|2"]
+    cost = status.status_of(run.root).cost
+    assert cost.train is not None
+    assert cost.train.source == "sacct"
+    assert cost.train.node_hours == pytest.approx(3.0)
+    assert cost.cost == pytest.approx(3.0 * 2.48), "the cluster file's price"
+    assert cost.node_hours == pytest.approx(3.0)
+
+
+def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    now = time.time()
+    submit(run, "7")
+    for note, at in (("began", now - 3600), ("ready", now - 3000)):
+        fields = {"note": note, "time": at, "job_id": "7", "allocated_nodes": 4, "began_at": now - 3600}
+        append_record(run.profile / "a.notes", JobNote.model_validate(fields))
+    cluster.jobs = {"7": ("RUNNING", "None")}
+    running = status.status_of(run.root).cost.profile
+    assert running is not None
+    assert running.source == "notes"
+    assert running.node_hours == pytest.approx(4.0, rel=0.02)
+    cluster.jobs, cluster.accounted = {}, None
+    over = status.status_of(run.root).cost.profile
+    assert over is not None
+    assert over.node_hours == pytest.approx(4 * 600 / 3600, rel=0.02), "until its last word"
+
+
+def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, cluster: FakeSlurm) -> None:
+    cluster.accounted = None
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", nodes=3)
+    log_steps(run, 100, step_time_s=2.0)
+    told = status.status_of(run.root)
+    assert told.cost.train is not None
+    assert told.cost.train.node_hours == pytest.approx(3 * 100 * 2.0 / 3600)
+    assert "an estimate" in text_of(told)
+
+
+PRICES: dict[str, dict[str, object]] = {
+    "node-hour": {"usd_per_node_hour": 3.0},
+    "spot": {"usd_per_spot_node_hour": 3.0},
+    "memory": {"usd_per_gib_hour": 1.5},  # 2 GiB
+    "tres": {"tres_weights": "CPU=1.5", "usd_per_unit": 1.0, "node_cpus": 2},
+    "energy": {"watts_per_node": 1000, "pue": 1.5, "usd_per_kwh": 2.0},
+}
+
+
+@pytest.mark.parametrize("basis", PRICES)
+def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
+    part = ClusterSpec.model_validate({"pricing": {"basis": basis, **PRICES[basis]}})
+    assert node_hour_price(part, 2 * 1024**3, None) == pytest.approx(3.0)
+    assert describe_price(part, None)
+
+
+def test_what_is_needed_for_a_price_and_not_known_is_not_made_up() -> None:
+    memory = ClusterSpec.model_validate({"pricing": {"basis": "memory"}})
+    energy = ClusterSpec.model_validate({"pricing": {"basis": "energy"}})
+    assert node_hour_price(memory, None, None) is None
+    assert node_hour_price(energy, None, None) is None
+    assert node_hour_price(energy, None, 100.0) == pytest.approx(0.1 * 1.2 * 0.15)
+
+
+# ---- the form
+
+
+def test_json_is_one_object_whose_keys_the_module_documents(
+    tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    submit(run, "30", "train")
+    assert status.main([str(run.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert RunStatus.model_validate(told).jobs[-1].job_id == "30"
+    documented = set(re.findall(r"\w+", status.__doc__ or ""))
+    assert set(_keys(RunStatus)) <= documented
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    """Of the model and of those inside it, without the prose of their types."""
+    for name, field in model.model_fields.items():
+        yield name
+        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys(inner)
+
+
+def test_thousands_of_jobs_fit_a_screen(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    common = {"time": time.time(), "stage": "profile"}
+    events = [Event(event="submitted", job_id=f"7_{number}", **common) for number in range(2000)]
+    cluster.jobs = {event.job_id: ("PENDING", f"Reason{number % 20}") for number, event in enumerate(events)}
+    for number in range(100):
+        bad = {"failure": Failure.BUG, "detail": "\x1b[31m" + "word " * 50}
+        events.append(Event(event="submitted", job_id=f"8_{number}", **common))
+        events.append(Event(event="ended", job_id=f"8_{number}", **common, **bad))
+    run.events_file.write_text("".join(f"{event.model_dump_json()}\n" for event in events))
+    told = status.status_of(run.root)
+    text = status_text(told, 100)
+    assert len(text.splitlines()) <= 45
+    assert all(len(line) <= 100 for line in text.splitlines() if "log:" not in line)
+    assert "\x1b" not in text
+    assert len(told.jobs) == 2100
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        (["7"], "7"),
+        (["7_0"], "7_0"),
+        (["7_2", "7_0", "7_1", "7_5"], "7_[0-2,5]"),
+        (["7", "8", "9", "10"], "7 8 9 and 1 more"),
+        (["7_0", "7_2", "7_4", "7_6"], "7_[0,2,4,…]"),
+    ],
+)
+def test_tasks_of_an_array_are_shown_together(ids: list[str], shown: str) -> None:
+    assert short_ids(ids) == shown
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    states=st.dictionaries(
+        st.sampled_from(["7", "8"]), st.sampled_from(["PENDING", "RUNNING", "COMPLETED", "SUSPENDED", "REQUEUED"])
+    )
+)
+def test_a_job_is_in_one_phase_whatever_slurm_says(
+    tmp_path_factory: pytest.TempPathFactory, states: Mapping[str, str]
+) -> None:
+    run = new_run(tmp_path_factory.mktemp("run"))
+    for job in ("7", "8"):
+        submit(run, job)
+    facts = read_facts(run)
+    active = {job: JobState(state, "") for job, state in states.items()}
+    for told in job_statuses(facts, Answer(active)):
+        state = states.get(told.job_id, "COMPLETED")
+        running, waiting = state == "RUNNING", state in ("PENDING", "SUSPENDED", "REQUEUED")
+        expected = JobPhase.RUNNING if running else JobPhase.WAITING if waiting else JobPhase.OVER
+        assert told.phase is expected
+    assert {job.phase for job in job_statuses(facts, Answer(None))} == {JobPhase.UNKNOWN}

@@ -1,0 +1,129 @@
+"""Which ends of a training's job are worth another one, with a scheduler that ends jobs as a test says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import candidate, plan
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.launch import Ended, Submitted
+from tula_hpc.progress import stage_progress
+from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.stages import Sweep, train_stage
+from tula_hpc.trainings import Trainings
+
+CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
+PLAN = plan([CHOSEN] * 4, chosen=CHOSEN, fallbacks=[])
+SPEC = SweepSpec.model_validate({"name": "x", "training": {"max_requeues": 6}})
+
+
+class Scheduler:
+    """Ends the n-th job, from 1, with `end_of(n)`; one that is killed had begun at sample `begun_at(n)`."""
+
+    def __init__(self, run: RunDirectory, end_of: Callable[[int], Failure], begun_at: Callable[[int], int]) -> None:
+        self.run, self.end_of, self.begun_at = run, end_of, begun_at
+        self.jobs = 0
+
+    def submit(
+        self, jobs: Sequence[TrainJob], *, stage: str, nodes: int, minutes: int, data: Sequence[Mapping[str, object]]
+    ) -> list[Submitted]:
+        self.jobs += 1
+        self.run.log_event("submitted", stage, job_id=str(self.jobs), data=dict(data[0]))
+        return [Submitted(str(self.jobs), self.run.slurm)]
+
+    def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None]) -> list[Ended]:
+        if samples := self.begun_at(self.jobs):
+            self.run.log_event("resumed", "train", job_id=str(self.jobs), data={"samples_seen": samples})
+        return [Ended(jobs[0], self.end_of(self.jobs), "the log", None)]
+
+    def wait_for_some(self, jobs: Sequence[Submitted], tick: Callable[[str], None]) -> list[Ended]:
+        return self.wait(jobs[:1], tick)
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    end_of: Callable[[int], Failure],
+    begun_at: Callable[[int], int] = lambda _: 0,
+) -> tuple[Scheduler, str]:
+    """How the stage ends where no job ever finishes: the scheduler, and the error's text."""
+    run = RunDirectory(folder / "run").create()
+    scheduler = Scheduler(run, end_of, begun_at)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    with pytest.raises(StageError) as caught:
+        train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), PLAN)
+    return scheduler, str(caught.value)
+
+
+@pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED])
+def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure
+) -> None:
+    scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
+    assert scheduler.jobs == 7
+    assert failure.value.replace("_", " ") in error
+
+
+@pytest.mark.parametrize("failure", [Failure.BUG, Failure.CANCELLED])
+def test_a_bug_or_a_cancellation_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure) -> None:
+    scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
+    assert scheduler.jobs == 1
+    assert "the log" in error
+
+
+def test_killed_again_and_again_at_the_same_place_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scheduler, error = train(monkeypatch, tmp_path, lambda _: Failure.KILLED)
+    assert scheduler.jobs == 3
+    assert error.startswith("train: killed in job 3")
+
+
+def test_a_killed_training_that_gets_further_each_time_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scheduler, _ = train(monkeypatch, tmp_path, lambda _: Failure.KILLED, begun_at=lambda n: 64 * n)
+    assert scheduler.jobs == 7
+
+
+def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scheduler, _ = train(monkeypatch, tmp_path, lambda n: Failure.PREEMPTED if n == 2 else Failure.KILLED)
+    assert scheduler.jobs == 5
+
+
+@pytest.fixture
+def used_up(tmp_path: Path) -> Callable[[int], Failure]:
+    """An end of jobs that say that their requeues are used up."""
+    run = RunDirectory(tmp_path / "run")
+
+    def end_of(n: int) -> Failure:
+        run.log_event("failed", "train", job_id=str(n), detail="restarted 6 times, as training.max_requeues allows")
+        return Failure.BUG
+
+    return end_of
+
+
+def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_up: Callable[[int], Failure]
+) -> None:
+    scheduler, error = train(monkeypatch, tmp_path, used_up)
+    assert scheduler.jobs == 1
+    assert error == (
+        "train: restarted 6 times, as training.max_requeues allows, the last time in job 1; all that was done is saved"
+    )
+    ended = next(event for event in scheduler.run.events() if event.event == "ended")
+    assert ended.failure is Failure.PREEMPTED
+
+
+def test_nor_does_a_study_try_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_up: Callable[[int], Failure]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    scheduler = Scheduler(run, used_up, lambda _: 0)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
+    failures = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train"))
+    assert scheduler.jobs == 1
+    assert failures == {"a": "preempted: restarted 6 times, as training.max_requeues allows"}

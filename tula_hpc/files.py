@@ -1,0 +1,114 @@
+"""Careful with files: only regular ones of bounded size are read, and only folders of one's own are trusted.
+
+A path that was typed or tampered with may be a pipe that nobody ever writes to, a device that never ends, or a link to
+what belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_BYTES = 1_000_000  # with less left, a disk counts as full: what filled it has just been deleted again
+MOST_LINKS = 40  # on the way to one path, as Linux allows
+
+
+def in_words(error: OSError) -> str:
+    """What the operating system says, and where space is lacking what to do."""
+    words = error.strerror or str(error) or type(error).__name__
+    return f"{words}; make space there or have the quota raised" if error.errno in NO_SPACE else words
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading without ever waiting for whoever would write to a pipe.
+
+    Raises:
+        OSError: It is missing, may not be read, or is a folder, a pipe or a device.
+    """
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it; Path.open takes no opener
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise OSError(errno.EINVAL, "expected a file, found a pipe or a device", str(path))
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """The whole of a regular file that is not larger than so many bytes; a larger one is not read at all.
+
+    Raises:
+        OSError: It cannot be read, see `open_regular`, or is too large.
+    """
+    with open_regular(path) as file:
+        too_large = os.fstat(file.fileno()).st_size > most_bytes
+        content = b"" if too_large else file.read(most_bytes + 1)  # files of the kernel have no size beforehand
+    if too_large or len(content) > most_bytes:
+        raise OSError(errno.EOVERFLOW, f"expected at most {most_bytes:,} bytes", str(path))
+    return content
+
+
+def full_disk(path: Path) -> str:
+    """That a disk is full, in words; empty where it is not. A quota does not show here."""
+    try:
+        space = os.statvfs(path)
+    except OSError:
+        return ""
+    left = space.f_bavail * space.f_frsize
+    words = f"{path}: its disk has {left:,} bytes and {space.f_favail:,} files left; make space there"
+    return words if left < FULL_BYTES or (space.f_files and not space.f_favail) else ""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those that are missing on the way to it, with mode 0700 whatever the umask is.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = [folder]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def mistrust(folder: Path) -> str:
+    """Why what lies in a folder may not be believed or executed; empty where it may.
+
+    Raises:
+        OSError: It is not there.
+    """
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link; expected a folder"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user id {status.st_uid}, not to you"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others may write to it; chmod go-w it if you trust what it holds"
+    return ""
+
+
+def foreign_link(path: Path) -> Path | None:
+    """The first symbolic link on the way to a path that neither we nor root made: its owner can point it elsewhere."""
+    here, left, followed = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while left:
+        part = left.pop()
+        here = here.parent if part == ".." else here / part
+        if not here.is_symlink():
+            continue
+        followed += 1
+        if here.lstat().st_uid not in (0, os.geteuid()) or followed > MOST_LINKS:
+            return here
+        target = here.readlink()
+        here = Path("/") if target.is_absolute() else here.parent
+        left += reversed([part for part in target.parts if part != "/"])
+    return None

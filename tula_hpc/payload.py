@@ -1,0 +1,115 @@
+"""What the payload of a checkpoint may hold: plain tensors and values, and no more of them than the file has bytes.
+
+`torch.load(weights_only=True)` executes nothing, but it builds what it is told to: a file of a few bytes can ask for a
+tensor of terabytes, or be packed. What `torch.save` writes of a training's state needs none of that.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+import zipfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_DEPTH = 64  # of nested containers; also ends the walk through one that contains itself
+MAX_PICKLE_BYTES = 256 * 1024**2  # of names, numbers and shapes; the tensors' bytes are not in the pickle
+PLAIN_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_ZIP = b"PK\x03\x04"  # torch.save's format; the older ones are not ours
+# what such a state refers to: functions that give a storage a shape, and types of storages
+_KNOWN = re.compile(
+    r"collections (OrderedDict|Counter)|torch\._utils _rebuild_(tensor_v2|parameter|parameter_with_state)|"
+    r"torch (Half|BFloat16|Float|Double|Byte|Char|Short|Int|Long|Bool|ComplexFloat|ComplexDouble)Storage"
+)
+
+
+class PayloadError(ValueError):
+    """What is wrong with a payload, as the rest of a sentence about it."""
+
+
+def check_archive(payload: bytes) -> None:
+    """Look at a payload before it is loaded.
+
+    Raises:
+        PayloadError: It is not what `torch.save` writes of a training's state; the message says what it does or is.
+        zipfile.BadZipFile: It is no archive. Other errors of malformed archives and pickles are possible too.
+    """
+    if not payload.startswith(_ZIP):
+        raise PayloadError("does not hold what torch.save writes")
+    with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+        entries = archive.infolist()
+        names = [entry.filename for entry in entries]
+        pickles = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1 or len(set(names)) != len(names):
+            raise PayloadError("does not hold what torch.save writes")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise PayloadError("is packed; torch.save packs nothing")
+        if pickles[0].file_size > MAX_PICKLE_BYTES:
+            raise PayloadError("holds too many names and numbers")
+        pickled = archive.read(pickles[0])
+    _check_references(pickled)
+
+
+def _check_references(pickled: bytes) -> None:
+    for opcode, argument, _ in pickletools.genops(pickled):
+        refers = "GLOBAL" in opcode.name or opcode.name == "INST"
+        if refers and not (opcode.name == "GLOBAL" and _KNOWN.fullmatch(str(argument))):
+            name = str(argument or "something unknown").replace(" ", ".")
+            raise PayloadError(f"holds what may not be loaded: a reference to {name}")
+
+
+def check_loaded(state: Any, most_bytes: int) -> None:
+    """Look at what was loaded before anything reads its numbers: no tensor may reach beyond the payload.
+
+    Args:
+        state: The loaded content.
+        most_bytes: Size of the payload.
+
+    Raises:
+        PayloadError: A tensor claims more bytes than the payload has, or containers are nested too deeply.
+    """
+    todo: list[tuple[Any, int]] = [(state, 0)]
+    containers: set[int] = set()
+    storages: dict[int, int] = {}  # bytes by address
+    while todo:
+        value, depth = todo.pop()
+        if isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            if value.nbytes > most_bytes:
+                raise PayloadError("holds a tensor that is larger than the file")
+        elif isinstance(value, dict | list | tuple) and id(value) not in containers:
+            if depth > MAX_DEPTH:
+                raise PayloadError(f"is nested deeper than {MAX_DEPTH} levels")
+            containers.add(id(value))
+            todo += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+    if sum(storages.values()) > most_bytes:
+        raise PayloadError("holds tensors that are larger than the file")
+
+
+def why_not_plain(tensor: Tensor) -> str:
+    """Why a tensor could not be loaded again as `check_archive` and `check_loaded` have it; empty where it could."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return "a tensor without a plain storage"
+    if tensor.dtype not in PLAIN_DTYPES:
+        return f"a tensor of {tensor.dtype}"
+    if type(tensor) is Tensor and vars(tensor):
+        return f"a tensor with an attribute {next(iter(vars(tensor)))!r}"
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        return "an expanded tensor"
+    return ""

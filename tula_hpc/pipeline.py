@@ -1,0 +1,87 @@
+"""What the commands carry out in an open run directory: a sweep's stages, or a study; in one go or step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tula_hpc.errors import StageError
+
+if TYPE_CHECKING:
+    from tula_hpc.records import Plan, RunDirectory
+    from tula_hpc.stages import Sweep
+
+STAGES = ("profile", "plan", "train", "report")
+SAID = 5  # failed trainings that are named one by one
+
+
+def carry_out(sweep: Sweep, until: str) -> int:
+    """Do all stages up to this one that are not done yet; returns the exit code.
+
+    Raises:
+        StageError: A stage failed.
+        StillRunningError: Jobs are on their way, and the sweep is detached.
+    """
+    sweep.launcher.find_lost()
+    if sweep.spec.study is not None:
+        return _run_study(sweep, report=until == "report")
+    return _run_stages(sweep, STAGES.index(until))
+
+
+def _run_stages(sweep: Sweep, last: int) -> int:
+    from tula_hpc import profile_stage, stages
+
+    if not stages.training_began(sweep.run):
+        profile_stage.profile_stage(sweep)
+        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    if last == STAGES.index("profile"):
+        return 0
+    plan = stages.plan_stage(sweep)
+    _say_plan(plan)
+    result = stages.train_stage(sweep, plan) if last >= STAGES.index("train") else None
+    if last == STAGES.index("report"):
+        paths = stages.report_stage(sweep)
+        from tula_hpc.summary import print_summary
+
+        print_summary(plan, sweep.run.measurements().records, result, _profiling_cost(sweep))
+        print(f"report: {next(path for path in paths if path.suffix == '.html')}")
+    return 0
+
+
+def _profiling_cost(sweep: Sweep) -> str:
+    from tula_hpc.analysis.profiling_cost import describe
+
+    return describe(sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
+
+
+def _say_plan(plan: Plan) -> None:
+    print(f"plan: {plan.reason}")
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+
+
+def _run_study(sweep: Sweep, *, report: bool) -> int:
+    from tula_hpc.study_stage import study_stage
+
+    failures = study_stage(sweep)
+    code = report_study(sweep.run) if report else 0
+    if failures:
+        raise StageError(_describe(failures))
+    return code
+
+
+def report_study(run: RunDirectory) -> int:
+    """Write a study's report and print its table; returns the exit code."""
+    from tula_hpc.analysis.study import study_text, write_study_report
+
+    paths = write_study_report(run)
+    print(study_text(run))
+    print(f"report: {paths[0]}")
+    return 0
+
+
+def _describe(failures: Mapping[str, str]) -> str:
+    lines = [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
+    more = [f"  and {len(failures) - SAID} more"] if len(failures) > SAID else []
+    count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
+    return "\n".join([f"study: {count} without a result:", *lines, *more])

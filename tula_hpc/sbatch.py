@@ -1,0 +1,125 @@
+"""Submission to Slurm through submitit that makes each array exactly once, whatever the controller does meanwhile.
+
+submitit calls sbatch once and takes whatever goes wrong for a refusal. But a controller that is paused, restarts or is
+overloaded lets sbatch fail although the job may have been accepted. So every submission has a name of its own, and
+that name is looked up before another attempt. Jobs find their pickles by array index: once sbatch was called nothing is
+left to do, and a submitter that is killed then has lost nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from submitit import Job
+from submitit.core.utils import DelayedSubmission, FailedJobError
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from tula_hpc import slurm
+from tula_hpc.env import outside_of_job
+from tula_hpc.errors import LaunchError, SubmitLimitError
+
+PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
+SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
+
+
+def find_pickle(folder: Path) -> list[str]:
+    """Shell lines that give a job's own pickle, `task-<index>.pkl`, the name under which submitit looks for it."""
+    place = shlex.quote(str(folder))
+    return [
+        # another folder may have come in its place since, with pickles that run whatever they like
+        f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}",
+        "tula_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
+        f"[ -e {place}/${{tula_job}}_submitted.pkl ] || "
+        f"ln -s task-${{SLURM_ARRAY_TASK_ID:-0}}.pkl {place}/${{tula_job}}_submitted.pkl",
+    ]
+
+
+class PatientExecutor(SlurmExecutor):
+    """submitit's executor with another way through sbatch; its parameter `name` must be unique to the submission.
+
+    Raises:
+        SubmitLimitError: A limit on submitted jobs is reached; fewer at a time, or later, may be accepted.
+        LaunchError: The scheduler refused, or did not answer for minutes.
+    """
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        for index, delayed in enumerate(delayed_submissions):
+            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            delayed.dump(Path(self.folder) / f"task-{index}.pkl")
+        count = len(delayed_submissions)
+        if count > 1:
+            self.parameters["map_count"] = count
+        job_id = self._submit_once()
+        ids = [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
+        return [SlurmJob(self.folder, task, list(range(self._num_tasks()))) for task in ids]
+
+    def _submit_once(self) -> str:
+        """One array under this name, and its id."""
+        words, tried = "", False
+        for pause_s in PAUSES_S:
+            if tried and (found := submissions_named(self.parameters["job_name"])):
+                return found[0]
+            try:
+                with outside_of_job():
+                    job_id = str(self._submit_command(self._submitit_command_str).job_id)
+            except FailedJobError as error:
+                words, tried = _last_line(str(error)), True
+                if not slurm.is_unanswered(str(error)):
+                    _refuse(str(error))
+                _say(f"sbatch: {words}; looking for the job, then trying again")
+                time.sleep(pause_s)
+                continue
+            if tried:
+                self._cancel_others(job_id)
+            return job_id
+        raise LaunchError(f"the Slurm controller takes no job: {words}")
+
+    def _cancel_others(self, job_id: str) -> None:
+        """An attempt that was taken for lost may still have been worked off."""
+        time.sleep(SETTLE_S)
+        for other in submissions_named(self.parameters["job_name"], settle_s=0.0):
+            if other != job_id:
+                slurm.cancel([other])
+
+
+def _refuse(words: str) -> NoReturn:
+    """The scheduler said no.
+
+    Raises:
+        SubmitLimitError: Because of a limit on submitted jobs.
+        LaunchError: For another reason.
+    """
+    line = _last_line(words)
+    if slurm.is_submit_limit(words):
+        raise SubmitLimitError(f"a limit of the cluster on submitted jobs is reached: {line}") from None
+    raise LaunchError(f"the scheduler refused the job: {line}") from None
+
+
+def submissions_named(name: str, settle_s: float = SETTLE_S) -> list[str]:
+    """Ids of the jobs or arrays of this name, oldest first; asked once more after a while where there seem to be none.
+
+    Waits for a controller that does not answer.
+
+    Raises:
+        LaunchError: It has not answered for minutes.
+    """
+    found = slurm.patiently(lambda: slurm.named(name))
+    if not found and settle_s:
+        time.sleep(settle_s)
+        found = slurm.patiently(lambda: slurm.named(name))
+    return found
+
+
+def _last_line(words: str) -> str:
+    lines: Sequence[str] = words.strip().splitlines()
+    return lines[-1] if lines else "no reason was given"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
