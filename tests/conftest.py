@@ -14,10 +14,11 @@ JOBS = {HERE / name: name for name in ("local", "slurm")}  # folders whose tests
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, each of these folders is one worker's."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            folder = next((JOBS[parent] for parent in item.path.parents if parent in JOBS), None)
-            if folder is not None:
-                item.add_marker(pytest.mark.xdist_group(folder))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    for item in items:
+        folder = next((JOBS[parent] for parent in item.path.parents if parent in JOBS), None)
+        if folder is not None:
+            item.add_marker(pytest.mark.xdist_group(folder))
