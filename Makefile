@@ -26,7 +26,7 @@ demo: .venv/.ready
 # after another; at last what measures
 test: .venv/.ready
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/local --ignore tests/slurm
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not alone" tests/local tests/slurm
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not alone" tests/local tests/slurm
 	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
 
 slurm:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-HERE = Path(__file__).resolve().parent
-JOBS = {HERE / name: name for name in ("local", "slurm")}  # folders whose tests start jobs: one test after another
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadscope, tests of one folder run one after another: in two folders they start jobs."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped] # it has no types
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, each of these folders is one worker's."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    for item in items:
-        folder = next((JOBS[parent] for parent in item.path.parents if parent in JOBS), None)
-        if folder is not None:
-            item.add_marker(pytest.mark.xdist_group(folder))
+    class ByFolder(LoadScopeScheduling):  # type: ignore[misc] # likewise
+        """A scope is a folder."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0].rpartition("/")[0]
+
+    return ByFolder(config, log)
