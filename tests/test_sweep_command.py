@@ -55,6 +55,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "workload.precision=fp16"], "workload.precision"),
         (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(

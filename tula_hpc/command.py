@@ -81,6 +81,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         raise InputError("cluster.* needs --cluster", source="--set")
     cluster = ClusterSpec() if options.cluster is None else load_cluster(options.cluster, others)
     check_together(spec, cluster, options.sweep, options.cluster or "the default cluster (this machine)")
+    if getattr(options, "detach", False) and cluster.executor != "slurm":
+        raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
     return spec, cluster
 
 

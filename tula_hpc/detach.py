@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tula_hpc.env import slurm_job_id
-from tula_hpc.errors import Failure, InputError, TulaError
+from tula_hpc.errors import Failure, TulaError
 from tula_hpc.jobs import ControlJob
 from tula_hpc.launch import Launcher, StillRunningError, Submitted
 from tula_hpc.pipeline import carry_out
@@ -27,11 +27,8 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     """Begin a detached sweep, on the login node; returns the exit code.
 
     Raises:
-        InputError: The cluster has no Slurm.
         StageError: What could be done at once failed.
     """
-    if sweep.cluster.executor != "slurm":
-        raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
     waiting = controllers(sweep)
     if waiting:
         print(f"already detached: job {waiting[0].job_id} carries on; see {_status(sweep.run)}")
