@@ -44,8 +44,8 @@ def _step(sweep: Sweep, until: str) -> int:
     except StillRunningError as left:
         there = controllers(sweep)  # where a controller was requeued by Slurm after it had left another
         controller = there[0] if there else _submit_controller(sweep, left.jobs, until)
-        count = f"{len(left.jobs)} job{'s' if len(left.jobs) > 1 else ''}"
-        print(f"detached: job {controller.job_id} carries on when {count} are over; see {_status(sweep.run)}")
+        what = f"{len(left.jobs)} jobs are" if len(left.jobs) > 1 else f"job {left.jobs[0].job_id} is"
+        print(f"detached: job {controller.job_id} carries on when {what} over; see {_status(sweep.run)}")
         return 0
 
 
