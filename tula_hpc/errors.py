@@ -5,7 +5,8 @@
     │   └── RunDirectoryError   the run directory may not be used: other inputs, other owner, or in use
     ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
     │   ├── LaunchError         a job could not be submitted or watched
-    │   │   └── SubmitLimitError    a limit of the site on submitted jobs is reached
+    │   │   └── RefusedError            the scheduler said no
+    │   │       └── SubmitLimitError        because of a limit of the site on submitted jobs
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
@@ -52,7 +53,11 @@ class LaunchError(StageError):
     """A job could not be submitted or watched."""
 
 
-class SubmitLimitError(LaunchError):
+class RefusedError(LaunchError):
+    """The scheduler said no: there is no such job."""
+
+
+class SubmitLimitError(RefusedError):
     """A limit of the site on submitted jobs is reached: fewer at a time, or later, may be accepted."""
 
 

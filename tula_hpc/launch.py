@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.errors import Failure, LaunchError, StorageError, SubmitLimitError
+from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words
 from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
 
@@ -172,13 +172,13 @@ class Launcher:
             stage=request.stage,
             tasks=[{"nodes": request.nodes, **data} for _, data in tasks],
         )
-        write_atomically(folder / NOTICE, notice.model_dump_json())
         executor = self._executor(folder)
+        write_atomically(folder / NOTICE, notice.model_dump_json())
         parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
         executor.update_parameters(**self._own(parameters, notice.name, folder, request.after))
         try:
             ids = [str(job.job_id) for job in _submit(executor, [job for job, _ in tasks])]
-        except LaunchError:
+        except RefusedError:
             (folder / NOTICE).rename(folder / REFUSED)
             raise
         return self._log_submitted(folder, notice, ids)

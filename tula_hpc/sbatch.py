@@ -21,7 +21,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from tula_hpc import slurm
 from tula_hpc.env import outside_of_job
-from tula_hpc.errors import LaunchError, SubmitLimitError
+from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
@@ -44,7 +44,8 @@ class PatientExecutor(SlurmExecutor):
 
     Raises:
         SubmitLimitError: A limit on submitted jobs is reached; fewer at a time, or later, may be accepted.
-        LaunchError: The scheduler refused, or did not answer for minutes.
+        RefusedError: The scheduler said no for another reason.
+        LaunchError: It did not answer for minutes; whether there is a job is open.
     """
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
@@ -77,7 +78,10 @@ class PatientExecutor(SlurmExecutor):
             if tried:
                 self._cancel_others(job_id)
             return job_id
-        raise LaunchError(f"the Slurm controller takes no job: {words}")
+        found = submissions_named(self.parameters["job_name"])
+        if not found:
+            raise LaunchError(f"the Slurm controller takes no job: {words}")
+        return found[0]
 
     def _cancel_others(self, job_id: str) -> None:
         """An attempt that was taken for lost may still have been worked off."""
@@ -92,12 +96,12 @@ def _refuse(words: str) -> NoReturn:
 
     Raises:
         SubmitLimitError: Because of a limit on submitted jobs.
-        LaunchError: For another reason.
+        RefusedError: For another reason.
     """
     line = _last_line(words)
     if slurm.is_submit_limit(words):
         raise SubmitLimitError(f"a limit of the cluster on submitted jobs is reached: {line}") from None
-    raise LaunchError(f"the scheduler refused the job: {line}") from None
+    raise RefusedError(f"the scheduler refused the job: {line}") from None
 
 
 def submissions_named(name: str, settle_s: float = SETTLE_S) -> list[str]:
