@@ -195,6 +195,6 @@ def say_interrupted(sweep: Sweep) -> None:
     from tula_hpc.stages import jobs_left
 
     sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
-    jobs = [job for _, job in jobs_left(sweep)]
+    jobs = jobs_left(sweep, "profile", "train", "control")
     if jobs:
         sys.stderr.write(f"jobs are left as they are; to cancel them: {sweep.launcher.cancel_command(jobs)}\n")

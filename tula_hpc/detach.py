@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import Failure, TulaError
 from tula_hpc.jobs import ControlJob
-from tula_hpc.launch import Launcher, StillRunningError, Submitted
+from tula_hpc.launch import StillRunningError, Submitted
 from tula_hpc.pipeline import carry_out
 from tula_hpc.records import RunDirectory
-from tula_hpc.stages import Sweep, submission_of, unsettled
+from tula_hpc.stages import Sweep, jobs_left, unsettled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +50,8 @@ def _step(sweep: Sweep, until: str) -> int:
 
 
 def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> Submitted:
-    cluster = sweep.cluster.controller()
     job = ControlJob(sweep.run.root, until, sweep.started_at)
-    launcher = Launcher(cluster, sweep.run, f"tula-{sweep.spec.name}")
+    launcher = sweep._replace(cluster=sweep.cluster.controller(), detached=False).launcher
     after = sorted({job.array_id for job in jobs})
     minutes = sweep.cluster.controller_minutes
     return launcher.submit([job], stage="control", nodes=1, minutes=minutes, after=after)[0]
@@ -60,10 +59,7 @@ def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> S
 
 def controllers(sweep: Sweep) -> list[Submitted]:
     """Controller jobs of this run that are not over, without the one that asks."""
-    jobs = [submission_of(sweep.run, event) for event in unsettled(sweep.run, "control")]
-    jobs = [job for job in jobs if job.job_id != slurm_job_id()]
-    active = sweep.launcher.active([job.job_id for job in jobs])
-    return [job for job in jobs if job.job_id in active]
+    return [job for job in jobs_left(sweep, "control") if job.job_id != slurm_job_id()]
 
 
 def run_controller(job: ControlJob) -> None:
@@ -91,13 +87,14 @@ def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
     from tula_hpc import slurm
 
-    if sweep.cluster.executor != "slurm" or not unsettled(sweep.run, "control"):
+    left = unsettled(sweep.run, "control")
+    if sweep.cluster.executor != "slurm" or not left:
         return
     waiting = controllers(sweep)
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
         print(f"controller job {waiting[0].job_id} is cancelled: this command carries on instead")
-    for event in unsettled(sweep.run, "control"):
+    for event in left:
         sweep.run.log_event("ended", "control", job_id=event.job_id)
 
 

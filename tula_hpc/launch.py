@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import sys
@@ -227,10 +226,7 @@ class Launcher:
             return []
         if len(ids) > 1:
             slurm.cancel(ids[1:])
-        count = len(notice.tasks)
-        return self._log_submitted(
-            path.parent, notice, ids[:1] if count == 1 else [f"{ids[0]}_{i}" for i in range(count)]
-        )
+        return self._log_submitted(path.parent, notice, slurm.task_ids(ids[0], len(notice.tasks)))
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
@@ -246,8 +242,9 @@ class Launcher:
             StillRunningError: None is over, and the launcher is detached.
         """
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
-        started = time.monotonic()
-        for looked in itertools.count(1):
+        started, looked = time.monotonic(), 0
+        while True:
+            looked += 1
             active = self.active([job.job_id for job in jobs])
             for job_id in missing:
                 missing[job_id] = 0 if job_id in active else missing[job_id] + 1
@@ -258,7 +255,6 @@ class Launcher:
             if self.detached and looked >= self._gone_polls:
                 raise StillRunningError(jobs)
             time.sleep(self._pause_s(time.monotonic() - started))
-        raise AssertionError("itertools.count ends")  # for the type checker
 
     def _pause_s(self, waited_s: float) -> float:
         """Long waits ask the controller less often: every 2 s at first, every 30 s after half an hour."""

@@ -55,8 +55,7 @@ class PatientExecutor(SlurmExecutor):
         count = len(delayed_submissions)
         if count > 1:
             self.parameters["map_count"] = count
-        job_id = self._submit_once()
-        ids = [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
+        ids = slurm.task_ids(self._submit_once(), count)
         return [SlurmJob(self.folder, task, list(range(self._num_tasks()))) for task in ids]
 
     def _submit_once(self) -> str:

@@ -119,6 +119,11 @@ def named(name: str) -> list[str]:
     return sorted(ids, key=int)
 
 
+def task_ids(job_id: str, count: int) -> list[str]:
+    """Ids of the tasks of an array of so many; a single one is a plain job."""
+    return [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
+
+
 def own_jobs() -> int:
     """Jobs that this user has in the queue, tasks of arrays counted one by one."""
     return len(run_command(["squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i"]).split())

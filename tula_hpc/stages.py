@@ -70,9 +70,9 @@ def failed_measurement(
     )
 
 
-def unsettled(run: RunDirectory, stage: str) -> list[Event]:
-    """The submissions of a stage whose jobs' ends have not been seen to, oldest first."""
-    events = [event for event in run.events() if event.stage == stage]
+def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
+    """The submissions of these stages whose jobs' ends have not been seen to, oldest first."""
+    events = [event for event in run.events() if event.stage in stages]
     ended = {event.job_id for event in events if event.event == "ended"}
     return [event for event in events if event.event == "submitted" and event.job_id not in ended]
 
@@ -82,11 +82,11 @@ def submission_of(run: RunDirectory, event: Event) -> Submitted:
     return Submitted(event.job_id, run.root / str(event.data.get("folder", "")))
 
 
-def jobs_left(sweep: Sweep) -> list[tuple[str, Submitted]]:
-    """Stage and job of every job of this sweep that is not over."""
-    submitted = [event for stage in ("profile", "train", "control") for event in unsettled(sweep.run, stage)]
-    active = sweep.launcher.active([event.job_id for event in submitted])
-    return [(event.stage, submission_of(sweep.run, event)) for event in submitted if event.job_id in active]
+def jobs_left(sweep: Sweep, *stages: str) -> list[Submitted]:
+    """Every job of these stages that is not over."""
+    jobs = [submission_of(sweep.run, event) for event in unsettled(sweep.run, *stages)]
+    active = sweep.launcher.active([job.job_id for job in jobs])
+    return [job for job in jobs if job.job_id in active]
 
 
 def plan_stage(sweep: Sweep) -> Plan:

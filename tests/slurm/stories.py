@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from signal import SIGUSR2
 from typing import NamedTuple
@@ -150,11 +151,11 @@ def _flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def preempted(training: Training) -> None:
+def preempted(training: Training, settings: AbstractContextManager[object] | None = None) -> None:
     """A job in a higher-priority partition takes the nodes: TERM."""
     training.start()
     training.wait_for_steps()
-    with SETTINGS:  # not the user signal
+    with SETTINGS, settings or nullcontext():  # else not the user signal
         training.strike(lambda: training.cluster.preempt(training.job_id))
         training.wait_for_event("preempted")
     training.wait_for_event("resumed")
@@ -164,14 +165,7 @@ def preempted(training: Training) -> None:
 
 def preempted_with_user_signal(training: Training) -> None:
     """The same where the site has preempt_send_user_signal: USR2."""
-    training.start()
-    training.wait_for_steps()
-    with SETTINGS, training.cluster.changed(user_signal=True):
-        training.strike(lambda: training.cluster.preempt(training.job_id))
-        training.wait_for_event("preempted")
-    training.wait_for_event("resumed")
-    training.hurry()
-    training.end()
+    preempted(training, training.cluster.changed(user_signal=True))
 
 
 def cancelled(training: Training) -> None:
