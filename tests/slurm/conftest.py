@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
         if "told" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(1200))  # the first one waits for all of them
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What happened to a training goes with a test of it that fails: its run directory may not outlive the machine."""
+    report = yield
+    told = getattr(item, "funcargs", {}).get("told")
+    if report.failed and isinstance(told, Training):
+        report.sections.append((f"events of {told.name!r}", told.account()))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -228,6 +228,12 @@ class Training:
             (e.step, e.train_loss, e.test_loss) for e in epochs[1]
         ]
 
+    def account(self) -> str:
+        """What happened to it, a line for each event; for people."""
+        events = self.events()
+        lines = (f"{e.time - events[0].time:6.1f} s {e.job_id} {e.event} {e.failure or ''} {e.detail}" for e in events)
+        return "\n".join(lines)
+
     def logs(self) -> str:
         """All that its jobs wrote."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.run.slurm.glob("*/*.err")))

@@ -57,7 +57,16 @@ def test_a_job_with_a_killed_process_ends_at_once_and_another_follows(told: Trai
     assert told.events("resumed")[0].job_id != told.events("submitted")[0].job_id
 
 
-@about("second node killed", "stale writer")
+@about("second node killed")
+def test_a_training_whose_node_failed_goes_on(told: Training) -> None:
+    """Slurm requeues its job, unless srun gives up on the lost node before: then another job follows."""
+    failures = {event.failure for event in told.events("failed")}
+    assert failures <= {Failure.KILLED, Failure.NODE_FAILED}
+    assert len(told.events("submitted")) == 1 + len(told.events("failed"))
+    assert told.events("resumed")[-1].job_id == told.job_id
+
+
+@about("stale writer")
 def test_slurm_requeues_a_job_whose_node_failed(told: Training) -> None:
     (submitted,), (resumed,) = told.events("submitted"), told.events("resumed")
     assert submitted.job_id == resumed.job_id
