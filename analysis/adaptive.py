@@ -9,8 +9,9 @@ variance,
     gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)        cost_j = N_j × (steps × t_j + start, on other nodes)
 
 w_i is how often candidate i belongs to the decision in predictions drawn from that uncertainty, plus a little for all.
-The search ends when those draws agree on the decision and the chosen step time is known well enough, or when
-`max_profiles` configurations were measured.
+The decision is the plan's own (`aim`): what memory, the largest batch, deadline and budget rule out in every draw
+weighs nothing and is not measured. The search ends when those draws agree on the decision and the chosen step time is
+known well enough, or when `max_profiles` configurations were measured.
 
 Everything is a pure function of the measurements: replayed over recorded ones, it proposes the same again.
 """
@@ -18,12 +19,12 @@ Everything is a pure function of the measurements: replayed over recorded ones, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.aggregate import Profile, is_usable, summarize
+from tula_hpc.analysis.aggregate import Summary, is_usable, summarize
+from tula_hpc.analysis.aim import Aim, Judged
 from tula_hpc.analysis.performance import FormName, StepTimeModel, fit_step_time
 from tula_hpc.analysis.regression import Array
 from tula_hpc.records import Configuration, Measurement
@@ -40,13 +41,6 @@ KNOWN = 0.07  # largest relative standard deviation of the decision's own step t
 BASELINE = 0.1  # weight of a candidate that no draw decides for
 NEAR = 0.03  # candidates within this share of a draw's best belong to the decision
 MOST_POINTS = 400  # candidates that are looked at; of more, an even choice
-
-
-class Aim(NamedTuple):
-    """What the decision will be made by."""
-
-    kind: str = "knee"  # knee, time, cost, or weighted: whose both sides have to stand
-    by_memory: bool = False  # cost counts the memory in use, not only the nodes
 
 
 class AdaptiveSearch:
@@ -66,7 +60,7 @@ class AdaptiveSearch:
         max_profiles: int = 8,
         form: FormName = "auto",
     ) -> None:
-        self.candidates = sorted(candidates)
+        self.candidates = sorted(aim.conceivable(candidates))
         self.aim, self.max_profiles, self.form = aim, max_profiles, form
 
     def propose(
@@ -86,18 +80,19 @@ class AdaptiveSearch:
             return corners if len(measured) < self.max_profiles else []
         if len(measured) < AT_LEAST:
             return open_[:1]
-        return self._by_uncertainty(usable, open_)
+        return self._by_uncertainty(summarize(measurements), usable, open_)
 
-    def _by_uncertainty(self, usable: Sequence[Measurement], open_: Sequence[Configuration]) -> list[Configuration]:
-        profiles = summarize(usable).profiles
+    def _by_uncertainty(
+        self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
+    ) -> list[Configuration]:
         points = _thinned(self.candidates, keep={row.configuration for row in usable})
-        view = _View(points, profiles, fit_step_time(profiles, self.form), self.aim)
+        view = _View(points, summary, fit_step_time(summary.profiles, self.form), self.aim)
         if view.decided:
             return []
         gains = view.gains(_latest_nodes(usable), _steps_per_profile(usable))
-        allowed = set(open_)
-        best = max(range(len(points)), key=lambda i: (points[i] in allowed, gains[i], points[i]))
-        return [points[best]] if points[best] in allowed else list(open_[:1])
+        may_run = set(open_) & {points[i] for i in np.flatnonzero(view.eligible)}
+        best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
+        return [points[best]] if points[best] in may_run else []
 
 
 def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
@@ -113,30 +108,26 @@ def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
 class _View:
     """What the model says of all candidates together, and how sure it is."""
 
-    def __init__(
-        self, points: Sequence[Configuration], profiles: Sequence[Profile], model: StepTimeModel, aim: Aim
-    ) -> None:
-        self.points, self.aim = points, aim
+    def __init__(self, points: Sequence[Configuration], summary: Summary, model: StepTimeModel, aim: Aim) -> None:
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
-        self.memory = _memory_line(profiles, self.batch) if aim.by_memory else np.ones_like(self.batch)
         self.spread = model.spread_
         draws = _draws(self.covariance) * self.spread
-        self.drawn_s = self.step_s * np.exp(np.clip(draws, -3.0, 3.0))
-        self.decisions = [
-            _Decision(self, kind) for kind in (("time", "cost") if aim.kind == "weighted" else (aim.kind,))
-        ]
+        every_s = np.concatenate([self.step_s[None], self.step_s * np.exp(np.clip(draws, -3.0, 3.0))])
+        judged = aim.judge(points, every_s, model, summary)
+        self.eligible, self.hopeless = judged.eligible.any(axis=0), judged.hopeless
+        self.decision = _Decision(self, judged, aim.kind)
 
     @property
     def decided(self) -> bool:
-        """Whether the draws agree on every decision, and its own time is known."""
-        known = self.spread * np.sqrt(np.diag(self.covariance))
-        return all(d.regret <= d.enough and known[d.chosen] <= KNOWN for d in self.decisions)
+        """Whether the draws agree on the decision, and its own time is known; or that there is nothing to decide."""
+        known = self.spread * np.sqrt(self.covariance[self.decision.chosen, self.decision.chosen])
+        return self.hopeless or bool(self.decision.regret <= self.decision.enough and known <= KNOWN)
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:
         """(m,), see the module's equation."""
-        weights = BASELINE + np.max([d.belongs for d in self.decisions], axis=0)
+        weights = np.where(self.eligible, BASELINE + self.decision.belongs, 0.0)
         reduction = weights @ (self.covariance**2 / (1.0 + np.diag(self.covariance)))
         start = np.where(self.nodes == latest_nodes, 0.0, START_S) if latest_nodes else START_S
         return np.asarray(reduction / np.sqrt(self.nodes * (steps * self.step_s + start)))
@@ -145,23 +136,22 @@ class _View:
 class _Decision:
     """One objective over the candidates, as predicted and in each draw."""
 
-    def __init__(self, view: _View, kind: str) -> None:
-        time_s = np.concatenate([view.step_s[None], view.drawn_s]) / (view.nodes * view.per_node * view.batch)
+    def __init__(self, view: _View, judged: Judged, kind: str) -> None:
         if kind == "knee":
-            self._knee(view, time_s)
+            self._knee(judged, view.nodes * view.per_node * view.batch)
         else:
             self.enough = max(LEAST_REGRET, REGRET * view.spread)
-            self._least(time_s * (1.0 if kind == "time" else view.nodes * view.per_node * view.memory))
+            self._least(judged)
 
-    def _least(self, values: Array) -> None:
-        """Values (1 + draws, m), the prediction first."""
+    def _least(self, judged: Judged) -> None:
+        values = np.where(judged.eligible, judged.value, np.inf)
         self.chosen = int(np.argmin(values[0]))
-        best = values[1:].min(axis=1)
-        self.regret = float(np.mean(values[1:, self.chosen] / best - 1.0))
-        self.belongs = np.mean(values[1:] <= best[:, None] * (1.0 + NEAR), axis=0)
+        self.regret = float(np.mean(judged.loss(self.chosen)))
+        self.belongs = np.mean(values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR), axis=0)
 
-    def _knee(self, view: _View, time_s: Array) -> None:
-        batches, column = np.unique(view.nodes * view.per_node * view.batch, return_inverse=True)
+    def _knee(self, judged: Judged, global_batch: Array) -> None:
+        time_s = np.where(judged.eligible, judged.value, np.inf)
+        batches, column = np.unique(global_batch, return_inverse=True)
         fastest = np.stack([time_s[:, column == i].min(axis=1) for i in range(len(batches))], axis=1)
         knees = knee_columns(batches, fastest)
         octaves = np.abs(np.log2(batches[knees[1:]] / batches[knees[0]]))
@@ -169,17 +159,23 @@ class _Decision:
         self.chosen = int(at_knee[np.argmin(time_s[0, at_knee])])
         self.regret, self.enough = float(np.mean(octaves)), OCTAVES
         share = np.bincount(knees[1:], minlength=len(batches)) / len(octaves)
-        on_front = np.mean(time_s[1:] <= fastest[1:, column] * (1.0 + NEAR), axis=0)
-        self.belongs = on_front * (share[column] + 1.0) / 2.0
+        front = judged.eligible[1:] & (time_s[1:] <= fastest[1:, column] * (1.0 + NEAR))
+        self.belongs = np.mean(front, axis=0) * (share[column] + 1.0) / 2.0
 
 
 def knee_columns(batches: Array, times: Array) -> NDArray[np.intp]:
-    """For each row of times (n, m) over ascending batches (m,): the column farthest below the chord of its envelope."""
-    envelope = np.minimum.accumulate(times, axis=1)
-    fall = np.maximum(envelope[:, :1] - envelope[:, -1:], 1e-300)
-    height = (envelope - envelope[:, -1:]) / fall
-    along = (batches - batches[0]) / max(batches[-1] - batches[0], 1e-300)
-    return np.asarray(np.argmax(1.0 - along - height, axis=1))
+    """For each row of times (n, m) over ascending batches (m,): the column farthest below the chord of its envelope.
+
+    Infinite times are of batches that cannot be chosen: the chord joins the first and the last of the others.
+    """
+    finite, rows = np.isfinite(times), np.arange(len(times))
+    first, last = np.argmax(finite, axis=1), len(batches) - 1 - np.argmax(finite[:, ::-1], axis=1)
+    envelope = np.minimum.accumulate(np.where(finite, times, np.inf), axis=1)
+    high, low = envelope[rows, first][:, None], envelope[rows, last][:, None]
+    start, end = batches[first][:, None], batches[last][:, None]
+    height = (np.minimum(envelope, high) - low) / np.maximum(high - low, 1e-300)
+    along = (batches - start) / np.maximum(end - start, 1e-300)
+    return np.asarray(np.argmax(np.where(finite, 1.0 - along - height, -np.inf), axis=1))
 
 
 def _draws(covariance: Array) -> Array:
@@ -187,15 +183,6 @@ def _draws(covariance: Array) -> Array:
     values, vectors = np.linalg.eigh(covariance)
     normal = np.random.default_rng(SEED).standard_normal((DRAWS, len(values)))
     return np.asarray(normal @ (vectors * np.sqrt(np.maximum(values, 0.0))).T)
-
-
-def _memory_line(profiles: Sequence[Profile], batch: Array) -> Array:
-    """Bytes over the local batch, roughly: a straight line through what was measured."""
-    batches = np.array([p.configuration.local_batch for p in profiles], dtype=np.float64)
-    used = np.array([p.memory.reserved_bytes for p in profiles], dtype=np.float64)
-    away = batches - batches.mean()
-    slope = float(away @ used) / max(float(away @ away), 1.0)
-    return np.asarray(np.maximum(used.mean() + slope * (batch - batches.mean()), 1.0))
 
 
 def _latest_nodes(usable: Sequence[Measurement]) -> float | None:

@@ -82,8 +82,12 @@ def fit_models(summary: Summary, memory_limit_bytes: float | None = None, form: 
         NotEnoughDataError: Nothing ran, or fewer than two local batches did.
     """
     _check_enough(summary)
+    return models_of(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
+
+
+def models_of(summary: Summary, memory_limit_bytes: float | None, step_time: StepTimeModel) -> Models:
+    """What was fitted already, and what is fitted beside it; at least one profile, see `fit_models`."""
     configurations = np.array([row.configuration for row in summary.profiles], dtype=np.float64)
-    step_time = fit_step_time(summary.profiles, form)
     batches = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
     memory = fit_memory(summary, memory_limit_bytes)
     loads = batches > 0

@@ -68,6 +68,15 @@ def about_choice(chosen: int, fitted: Fitted) -> list[str]:
     return found + _dropped(int(fitted.table.global_batch[chosen]), part.summary.dataset_samples)
 
 
+def about_method(sweep: SweepSpec) -> list[str]:
+    """Whether the factors of gradient scaling cancel out: Adam divides the gradient by its own size."""
+    scales = sweep.training.method in ("ags", "static")
+    if not scales or sweep.workload.optimizer != "adamw" or sweep.scale_applies_to == "update":
+        return []
+    why = "AdamW divides gradients by their own size, so that a factor before it hardly acts"
+    return [f'{why}; training.apply = "update" scales what AdamW makes of them']
+
+
 def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
     """Whether the chosen batch is larger than the gradient's noise makes useful."""
     if critical is None or chosen.global_batch <= critical.batch:

@@ -14,6 +14,7 @@ from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate
 
 SECONDS_PER_HOUR = 3600.0
+CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)  # by the user; all else is impossible
 
 
 class Constraint(NamedTuple):
@@ -74,6 +75,12 @@ def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable
     return table._replace(why=why)
 
 
+def excess(table: CandidateTable, objective: ObjectiveSpec) -> NDArray[np.float64]:
+    """The largest share by which each candidate is over any of the user's limits; 0 or less where it keeps them."""
+    over = [constraint.excess(table) for constraint in constraints_of(objective)]
+    return np.asarray(np.max(over, axis=0) if over else np.zeros(table.rows))
+
+
 def breaks(constraint: Constraint, candidate: Candidate) -> str:
     """How a candidate breaks a constraint, in words."""
     amount, limit = constraint.of(candidate), constraint.limit
@@ -87,9 +94,7 @@ def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | No
 
     By the largest share by which it is over any limit.
     """
-    possible = np.flatnonzero(np.isin(table.why, [Why.DEADLINE, Why.BUDGET, Why.BATCH]))
+    possible = np.flatnonzero(np.isin(table.why, CONSTRAINED))
     if not len(possible):
         return None
-    rows = table.take(possible)
-    excess = np.max([constraint.excess(rows) for constraint in constraints_of(objective)], axis=0)
-    return int(possible[np.argmin(excess)])
+    return int(possible[np.argmin(excess(table.take(possible), objective))])

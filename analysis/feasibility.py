@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.constraints import Constraint, breaks, constrain, constraints_of, nearest_outside
+from tula_hpc.analysis.constraints import (
+    CONSTRAINED,
+    Constraint,
+    breaks,
+    constrain,
+    constraints_of,
+    nearest_outside,
+)
 from tula_hpc.analysis.knee import TrainTime
 from tula_hpc.analysis.objective import choose
 from tula_hpc.analysis.parts import Fitted, name_of
@@ -16,7 +23,6 @@ from tula_hpc.config import ObjectiveSpec
 from tula_hpc.errors import InfeasibleError
 from tula_hpc.records import Candidate
 
-CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
 ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
     Why.FOREVER: "raise train_minutes, or lower training.checkpoint_minutes or pricing.restart_s",

@@ -53,7 +53,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
         longest = max(len(name) for name in lines)
         style.batch_axis(axes, table.batches, "global batch B", right=0.06 + 0.0145 * longest)
         accuracy_axis(axes, heights([*(e for entries in lines.values() for e in entries), table.reference]))
-        ends = [_draw_line(axes, entries, column_style(table.columns, name)) for name, entries in lines.items()]
+        ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
         if table.reference is not None and table.reference.test is not None:
             _draw_small_batch(axes, table.reference)
         labels.label_ends(axes, ends)
@@ -80,11 +80,12 @@ def accuracy_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.set_ylabel("test accuracy, %")
 
 
-def _draw_line(axes: Axes, entries: Sequence[Entry], look: style.SizeStyle) -> labels.EndLabel:
+def _draw_line(axes: Axes, entries: Sequence[Entry], columns: Sequence[str]) -> labels.EndLabel:
+    look, line = column_style(columns, entries[0].column), line_style(columns, entries[0].column)
     batches = [entry.batch for entry in entries]
     means = np.array([100 * entry.test.mean for entry in entries if entry.test])
     deviations = np.array([100 * (entry.test.deviation or 0.0) for entry in entries if entry.test])
-    axes.plot(batches, means, f"{look.marker}-", color=look.colour, zorder=3)
+    axes.plot(batches, means, line, marker=look.marker, color=look.colour, zorder=3)
     partial = [(entry.batch, mean) for entry, mean in zip(entries, means, strict=True) if entry.diverged]
     axes.plot(*np.array(partial).reshape(-1, 2).T, look.marker, color=look.colour, markerfacecolor="white", zorder=4)
     if len(batches) > 1:
@@ -101,10 +102,11 @@ def _draw_small_batch(axes: Axes, small: Entry) -> None:
     axes.axhline(mean, color=style.INK.light, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"{small.column} at B = {small.batch:,}: {percent(small.test)}",
-        (0.01, mean),
+        (0.99, mean),  # where the large batches have lost, most room is above them
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
+        ha="right",
         size=8,
     )
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.knee_locator import knee_locator
 from tula_hpc.analysis.table import CandidateTable
 from tula_hpc.records import Knee
 
@@ -83,9 +84,7 @@ def find_knee(curve: Curve) -> float | None:
     batches, times = curve
     if np.isnan(find_knees(curve)):
         return None
-    from kneed import KneeLocator  # late: it pulls in a plotting library
-
-    found = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True).all_knees
+    found = knee_locator()(batches, times, curve="convex", direction="decreasing", online=True).all_knees
     height = (times - times[-1]) / (times[0] - times[-1])
     bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
     return max(sorted(map(float, found)), key=lambda batch: float(np.interp(batch, batches, bend)), default=None)

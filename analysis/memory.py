@@ -40,7 +40,7 @@ from tula_hpc.analysis.regression import (
     identified,
     relative_spread,
 )
-from tula_hpc.records import Footprint
+from tula_hpc.records import Footprint, MemoryUse
 
 SEGMENT_BYTES = 2 * 1024**2  # CUDA's caching allocator asks the device for multiples of it
 NAMES = ("fixed_bytes", "bytes_per_sample", "bucket_bytes", "lift_bytes")
@@ -378,3 +378,22 @@ def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float |
         abs(footprint.peak_bytes(row.configuration.local_batch) / row.memory.reserved_bytes - 1.0) for row in profiles
     ]
     return float(np.median(errors)) if errors else None
+
+
+def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> int:
+    """Host memory of the copy that a checkpoint is written from while training goes on; on the first node only.
+
+        parameters + optimizer states of its own + 2 × states that are divided over the workers (ZeRO)
+
+    since the latter are gathered there first, and copied then. On CPUs it comes on top of a step's peak; on GPUs the
+    step's peak is the device's, and this the host's.
+
+    Args:
+        uses: What was measured.
+        workers: Of each.
+    """
+    whole = (
+        use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes + 2 * use.sharded_bytes * world
+        for use, world in zip(uses, workers, strict=True)
+    )
+    return max(whole, default=0)

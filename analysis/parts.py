@@ -9,14 +9,15 @@ import numpy as np
 
 from tula_hpc.analysis.aggregate import summarize
 from tula_hpc.analysis.candidates import fit_models
+from tula_hpc.analysis.checkpoints import measured_cost
 from tula_hpc.analysis.energy import node_power
+from tula_hpc.analysis.evaluation import evaluation_of
 from tula_hpc.analysis.grid import Grid, candidate_grid
 from tula_hpc.analysis.knee import Array, TrainTime
-from tula_hpc.analysis.performance import FormName
 from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
-from tula_hpc.records import Candidate, Measurement
+from tula_hpc.records import Candidate, Event, Measurement, Metrics
 
 DRAWS = 200  # models drawn from the fit's uncertainty
 SEED = 0  # the same measurements give the same plan
@@ -30,8 +31,19 @@ class Fitted(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def fit_parts(sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]) -> Fitted:
+class Trained(NamedTuple):
+    """What trainings of the run have left, if there were any."""
+
+    metrics: Metrics | None = None
+    events: Sequence[Event] = ()
+
+
+def fit_parts(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained | None = None
+) -> Fitted:
     """Fit models for every partition that has measurements enough, and predict its candidates.
+
+    What a training measured of evaluation and checkpoints counts wherever it ran.
 
     Raises:
         NotEnoughDataError: No partition has; the message says what each of them lacks.
@@ -43,7 +55,7 @@ def fit_parts(sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Mea
     errors: list[NotEnoughDataError] = []
     for name, spec in zip(cluster.part_names(), cluster.parts(), strict=True):
         try:
-            part = _fit(name, spec, of_part(measurements, name), sweep.search.form)
+            part = _fit(name, sweep, spec, of_part(measurements, name), trained or Trained())
             grid, left_out = _plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
@@ -92,11 +104,17 @@ def name_of(candidate: Candidate) -> str:
     return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"
 
 
-def _fit(name: str, cluster: ClusterSpec, measurements: Sequence[Measurement], form: FormName) -> Part:
+def _fit(
+    name: str, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained
+) -> Part:
     summary = summarize(measurements)
     limit = None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)  # the rest may have been in use
-    models = fit_models(summary, limit, form)
-    return Part(name, cluster, summary, models, node_power(summary.profiles, cluster.pricing))
+    models = fit_models(summary, limit, sweep.search.form)
+    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
+    if trained.metrics is not None:
+        evaluation = evaluation.corrected(trained.metrics.epochs)
+    power = node_power(summary.profiles, cluster.pricing)
+    return Part(name, cluster, summary, models, power, evaluation, measured_cost(trained.events))
 
 
 def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:

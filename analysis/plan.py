@@ -74,7 +74,7 @@ def _answer(options: argparse.Namespace) -> str:
     read = run.measurements()
     footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
     try:
-        plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics)
+        plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics, events=run.events())
     except InputError as error:  # prices that need what is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""

@@ -13,6 +13,7 @@ from tula_hpc.records import Candidate, Plan
 
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
 FRONT_MARK = "◆"
+PART_NAMES = {"starts": "start-up", "repeated": "work repeated after interruptions"}  # of `Candidate.wall_parts_s`
 LOG_WIDTH = 120  # columns where the output is no terminal
 
 
@@ -35,6 +36,7 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
     """What the plan expects, why it chose what it chose, what that excludes, and what it is not sure of."""
     return [
         _expectation(plan),
+        *_where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *background(plan),
         *([f"Profiling: {profiling}."] if profiling else []),
@@ -61,11 +63,19 @@ def _expectation(plan: Plan) -> str:
     text = f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}"
     if chosen.wall_time_s is not None and chosen.wall_time_s > chosen.train_time_s:
         loss = format_percent(chosen.wall_time_s / chosen.train_time_s - 1.0)
-        expected = f"with starts, checkpoints and interruptions {format_duration(chosen.wall_time_s)} expected"
+        expected = f"with all that comes beside its steps {format_duration(chosen.wall_time_s)} expected"
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
         text += f"; {expected}, {loss} more, with a checkpoint every {every}"
     energy = f"; {format_number(chosen.energy_kwh, 3)} kWh" if chosen.energy_kwh is not None else ""
     return f"{text}{energy}."
+
+
+def _where_time_goes(chosen: Candidate) -> list[str]:
+    """The parts of the expected time with their shares, those of less than a thousandth left out."""
+    whole_s = sum(chosen.wall_parts_s.values())
+    parts = [(name, seconds) for name, seconds in chosen.wall_parts_s.items() if seconds >= 0.001 * whole_s > 0.0]
+    shown = [f"{PART_NAMES.get(name, name)} {format_duration(s)} ({format_percent(s / whole_s)})" for name, s in parts]
+    return [f"Of the expected time: {', '.join(shown)}."] if shown else []
 
 
 def _alternatives(plan: Plan) -> list[str]:

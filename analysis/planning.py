@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.records import Footprint, Measurement, Metrics, Plan
+from tula_hpc.records import Event, Footprint, Measurement, Metrics, Plan
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.knee import TrainTime
     from tula_hpc.analysis.noise import CriticalBatch
     from tula_hpc.analysis.objective import Choice
     from tula_hpc.analysis.parts import Fitted
+    from tula_hpc.analysis.table import Part
 
 RUNNERS_UP = 3
 
@@ -28,13 +29,15 @@ def make_plan(
     footprints: Mapping[str, Footprint] | None = None,
     *,
     metrics: Metrics | None = None,
+    events: Sequence[Event] = (),
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
     With measurements of a single cluster size, only that size is planned: one size says nothing about another. The
     order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
     and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
-    tell more of the critical batch than the first weights, which profiles see.
+    tell more of the critical batch than the first weights, which profiles see, and how long evaluation takes; `events`
+    of the run tell what a checkpoint costs.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.
@@ -47,9 +50,9 @@ def make_plan(
     from tula_hpc.analysis.feasibility import require_feasible
     from tula_hpc.analysis.noise import critical_batch
     from tula_hpc.analysis.objective import choose
-    from tula_hpc.analysis.parts import drawn_time, fit_parts, fitted_time
+    from tula_hpc.analysis.parts import Trained, drawn_time, fit_parts, fitted_time
 
-    fitted = fit_parts(sweep, cluster, measurements)
+    fitted = fit_parts(sweep, cluster, measurements, Trained(metrics, events))
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
     require_feasible(fitted, sweep.objective)
     laws = [law(fitted.parts, sweep.workload.epochs) for law in (fitted_time, drawn_time)]
@@ -71,6 +74,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critic
     return [
         *cautions.about_choice(row, fitted),
         *cautions.about_batch(plan.chosen, critical),
+        *cautions.about_method(sweep),
         *cautions.about_interruptions(row, fitted, sweep),
         *narrowly_kept(plan.chosen, sweep.objective),
         *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
@@ -88,14 +92,27 @@ def _remarks(
 ) -> dict[str, Any]:
     """Fields of the plan that say what the constraints exclude, what prices assume, and which batch still pays."""
     from tula_hpc.analysis.feasibility import binding
-    from tula_hpc.analysis.pricing import assumptions
 
     return {
         "binding": binding(fitted, sweep.objective, train_time_s),
         "critical_batch": critical.batch if critical else None,
         "critical_batch_source": critical.source if critical else None,
-        "notes": list(dict.fromkeys(note for part in fitted.parts for note in assumptions(part.cluster, part.power))),
+        "notes": list(dict.fromkeys(note for part in fitted.parts for note in _notes(part))),
     }
+
+
+def _notes(part: Part) -> list[str]:
+    """What prices, times and memory assume."""
+    from tula_hpc.analysis import checkpoints
+    from tula_hpc.analysis.formatting import format_bytes
+    from tula_hpc.analysis.pricing import assumptions
+    from tula_hpc.analysis.table import checkpoint_copy
+
+    copy = format_bytes(checkpoint_copy(part))
+    counted = "which is reckoned with" if part.cluster.device == "cpu" else "beside what loads the data"
+    said = f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
+    costs = checkpoints.describe(part.save, part.cluster.pricing)
+    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, said]
 
 
 def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:

@@ -1,8 +1,8 @@
 """What a training costs, on every basis of `[pricing]`, over columns of candidates.
 
-Paid is expected wall time, that is training, the start of the job, checkpoints, and what interruptions repeat:
-preemptions of spot nodes (`spot`) and requeues at the time limit (`requeue`). Waiting in the queue is not paid for.
-Evaluation after every epoch is paid for but not in the estimate: no profile times it.
+Paid is expected wall time, that is training, evaluation after every epoch (`evaluation`), the start of the job,
+checkpoints (`checkpoints`), and what interruptions repeat: preemptions of spot nodes (`spot`) and requeues at the time
+limit (`requeue`). Waiting in the queue is not paid for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import numpy as np
 from numpy import float64
 from numpy.typing import NDArray
 
-from tula_hpc.analysis import billing, spot
+from tula_hpc.analysis import billing, checkpoints, spot
+from tula_hpc.analysis.checkpoints import SaveCost
 from tula_hpc.analysis.energy import NodePower, energy_kwh
 from tula_hpc.analysis.requeue import under_time_limit
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
 
 SECONDS_PER_HOUR = 3600.0
+MOMENT_S = 1e-9
 FOREVER_S = 1e12  # 30,000 years: expected times of what never ends are cut here, so that they can be written down
 
 Array = NDArray[float64]
@@ -33,6 +35,8 @@ class Usage(NamedTuple):
     workers_per_node: Array
     train_time_s: Array
     peak_memory_bytes: Array  # per worker
+    evaluation_s: Array | float = 0.0  # all evaluations together, on top of train_time_s
+    epochs: Array | float = 1.0
 
 
 class Bill(NamedTuple):
@@ -42,7 +46,8 @@ class Bill(NamedTuple):
     requeues: Array  # expected, at the time limit
     cost: Array  # in `PricingSpec.currency`
     energy_kwh: Array  # NaN where no power is known
-    checkpoint_s: Array  # seconds between two checkpoints
+    checkpoint_s: Array  # seconds of steps between two checkpoints
+    saving_s: Array  # part of the wall time: what all checkpoints cost where nothing is repeated
 
 
 def train_cost_usd(
@@ -80,7 +85,13 @@ def train_cost_usd(
     raise ValueError(f"basis {pricing.basis!r} is not paid by node, time and memory alone")
 
 
-def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: NodePower | None) -> Bill:
+def bill(
+    usage: Usage,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    power: NodePower | None,
+    save: SaveCost | None = None,
+) -> Bill:
     """Expected wall time and cost of trainings on one kind of nodes.
 
     Args:
@@ -88,20 +99,24 @@ def bill(usage: Usage, cluster: ClusterSpec, training: TrainingSpec, power: Node
         cluster: Prices, time limit and its warning, and what a node has; without partitions (see `ClusterSpec.parts`).
         training: `checkpoint_minutes`, where the user sets it.
         power: Of a node; None where unknown.
+        save: What a checkpoint costs; None: as the prices state.
 
     Raises:
         InputError: The basis is energy, and no power is known.
     """
     pricing = cluster.pricing
-    between_s = between_preemptions_s(pricing, usage.nodes)
-    interval_s = _checkpoint_s(pricing, training, between_s)
-    work_s = _with_checkpoints_s(pricing, usage.train_time_s, interval_s, between_s)
+    save_s = pricing.checkpoint_write_s if save is None else save.seconds
+    interval_s = _checkpoint_s(cluster, training, usage, save_s)
+    saving_s = usage.train_time_s / interval_s * save_s
+    work_s = usage.train_time_s + usage.evaluation_s + saving_s
+    if pricing.basis == "spot":
+        work_s = _with_preemptions_s(pricing, usage, interval_s, save_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.restart_s)
     wall_s = np.minimum(limited.time_s, FOREVER_S)
     kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue) if power else np.full_like(wall_s, np.nan)
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
-    return Bill(wall_s, limited.requeues, cost, kwh, interval_s)
+    return Bill(wall_s, limited.requeues, cost, kwh, interval_s, saving_s)
 
 
 def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | None) -> Array:
@@ -118,12 +133,12 @@ def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | Non
     return train_cost_usd(pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes)
 
 
-def _with_checkpoints_s(pricing: PricingSpec, train_time_s: Array, interval_s: Array, between_s: Array) -> Array:
-    """Training with a checkpoint after every interval and, on spot nodes, with what preemptions repeat."""
-    write_s = pricing.checkpoint_write_s
-    if pricing.basis != "spot":
-        return train_time_s * (1.0 + write_s / interval_s)
-    return spot.expected_time_s(train_time_s, interval_s, between_s, write_s=write_s, restart_s=pricing.restart_s)
+def _with_preemptions_s(pricing: PricingSpec, usage: Usage, interval_s: Array, save_s: float) -> Array:
+    """Training on spot nodes, with what preemptions repeat, evaluations among it."""
+    work_s = usage.train_time_s + usage.evaluation_s
+    evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)  # they lie between checkpoints as steps do
+    between_s = between_preemptions_s(pricing, usage.nodes)
+    return spot.expected_time_s(work_s, interval_s * evaluating, between_s, write_s=save_s, restart_s=pricing.restart_s)
 
 
 def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array) -> Array:
@@ -139,10 +154,15 @@ def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
 
 
-def _checkpoint_s(pricing: PricingSpec, training: TrainingSpec, between_s: Array) -> Array:
-    if pricing.basis == "spot" and training.checkpoint_minutes is None:
-        return spot.best_interval_s(pricing.checkpoint_write_s, between_s)
-    return np.full_like(between_s, training.checkpoint_s)
+def _checkpoint_s(cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float) -> Array:
+    """Seconds of steps between two checkpoints, as training chooses them: at the interval, and at ends of epochs."""
+    between_s = between_preemptions_s(cluster.pricing, usage.nodes)
+    if cluster.pricing.basis != "spot":
+        between_s = np.full_like(usage.nodes, training.interruption_hours * SECONDS_PER_HOUR)
+    is_set = training.checkpoint_minutes is not None
+    every_s = np.full_like(between_s, training.checkpoint_s) if is_set else checkpoints.interval_s(save_s, between_s)
+    least_s = 0.0 if is_set else checkpoints.least_interval_s(save_s)
+    return checkpoints.with_epoch_ends_s(every_s, usage.train_time_s / usage.epochs, least_s)
 
 
 def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
@@ -154,7 +174,7 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
         found.append(f"spot nodes: {whose} is preempted every {pricing.preemption_hours:g} hours on average")
     if power is not None and (pricing.basis == "energy" or power.measured):
         found.append(_draws(power, pricing.pue))
-    return [*found, "expected time includes the start of the job and checkpoints, not evaluation after every epoch"]
+    return found
 
 
 def _draws(power: NodePower, pue: float) -> str:

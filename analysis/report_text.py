@@ -96,7 +96,7 @@ def _expected(chosen: Candidate) -> str:
     expected_s = wall_time_s(chosen)
     if expected_s <= chosen.train_time_s:
         return ""
-    return f"{format_duration(expected_s)} expected with starts, checkpoints and interruptions, "
+    return f"{format_duration(expected_s)} expected with evaluation, checkpoints, starts and interruptions, "
 
 
 def about_plan(run: RunContents) -> list[str]:

@@ -105,7 +105,8 @@ def slowed(candidate: Candidate, factor: float) -> Candidate:
         name: (low * factor, high * factor) if name in timed else (low, high)
         for name, (low, high) in candidate.interval_90.items()
     }
-    return candidate.model_copy(update=changes | {"interval_90": intervals})
+    parts = {name: value * factor for name, value in candidate.wall_parts_s.items()}
+    return candidate.model_copy(update=changes | {"interval_90": intervals, "wall_parts_s": parts})
 
 
 def _keeps(candidate: Candidate, objective: ObjectiveSpec) -> bool:

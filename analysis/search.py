@@ -61,9 +61,10 @@ def propose(
 
 
 def _adaptive(sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]) -> AdaptiveSearch:
-    from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim  # late: it pulls in the numeric libraries
+    from tula_hpc.analysis.adaptive import AdaptiveSearch  # late: it pulls in the numeric libraries
+    from tula_hpc.analysis.aim import Aim
 
-    aim = Aim(sweep.objective.kind, by_memory=cluster.pricing.basis == "memory")
+    aim = Aim(sweep.objective.kind, sweep, cluster)
     return AdaptiveSearch(fitting, aim, sweep.search.max_profiles, sweep.search.form)
 
 

@@ -2,9 +2,10 @@
 
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 
-    t_step    = (1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s      ‖x, y‖ₚ = (xᵖ + yᵖ)^(1/p)
+    t_step    = (1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N)
     t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈ × (1 + contention × (r − 1)) × e^u(b)
     t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1) + node_sync_s × f(r)) × e^v(K, r)
+    ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
 For one worker t_step = t_compute. On one node only the last term of t_sync, the collective inside a node, is left.
 
@@ -15,7 +16,9 @@ For one worker t_step = t_compute. On one node only the last term of t_sync, the
 - Overlap: gradients are reduced while the backward pass still runs. The norm is a smooth maximum (A. Qiao et al.,
   "Pollux", OSDI 2021, for the whole of t_compute); `overlap_share` is the part of the computation that can hide it.
 - The floor: a device does not become faster below some batch.
-- `overhead_s`: what a step pays beside the gradient's bytes (waiting for the slowest worker, BatchNorm's buffers).
+- `overhead_s`: what a step pays beside the bare collective, for each message that has to wait for another worker (the
+  next one may still compute, its scheduler may let it sleep); g(N) such messages follow one another, log₂ N where the
+  form does not say.
 - u and v: how far a measured batch or cluster size departs from the law, as real ones do by some percent (the kernels
   that suit a batch, the switch that joins these nodes). They are shrunk towards 0, see `performance`; u is interpolated
   over log b between the measured batches, v is 0 for cluster sizes that were not measured.
@@ -143,7 +146,7 @@ class Law(NamedTuple):
         u, v = self._effects(coefficients, rows)
         compute, sync = self._compute(coefficients, rows, u)[0], self._sync(coefficients, rows, v)[0]
         joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
-        return np.asarray(joined + _is_together(rows) * coefficients[OVERHEAD])
+        return np.asarray(joined + _waits(self.form, rows) * coefficients[OVERHEAD])
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
         """Predictions and their gradients."""
@@ -151,28 +154,27 @@ class Law(NamedTuple):
         compute, of_compute = self._compute(coefficients, rows, u)
         sync, of_sync = self._sync(coefficients, rows, v)
         joined, by_compute, by_sync, by_share = self._join(coefficients[OVERLAP], compute, sync, rows)
-        together = _is_together(rows)
+        waits = _waits(self.form, rows)
         by_u, by_v = by_compute * compute, by_sync * sync
         at_batches, at_sizes = self.knots.weights(rows)
         blocks = [
             by_compute[:, None] * of_compute,
             by_sync[:, None] * of_sync,
-            together[:, None],
+            waits[:, None],
             by_share[:, None],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
-        return Evaluation(joined + together * coefficients[OVERHEAD], np.concatenate(blocks, axis=1), by_u, by_v)
+        return Evaluation(joined + waits * coefficients[OVERHEAD], np.concatenate(blocks, axis=1), by_u, by_v)
 
     def design(self, rows: Rows) -> Array:
         """(n, p) gradients of the plain sum, without floor, contention, overlap and departures, which are 0."""
         sees_compute = np.where(rows.kind == ALLREDUCE, 0.0, 1.0)
-        together = _is_together(rows)
         columns = np.zeros((len(rows.batch), self.coefficients))
         columns[:, FIXED], columns[:, PER_SAMPLE] = sees_compute, sees_compute * rows.batch
-        sees_sync = np.maximum(together, np.where(rows.kind == ALLREDUCE, 1.0, 0.0))
+        sees_sync = np.maximum(_is_together(rows), np.where(rows.kind == ALLREDUCE, 1.0, 0.0))
         columns[:, SYNC : NODE_SYNC + 1] = sees_sync[:, None] * _sync_columns(self.form, rows)
-        columns[:, OVERHEAD] = together
+        columns[:, OVERHEAD] = _waits(self.form, rows)
         return columns
 
     def _effects(self, coefficients: Array, rows: Rows) -> tuple[Array | float, Array | float]:
@@ -220,6 +222,12 @@ class Law(NamedTuple):
 def _is_together(rows: Rows) -> Array:
     """1 for a whole step of several workers, else 0."""
     return np.where((rows.kind == STEP) & (rows.workers > 1.0), 1.0, 0.0)
+
+
+def _waits(form: Collective, rows: Rows) -> Array:
+    """g(N) for a whole step of several workers, else 0: how often a worker waits for another one in a step."""
+    rounds = np.log2 if form.latency is None else form.latency
+    return np.asarray(_is_together(rows) * rounds(rows.workers))
 
 
 def _sync_columns(form: Collective, rows: Rows) -> Array:

@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.aggregate import Summary
 from tula_hpc.analysis.candidates import Models
+from tula_hpc.analysis.checkpoints import SaveCost
 from tula_hpc.analysis.energy import NodePower
+from tula_hpc.analysis.evaluation import Evaluation
 from tula_hpc.analysis.grid import Grid
+from tula_hpc.analysis.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill
-from tula_hpc.config import GIB, ClusterSpec, SweepSpec
+from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec
 from tula_hpc.records import Candidate
 
 Array = NDArray[np.float64]
@@ -46,6 +49,8 @@ class Part(NamedTuple):
     summary: Summary
     models: Models
     power: NodePower | None
+    evaluation: Evaluation
+    save: SaveCost | None = None  # as a training measured it
 
 
 class CandidateTable(NamedTuple):
@@ -64,6 +69,8 @@ class CandidateTable(NamedTuple):
     cost: Array
     energy_kwh: Array
     checkpoint_s: Array
+    evaluation_s: Array  # of wall_time_s: all evaluations,
+    saving_s: Array  # and what checkpoints cost
     peak_bytes: Array
     why: Integers
     measured: NDArray[np.bool_]
@@ -86,7 +93,13 @@ def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
 
 
 def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
-    """Predict and price configurations on one kind of nodes.
+    """Predict and price configurations on one kind of nodes, see `priced`."""
+    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    return priced(place, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
+
+
+def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+    """Price configurations on one kind of nodes, whose steps take so long.
 
     `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale, and `train_time_s`
     epochs times that.
@@ -96,16 +109,18 @@ def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTa
         part: The kind of nodes.
         grid: At least one configuration.
         sweep: Epochs, updates, checkpoints.
+        step: (n,) seconds of a training step.
     """
     nodes, per_node, batch = (column.astype(np.float64) for column in grid)
     workers = nodes * per_node
     models = part.models
-    step = models.step_time.predict(nodes, batch, per_node)
     peak = np.ceil(models.memory.predict(batch, workers))
     epoch = step * (part.summary.dataset_samples // grid.global_batch)
     epoch += sweep.updates_per_epoch * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
-    paid = bill(Usage(nodes, per_node, train, peak), part.cluster, sweep.training, part.power)
+    evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
+    usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
+    paid = bill(usage, part.cluster, sweep.training, part.power, part.save)
     return CandidateTable(
         part=np.full(grid.nodes.shape, place, dtype=np.int64),
         **grid._asdict(),
@@ -118,8 +133,10 @@ def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTa
         cost=paid.cost,
         energy_kwh=paid.energy_kwh,
         checkpoint_s=paid.checkpoint_s,
+        evaluation_s=evaluation,
+        saving_s=paid.saving_s,
         peak_bytes=peak,
-        why=_why_not(part, grid, peak + _while_scaling(part.summary, sweep), paid.wall_time_s),
+        why=_why_not(part, grid, peak + _on_top(part, sweep), paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
 
@@ -136,9 +153,20 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
     return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
 
 
-def _while_scaling(summary: Summary, sweep: SweepSpec) -> int:
-    """Bytes that a training step needs on top of a profiled one when AGS updates its scale; profiles time it apart."""
-    return sweep.training.gradient_copies * max(row.memory.gradient_bytes for row in summary.profiles)
+def _on_top(part: Part, sweep: SweepSpec) -> int:
+    """Bytes per worker that a training needs beside what was profiled.
+
+    While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a checkpoint is written from.
+    """
+    scaling = sweep.training.gradient_copies * max(row.memory.gradient_bytes for row in part.summary.profiles)
+    copied = checkpoint_copy(part) if part.cluster.device == "cpu" else 0
+    return scaling + -(-copied // part.cluster.workers_per_node)  # one worker has it; the limit is the whole node's
+
+
+def checkpoint_copy(part: Part) -> int:
+    """Bytes of host memory on the first node; see `checkpoint_copy_bytes`."""
+    rows = part.summary.profiles
+    return checkpoint_copy_bytes([row.memory for row in rows], [row.configuration.world_size for row in rows])
 
 
 def allowed_bytes(cluster: ClusterSpec) -> float:
@@ -192,12 +220,24 @@ def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tupl
         energy_kwh=None if np.isnan(kwh) else kwh,
         checkpoint_minutes=float(row.checkpoint_s) / 60.0,
         peak_memory_bytes=int(row.peak_bytes),
+        wall_parts_s=_wall_parts_s(row, part.cluster.pricing),
         interval_90={name: (value * ends[0], value * ends[1]) for name, value in numbers.items()},
         feasible=int(row.why) == FEASIBLE,
         measured=bool(row.measured),
         why=_in_words(row, part),
         pareto=pareto,
     )
+
+
+def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]:
+    """Where the expected wall time goes, seconds; empty where it would never end."""
+    wall_s = float(row.wall_time_s)
+    if wall_s >= FOREVER_S:
+        return {}
+    starts_s = pricing.restart_s * (1.0 + float(row.requeues))
+    known = {"steps": float(row.train_time_s), "evaluation": float(row.evaluation_s)}
+    known |= {"checkpoints": float(row.saving_s), "starts": starts_s}
+    return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
 
 
 def _in_words(row: CandidateTable, part: Part) -> str:
@@ -219,5 +259,5 @@ def _in_words(row: CandidateTable, part: Part) -> str:
 def _too_much_memory(peak: float, cluster: ClusterSpec) -> str:
     limit, allowed = cluster.memory_limit_bytes or 0, allowed_bytes(cluster)
     margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * cluster.memory_margin:.3g} %"
-    updates = "" if peak > allowed else " and more while the gradient scale is updated"
+    updates = "" if peak > allowed else " and more while the gradient scale is updated and a checkpoint is written"
     return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,3 +27,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0].rpartition("/")[0]
 
     return ByFolder(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_rows_are_fitted_once() -> Iterator[None]:
+    """Hundreds of tests plan on a few dozens of tables. A fit follows from its table alone, and is half of a plan."""
+    from tula_hpc.analysis import performance, step_time_fit
+
+    choose_form = step_time_fit.choose_form
+
+    @functools.cache
+    def fitted(pickled: bytes) -> Any:
+        return choose_form(*pickle.loads(pickled))  # noqa: S301 # of this very process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(performance, "choose_form", lambda *table: fitted(pickle.dumps(table)))
+        yield

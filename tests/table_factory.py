@@ -43,6 +43,8 @@ def table_of(rows: Iterable[Row]) -> CandidateTable:
         cost=cost,
         energy_kwh=nothing,
         checkpoint_s=nothing,
+        evaluation_s=nothing,
+        saving_s=nothing,
         peak_bytes=nothing,
         why=why,
         measured=np.zeros(len(nodes), dtype=bool),

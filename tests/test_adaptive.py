@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import cluster, failed, ok, oom, step_time_s, sweep, times
-from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim, cheap_corners, knee_columns
+from tula_hpc.analysis.adaptive import AdaptiveSearch, cheap_corners, knee_columns
 from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.aim import Aim
 from tula_hpc.analysis.performance import fit_step_time
 from tula_hpc.analysis.search import candidates, propose
 from tula_hpc.config import SearchSpec

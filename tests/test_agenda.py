@@ -151,6 +151,13 @@ def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path
     assert died_of(LIST, of.output) is None
 
 
+def test_a_death_that_is_on_record_is_held_against_nothing_else(tmp_path: Path) -> None:
+    """The command that had written it down was killed before it noted that the job's end was seen to."""
+    of = job(tmp_path)
+    append_record(of.output, measurement(LIST[0], status="failed"))
+    assert died_of(LIST, of.output) is None
+
+
 def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path) -> None:
     of = job(tmp_path)
     killed_after(of, 2)

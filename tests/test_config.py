@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from tests.fuzzing import fuzz as examples
 from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
 from tula_hpc.config import (
     MAX_FILE_BYTES,
@@ -323,7 +324,7 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
 )
 tables = st.dictionaries(keys, values | st.dictionaries(keys, values, max_size=4), max_size=6)
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = examples(60)
 
 
 def load_anything(load: Load, content: bytes, overrides: Sequence[str] = ()) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planning_data import cluster, grid, peak_bytes, sweep
+from tests.planning_data import cluster, grid, memory, peak_bytes, sweep
+from tula_hpc.analysis.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.config import TrainingSpec
 from tula_hpc.records import Footprint, RunDirectory
@@ -30,7 +31,8 @@ def test_without_an_estimate_nothing_is_said_of_it() -> None:
 
 
 def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
-    limit_gb = (peak_bytes(128) / 0.9 + 1) / 1024**3  # a step at 128 samples just fits
+    copy = checkpoint_copy_bytes([memory(128)], [1])
+    limit_gb = ((peak_bytes(128) + copy) / 0.9 + 1) / 1024**3  # a step at 128 samples just fits
     limited = cluster(memory_gb=limit_gb)
     training = [TrainingSpec.model_validate({"method": method, "preset": "paper"}) for method in ("lbt", "ags")]
     specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]

@@ -111,7 +111,10 @@ def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> Non
     assert open_ended.largest_local_batch is None
     assert open_ended.world_size == 2
     key = "device_memory_gb" if device == "cuda" else "memory_gb"
-    needed = (peaks[3] + open_ended.scaling_bytes + 1) / 0.9 / 1024**3
+    copied = open_ended.checkpoint_bytes
+    assert copied == open_ended.parameter_bytes + open_ended.optimizer_bytes
+    beside = open_ended.scaling_bytes + (copied if device == "cpu" else 0)
+    needed = (peaks[3] + beside + 1) / 0.9 / 1024**3
     limited = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: needed + 0.02}))
     assert limited.largest_local_batch == 64
     tiny = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: 0.001}))

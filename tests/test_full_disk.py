@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,11 +21,16 @@ from tula_hpc import records
 from tula_hpc.analysis.report import replace_files
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.command import exit_code_of
-from tula_hpc.errors import CheckpointError, RunDirectoryError, StorageError
+from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import CheckpointError, Failure, RunDirectoryError, StorageError
+from tula_hpc.files import full_disk
+from tula_hpc.job_ends import telling_line
+from tula_hpc.launch import Launcher, Submitted
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
 from tula_hpc.sweep import main
 
-SPACE = 400_000  # bytes of the small disk
+SPACE = 2_000_000  # bytes of the small disk
+QUOTA = 4_000_000
 
 
 @contextmanager
@@ -55,6 +61,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_quota(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose quota is `QUOTA` bytes, on a disk with room: btrfs in a file, as its quotas bind root, too."""
+    disk, folder, image = tmp_path / "disk", tmp_path / "disk" / "limited", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(120_000_000)  # it takes no less
+    make = ["mkfs.btrfs", "--quiet", str(image)], ["mount", "-o", "loop", str(image), str(disk)]
+    made = shutil.which("mkfs.btrfs") and all(
+        subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in make
+    )
+    if not made:
+        pytest.skip("a quota needs btrfs-progs, and the right to mount")
+    try:
+        for step in (f"quota enable {disk}", f"subvolume create {folder}", f"qgroup limit {QUOTA} {folder}"):
+            subprocess.run(["btrfs", *step.split()], check=True, capture_output=True)
+        folder.chmod(0o700)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def fill(folder: Path) -> Path:
@@ -173,25 +201,48 @@ def everything(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_a_full_disk_is_said_leaves_nothing_half_written_and_with_space_it_goes_on(small_disk: Path) -> None:
-    run = RunDirectory(small_disk / "run").create()
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("small_disk", "No space left on device"), ("small_quota", "Disk quota exceeded")],
+)
+def test_a_full_disk_is_said_leaves_nothing_half_written_and_with_space_it_goes_on(
+    request: pytest.FixtureRequest, place: str, words: str
+) -> None:
+    disk: Path = request.getfixturevalue(place)
+    run = RunDirectory(disk / "run").create()
     run.log_event("started", "train", detail="before")
     todo = actions(run)
-    ballast = fill(small_disk)
+    ballast = fill(disk)
+    assert words == ("Disk quota exceeded" if os.statvfs(disk).f_bavail else "No space left on device")
+    assert words in full_disk(disk)
     before = everything(run.root)
     for name, action in todo.items():
-        with pytest.raises((StorageError, CheckpointError), match=r"No space left on device; make space") as raised:
+        with pytest.raises((StorageError, CheckpointError), match=f"{words}; make space") as raised:
             action()
         assert str(run.root) in str(raised.value), name
     assert {path: data for path, data in everything(run.root).items() if data} == before
     assert not [path for path in run.root.rglob("*") if path.name.startswith(".")]
     ballast.unlink()
+    assert full_disk(disk) == ""
     for action in todo.values():
         action()
     assert len(run.events()) == 2
     loaded = CheckpointStore(run.train().checkpoints).load_latest()
     assert loaded is not None
     assert loaded.samples_seen == 2
+
+
+def test_a_job_whose_log_breaks_off_on_a_full_disk_is_said_to_have_had_no_space(small_disk: Path) -> None:
+    run = RunDirectory(small_disk / "run").create()
+    job = Submitted("17", run.slurm / "profile-1")
+    job.folder.mkdir()
+    (job.folder / "17_0_log.err").write_text('Traceback (most recent call last):\n  File "/somewh')
+    launcher = Launcher(ClusterSpec(), run, "test")
+    assert launcher.wait([job])[0].failure is Failure.BUG
+    fill(small_disk)
+    end = launcher.wait([job])[0]
+    assert end.failure is Failure.NO_SPACE
+    assert telling_line(end.log_tail).endswith("No space left on device; make space there or have the quota raised")
 
 
 def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
@@ -247,7 +298,7 @@ def test_whatever_else_the_system_refuses_is_a_line_with_the_file(capsys: pytest
 
 def test_every_write_of_a_run_goes_through_one_of_these() -> None:
     """Files are appended to or replaced; whoever writes otherwise has to see to a full disk."""
-    package = Path(records.__file__).parent
+    package = Path(records.__file__).parent.parent
     writers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
@@ -255,7 +306,7 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
     }
     assert writers == {
         "checkpoint.py",
-        "records.py",
+        "records/writing.py",
         "resident.py",  # /proc/self/clear_refs
         "workloads/decoded_cache.py",
     }

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tula_hpc"
 
-# room: what it may import of tula_hpc. `analysis` and `optim` may also import within themselves.
+# room: what it may import of tula_hpc. Folders may also import within themselves.
 RULES: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
@@ -21,8 +20,8 @@ RULES: dict[str, set[str]] = {
     "tres": set(),
     "power": set(),
     "files": set(),
-    "config": {"errors", "catalog", "files", "tres"},
-    "records": {"errors", "config", "files"},
+    "config": {"errors", "catalog", "files", "tres", "config"},
+    "records": {"errors", "files", "records"},
     "analysis": {"errors", "config", "files", "records", "analysis"},
     "workloads": {"errors", "catalog", "config", "records", "resident", "workloads"},
     "optim": {"errors", "optim"},
@@ -33,6 +32,7 @@ RULES: dict[str, set[str]] = {
     "resident": set(),
     "memory_errors": {"errors"},
     "slurm": {"errors"},
+    "job_ends": {"errors", "slurm"},
     "stopping": {"timing"},
     "drift": {"records"},
     "drift_start": {"analysis", "drift", "env", "errors", "jobs", "records", "worker"},
@@ -41,7 +41,7 @@ RULES: dict[str, set[str]] = {
     "noise_probe": {"memory_errors", "optim", "worker", "workloads"},
     "curvature_probe": {"memory_errors", "optim", "records", "worker"},
     "methods": {"config", "optim", "records", "workloads"},
-    "worker": {"config", "env", "methods", "records", "optim", "workloads"},
+    "worker": {"config", "env", "methods", "records", "optim", "resident", "workloads"},
     "local_states": {"checkpoint", "errors", "worker"},
     "cadence": {"analysis", "config"},
     "snapshot": set(),
@@ -62,11 +62,11 @@ RULES: dict[str, set[str]] = {
         "local_states", "memory_errors", "optim", "profiler", "records", "saving", "schedule", "slurm", "stopping",
         "tuning", "worker", "workloads",
     },
-    "launch": {"errors", "config", "files", "records", "sbatch", "slurm"},
+    "launch": {"errors", "config", "env", "files", "job_ends", "records", "sbatch", "slurm"},
     "sbatch": {"env", "errors", "slurm"},
     "progress": set(),
     "footprint": {"records"},
-    "stages": {"analysis", "config", "drift", "errors", "jobs", "launch", "progress", "records", "slurm"},
+    "stages": {"analysis", "config", "drift", "errors", "job_ends", "jobs", "launch", "progress", "records"},
     "profile_stage": {
         "analysis", "config", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
     },
@@ -89,8 +89,8 @@ RULES: dict[str, set[str]] = {
     },
     "status_text": {"analysis", "job_status", "records", "run_cost", "run_state", "training_status"},
     "status": {
-        "accounting", "command", "errors", "job_status", "records", "run_facts", "run_state", "slurm", "status_text",
-        "study_stage",
+        "accounting", "command", "config", "errors", "job_status", "records", "run_facts", "run_state", "slurm",
+        "status_text", "study_stage",
     },
     "study": {"command", "config", "errors", "pipeline", "records", "study_stage"},
     "sweep": {"command", "config", "dry_run", "errors", "pipeline", "study"},
@@ -123,6 +123,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -142,47 +143,40 @@ SOURCES = sorted(
 )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_what_it_may(path: Path) -> None:
-    room = room_of(path)
-    assert room in RULES, f"{path} is in no room: add it to RULES and to CONTRIBUTING.md"
-    rooms = {name.split(".")[1] for name in imported_modules(path) if name.startswith("tula_hpc.")}
-    assert rooms <= RULES[room], f"{path} imports {sorted(rooms - RULES[room])}"
+def test_a_room_imports_only_what_it_may() -> None:
+    assert {room_of(path) for path in SOURCES} <= set(RULES), "a room is missing in RULES and in CONTRIBUTING.md"
+    for path in SOURCES:
+        rooms = {name.split(".")[1] for name in imported_modules(path) if name.startswith("tula_hpc.")}
+        assert rooms <= RULES[room_of(path)], f"{path} imports {sorted(rooms - RULES[room_of(path)])}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_rooms_of_the_nodes_import_torch(path: Path) -> None:
-    heavy = {name.split(".")[0] for name in imported_modules(path)} & {"torch", "torchvision"}
-    assert not heavy or room_of(path) in TORCH_ROOMS
+def importers(*modules: str) -> set[Path]:
+    return {path for path in SOURCES if {name.split(".")[0] for name in imported_modules(path)} & set(modules)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_figures_import_matplotlib(path: Path) -> None:
-    heavy = {name.split(".")[0] for name in imported_modules(path)}
-    assert "matplotlib" not in heavy or (room_of(path) == "analysis" and path.name.startswith("figures"))
+def test_only_the_rooms_of_the_nodes_import_torch() -> None:
+    assert {room_of(path) for path in importers("torch", "torchvision")} <= TORCH_ROOMS
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_env_reads_the_schedulers_variables(path: Path) -> None:
-    if room_of(path) in ("env", "launch"):  # launch writes OMP_NUM_THREADS for the jobs, it reads none
-        return
-    text = path.read_text()
-    assert "os.environ" not in text or "XDG_CACHE_HOME" in text, f"{path} reads the environment"
+def test_only_figures_import_matplotlib() -> None:
+    strangers = {p for p in importers("matplotlib") if room_of(p) != "analysis" or not p.name.startswith("figures")}
+    assert strangers == set()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import tula_hpc",
-        "import tula_hpc.sweep, tula_hpc.stages, tula_hpc.dry_run",
-        "import tula_hpc.analysis.plan, tula_hpc.analysis.report",
-        "import tula_hpc.jobs, tula_hpc.launch",
-        "import tula_hpc.study, tula_hpc.study_stage, tula_hpc.analysis.study, tula_hpc.analysis.figures_study",
-        "import tula_hpc.status, tula_hpc.status_text, tula_hpc.run_state, tula_hpc.run_facts",
-    ],
-)
-def test_torch_is_not_imported_on_the_login_node(statement: str) -> None:
-    code = f"{statement}; import sys; print([m for m in ('torch', 'torchvision') if m in sys.modules])"
+def test_only_env_reads_the_schedulers_variables() -> None:
+    readers = {path for path in SOURCES if "os.environ" in path.read_text() and room_of(path) not in ("env", "launch")}
+    # launch writes OMP_NUM_THREADS for the jobs, it reads none
+    assert {path for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
+
+
+def test_torch_is_not_imported_on_the_login_node() -> None:
+    """One process for all commands and what they submit."""
+    modules = """
+        sweep stages dry_run study study_stage status status_text run_state run_facts jobs launch
+        analysis.plan analysis.report analysis.study analysis.figures_study
+    """
+    imports = ", ".join(f"tula_hpc.{name}" for name in modules.split())
+    code = f"import {imports}; import sys; print([m for m in ('torch', 'torchvision') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

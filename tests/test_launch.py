@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
-from tula_hpc.errors import Failure, LaunchError
-from tula_hpc.launch import Launcher, StillRunningError
+from tula_hpc.errors import Failure, LaunchError, SubmitLimitError
+from tula_hpc.launch import CONTROL, CONTROL_MINUTES, Launcher, Request, StillRunningError
 from tula_hpc.records import RunDirectory
-from tula_hpc.sbatch import find_pickle
+from tula_hpc.sbatch import come_again, find_pickle
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -83,7 +85,7 @@ def test_a_killed_job_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
-    slurm = launcher(
+    there = launcher(
         tmp_path,
         name="v100",
         executor="slurm",
@@ -97,7 +99,7 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         environment={"NCCL_ALGO": "ring", "WORDS": "a b'c"},
         sbatch={"mail-type": "END"},
     )
-    script = slurm.script(stage="profile", nodes=4, minutes=20, tasks=5)
+    script = there.script(stage="profile", nodes=4, minutes=20, tasks=5)
     lines = script.splitlines()
     for line in (
         "#SBATCH --nodes=4",
@@ -155,9 +157,9 @@ def test_switches_that_are_off_are_left_out(tmp_path: Path) -> None:
 
 def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    slurm = launcher(tmp_path, executor="slurm")
+    there = launcher(tmp_path, executor="slurm")
     with pytest.raises(LaunchError, match="sbatch is not on PATH"):
-        slurm.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)
+        there.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,68 @@ def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyP
     with outside_of_job():
         assert {name for name in os.environ if name.startswith(("SLURM", "SUBMITIT"))} == {"SLURM_CONF"}
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("minutes", [2, 30, 60 * 24 * 40])
+def test_a_controller_that_waits_for_room_is_bounded_by_time_not_by_a_number_of_requeues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    there = launcher(tmp_path, executor="slurm")
+    folder = tmp_path / "folder"
+    limits = {
+        stage: there._executor(folder, Request(stage, 1, minutes))._executor.max_num_timeout
+        for stage in ("profile", CONTROL)
+    }
+    assert limits["profile"] == 3
+    assert CONTROL_MINUTES <= limits[CONTROL] * minutes < CONTROL_MINUTES + minutes
+
+
+@pytest.mark.parametrize(("in_job", "jobs", "waits"), [(False, 0, False), (False, 1, True), (True, 1, False)])
+def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, jobs: int, waits: bool
+) -> None:
+    monkeypatch.setattr(slurm, "own_jobs", lambda: jobs)
+    monkeypatch.setattr("tula_hpc.launch.ROOM_PAUSE_S", 0.0)
+    if in_job:
+        monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+    error = SubmitLimitError("a limit of the cluster on submitted jobs is reached")
+    with contextlib.nullcontext() if waits else pytest.raises(SubmitLimitError):
+        assert launcher(tmp_path, executor="slurm")._fewer(1, error) == 1
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >>"$0.log"
+[ "$1" = requeue ] || echo "JobId=17 JobState=$STATE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "times", "requeued"),
+    [
+        (137, "RUNNING", 1, 1),
+        (137, "RUNNING", 9, 3),
+        (0, "RUNNING", 1, 0),
+        (1, "RUNNING", 1, 0),
+        (255, "PENDING", 9, 0),
+    ],
+    ids=["killed", "killed again and again", "done", "failed and said why", "on its way out"],
+)
+def test_a_controller_that_is_killed_comes_again_a_few_times(
+    tmp_path: Path, code: int, state: str, times: int, requeued: int
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o700)
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    script = "\n".join([f"(exit {code})", *come_again(folder)])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "STATE": state}
+    for _ in range(times):
+        assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == code
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text().count("requeue 17") if log.exists() else 0) == requeued
 
 
 def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None:

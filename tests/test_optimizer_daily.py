@@ -201,6 +201,25 @@ def test_clipping_comes_first_and_the_factors_do_not_see_it_if_told() -> None:
     assert told.statistics().gradient_norm == pytest.approx(0.1, rel=1e-3), "the gate sees what the base will see"
 
 
+def test_the_gate_sees_through_clipping_if_told() -> None:
+    """All gradients clipped to one norm would seem to be alike."""
+    optimizers = [wrap(make_model(), granularity="tensor", gate="paper") for _ in range(3)]
+    for step in range(4):
+        for name, optimizer in zip(("whole", "clipped", "told"), optimizers, strict=True):
+            optimizer.zero_grad()
+            for parameter in optimizer.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+            if name != "whole":
+                norm = nn.utils.clip_grad_norm_(optimizer.parameters(), 0.1)
+            if name == "told":
+                optimizer.observe_clipping(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
+            optimizer.step()
+    whole, clipped, told = (optimizer.statistics().sensitivity for optimizer in optimizers)
+    assert clipped == pytest.approx(0.0, abs=1e-5)
+    assert told == pytest.approx(whole, rel=1e-4)
+    assert whole == pytest.approx((4 / 3) ** 2 - 1, rel=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_zeroed_and_absent_gradients_train_the_same(form: str) -> None:
     models = [make_model(), make_model()]

@@ -30,7 +30,7 @@ from tula_hpc.analysis.parts import Fitted
 from tula_hpc.analysis.performance import StepTimeModel
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.plan_text import sentences
-from tula_hpc.config import GIB, ObjectiveSpec
+from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.records import (
     Candidate,
@@ -139,6 +139,22 @@ def test_the_limit_counts_the_whole_process_or_what_the_allocator_reserved() -> 
     for limits in (cluster(memory_gb=1.0), cluster(device="cuda", device_memory_gb=1.0)):
         plan = make_plan(sweep(cluster_sizes=[1]), limits, rows)
         assert plan.chosen.peak_memory_bytes == pytest.approx((300 + plan.chosen.local_batch) * MIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(("device", "workers", "fits"), [("cpu", 1, False), ("cpu", 4, True), ("cuda", 1, True)])
+def test_on_cpus_there_has_to_be_room_for_the_copy_that_a_checkpoint_is_written_from(
+    device: str, workers: int, fits: bool
+) -> None:
+    """80 MiB here, of one of a node's workers; on GPUs it is the host's memory, which no limit is about."""
+    spec = sweep("time").model_copy(update={"training": TrainingSpec(method="lbt")})
+    rows = [row.model_copy(update={"workers_per_node": workers}) for row in CORNERS]
+    room = (peak_bytes(256) + 30 * MIB) / GIB / 0.9
+    key, amount = ("device_memory_gb", room) if device == "cuda" else ("memory_gb", workers * room)
+    plan = make_plan(spec, cluster(device=device, workers_per_node=workers, memory_margin=0.1, **{key: amount}), rows)
+    large = [candidate for candidate in plan.candidates if candidate.local_batch == 256]
+    assert {candidate.feasible for candidate in large} == {fits}
+    assert fits or "and more while the gradient scale is updated and a checkpoint is written" in large[0].why
+    assert any("the first node holds 80 MiB more in host memory" in note for note in plan.notes)
 
 
 def test_a_bound_from_running_out_of_memory_is_respected() -> None:
@@ -522,7 +538,8 @@ def test_the_command_plans_again_by_another_objective_as_json(
 ) -> None:
     assert main([str(run.root), "--objective", "cost", "--json"]) == 0
     plan = Plan.model_validate_json(capsys.readouterr().out)
-    assert plan == make_plan(sweep("cost"), cluster(), CORNERS)
+    asked = load_sweep(run.sweep_file, ["objective.kind=cost"], check_paths=False)
+    assert plan == make_plan(asked, cluster(), CORNERS)
 
 
 def test_the_command_plans_under_other_constraints_and_prices(
@@ -570,7 +587,7 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory) -> Non
     main([str(run.root)])
     assert run.plan_file.read_text() == "mine"
     assert main([str(run.root), "--write"]) == 0
-    assert run.read_plan() == make_plan(sweep(), cluster(), CORNERS)
+    assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
 
 
 def test_the_command_counts_torn_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -632,3 +649,20 @@ def test_the_papers_form_can_be_asked_for() -> None:
     assert paper["form"] == "paper"
     assert own["form"] != "paper"
     assert set(own["departures"]["nodes"]) == {"2", "4"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "training", "warned"),
+    [
+        ("adamw", {"preset": "paper"}, True),
+        ("adamw", {"method": "static", "apply": "gradient"}, True),
+        ("adamw", {}, False),
+        ("adamw", {"preset": "paper", "apply": "update"}, False),
+        ("adamw", {"method": "lbt", "apply": "gradient"}, False),
+        ("sgd", {"preset": "paper"}, False),
+    ],
+)
+def test_factors_that_adam_cancels_out_are_warned_of(optimizer: str, training: dict[str, Any], warned: bool) -> None:
+    spec = SweepSpec.model_validate({"name": "s", "workload": {"optimizer": optimizer}, "training": training})
+    plan = make_plan(spec, cluster(), grid())
+    assert any("AdamW divides" in text for text in plan.warnings) is warned

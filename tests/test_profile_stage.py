@@ -10,7 +10,7 @@ from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.footprint import Estimate
 from tula_hpc.jobs import counted
-from tula_hpc.profile_stage import Part, _trusted_batch, allocated_nodes, first_wave, parts_of
+from tula_hpc.profile_stage import _trusted_batch, allocated_nodes, first_wave, parts_of
 from tula_hpc.progress import LineProgress
 from tula_hpc.records import Configuration, Footprint, Measurement, RunDirectory, append_record
 from tula_hpc.stages import Sweep
@@ -49,9 +49,9 @@ def test_a_part_without_nodes_enough_is_left_out(tmp_path_factory: pytest.TempPa
     run = RunDirectory(tmp_path_factory.mktemp("run"))
     tables = [{"partition": "big"}, {"partition": "small", "max_nodes": 1}, {"partition": "tiny", "max_nodes": 1}]
     parts = parts_of(Sweep(spec(cluster_sizes=[2, 4]), slurm(partitions=tables), run))
-    assert [part.name for part in parts] == ["big"]
+    assert [part.partition for part in parts] == ["big"]
     parts = parts_of(Sweep(spec(cluster_sizes=[1, 2]), slurm(partitions=tables[:2]), run))
-    assert [(part.name, part.spec.search.cluster_sizes) for part in parts] == [("big", (1, 2)), ("small", (1,))]
+    assert [(part.partition, part.spec.search.cluster_sizes) for part in parts] == [("big", (1, 2)), ("small", (1,))]
     assert [part.cluster.partition for part in parts] == ["big", "small"]
 
 
@@ -104,8 +104,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return partitions
 
 
-def part_with_limit(root: Path, name: str = "", **search: object) -> Part:
-    return Part(spec(**search), slurm(memory_gb=1.0), RunDirectory(root).create(), name, since=0.0)
+def part_with_limit(root: Path, name: str = "", **search: object) -> Sweep:
+    return Sweep(spec(**search), slurm(memory_gb=1.0), RunDirectory(root).create(), partition=name)
 
 
 def test_before_the_first_profile_an_estimate_is_made_once(tmp_path: Path, asked: list[str]) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tula_hpc.errors import Failure
-from tula_hpc.slurm import JobState, StepState, classify, is_submit_limit, is_unanswered, telling_line
+from tula_hpc.job_ends import classify, telling_line
+from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f

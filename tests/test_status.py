@@ -118,7 +118,7 @@ def test_a_run_of_every_stage_is_told_from_its_files_alone(
 ) -> None:
     """These are as made before there were "ended" events, job notes, or labels of trainings."""
     run = make_run(tmp_path / "run", stage=stage, epochs_done=epochs)
-    assert status.main([str(run.root)]) == 0
+    assert status.main([str(run.root)]) == {"stopped": 3, "unknown": 4}.get(state, 0)
     text = capsys.readouterr().out
     assert f"state      {state}" in text
     assert "36 configurations measured" in text or "measured" in text
@@ -130,7 +130,7 @@ def test_a_run_of_every_stage_is_told_from_its_files_alone(
 
 def test_a_fresh_run_directory_has_nothing_to_tell_and_says_so(tmp_path: Path, cluster: FakeSlurm) -> None:
     told = status.status_of(new_run(tmp_path / "run").root)
-    assert (told.state, told.exit_code, told.jobs) == ("stopped", 0, [])
+    assert (told.state, told.exit_code, told.jobs) == ("stopped", 3, [])
     assert "nothing is measured" in told.words
     assert "nothing is known yet" in text_of(told)
 
@@ -259,7 +259,7 @@ def test_without_an_answer_the_files_alone_tell(
         monkeypatch.undo()
         monkeypatch.setenv("PATH", str(tmp_path))
     told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("unknown", 0)
+    assert (told.state, told.exit_code) == ("unknown", 4)
     assert phases(told) == {"7": JobPhase.UNKNOWN}
     assert not told.scheduler.answered
     assert {"dead": "did not answer", "missing": "not on PATH"}[how] in told.scheduler.words
@@ -350,7 +350,7 @@ def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_pa
     run.log_event("fell_back", "train", detail="out of memory at N=2 b=64 (B=128)")
     told = status.status_of(run.root)
     assert told.jobs[0].failure is Failure.DEVICE_OOM
-    assert (told.state, told.exit_code) == ("stopped", 0), "the same command goes on with a smaller batch"
+    assert (told.state, told.exit_code) == ("stopped", 3), "the same command goes on with a smaller batch"
     submit(run, "8", "train", label="main")
     cluster.jobs = {"8": ("RUNNING", "None")}
     told = status.status_of(run.root)
@@ -442,7 +442,7 @@ def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
     run.log_event("detached", "control", data={"until": "report"})
     submit(run, "8", "control", nodes=1)
     told = status.status_of(run.root)
-    assert told.state == "over"
+    assert (told.state, told.exit_code) == ("over", 3)
     assert "run the same command again" in told.words
 
 
@@ -548,7 +548,7 @@ def test_neither_torch_nor_scipy_nor_matplotlib_is_imported(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=True, env=environment
     )
-    assert done.stdout.splitlines()[-1] == "[] 0"
+    assert done.stdout.splitlines()[-1] == "[] 3"
 
 
 # ---- trainings
@@ -677,7 +677,7 @@ def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPath
     expected = [stands.count(stand) for stand in ("finished", "running", "waiting", "failed")]
     assert counted == (*expected, stands.count("none") + stands.count("over"))
     assert sum(counted) == study.cells == 4
-    assert told.exit_code == int(study.failed > 0)
+    assert (told.exit_code == 1) == (study.failed > 0)
     assert (told.state == "finished") == (stands.count("finished") == 4)
     assert len(study.failures) == study.failed
 
@@ -780,8 +780,9 @@ def test_json_is_one_object_whose_keys_the_module_documents(
 ) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     submit(run, "30", "train")
-    assert status.main([str(run.root), "--json"]) == 0
+    code = status.main([str(run.root), "--json"])
     told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["exit_code"], code) == ("unknown", 4, 4)
     assert RunStatus.model_validate(told).jobs[-1].job_id == "30"
     documented = set(re.findall(r"\w+", status.__doc__ or ""))
     assert set(_keys(RunStatus)) <= documented

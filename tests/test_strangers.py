@@ -165,6 +165,37 @@ def test_a_strangers_link_is_not_followed(here: Path, capsys: pytest.CaptureFixt
     assert not any((here / "real" / "run").iterdir())
 
 
+def shared(folder: Path, mode: int) -> Path:
+    folder.mkdir()
+    folder.chmod(mode)
+    return folder
+
+
+@pytest.mark.parametrize("path", ["open/run", "open/ours/run", "link/run"])
+@pytest.mark.parametrize("there", [False, True], ids=["new", "old"])
+def test_a_folder_above_in_which_anybody_can_exchange_the_run_directory_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], path: str, there: bool
+) -> None:
+    shared(shared(here / "open", 0o777) / "ours", 0o700)
+    (here / "link").symlink_to(here / "open" / "ours")
+    if there:
+        (here / path).mkdir(mode=0o700)
+    said = refusal(capsys, "--run-dir", path)
+    assert f"chmod o-w {here / 'open'}, or chmod +t it" in said
+    assert (here / path).exists() == there
+    (here / "open").chmod(0o1777)
+    RunDirectory(here / path).create()
+
+
+def test_a_run_directory_may_lie_in_a_projects_folder(tmp_path: Path, open_umask: None) -> None:
+    """Writable for a group, or for all with the sticky bit; what has to be made on the way is ours alone."""
+    for name, mode in (("project", 0o2770), ("scratch", 0o1777)):
+        folder = shared(tmp_path / name, mode)
+        assert RunDirectory(folder / "new" / "run").create().root.is_dir()
+        assert (folder / "new").stat().st_mode & 0o777 == 0o700
+        RunDirectory(folder / "new" / "run").create()
+
+
 def test_links_that_lead_in_a_circle_are_no_endless_walk(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")

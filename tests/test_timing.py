@@ -31,7 +31,7 @@ def test_interval_holds_the_median(samples: list[float]) -> None:
 def test_interval_scales_with_the_unit(samples: list[float], factor: float) -> None:
     interval, scaled = median_interval(samples), median_interval([factor * s for s in samples])
     assert scaled.median_s == pytest.approx(factor * interval.median_s)
-    assert scaled.relative_width == pytest.approx(interval.relative_width, abs=1e-9)
+    assert scaled.relative_width == pytest.approx(interval.relative_width, rel=1e-9, abs=1e-9)
 
 
 def test_interval_covers_the_true_median_about_95_percent_of_the_time() -> None:

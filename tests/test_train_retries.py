@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import candidate, plan
+from tula_hpc import stages
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Submitted
 from tula_hpc.progress import stage_progress
-from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.records import Configuration, RunDirectory, append_record
 from tula_hpc.stages import Sweep, train_stage
 from tula_hpc.trainings import Trainings
 
@@ -91,6 +92,41 @@ def test_a_killed_training_that_gets_further_each_time_goes_on(monkeypatch: pyte
 def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scheduler, _ = train(monkeypatch, tmp_path, lambda n: Failure.PREEMPTED if n == 2 else Failure.KILLED)
     assert scheduler.jobs == 5
+
+
+class KilledError(BaseException):
+    """In place of SIGKILL."""
+
+
+@pytest.mark.parametrize("write", [1, 2, 3, 4])
+def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_that_batch_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: int
+) -> None:
+    """Whichever write it was killed before: the record, its event, the job's end, the fall-back."""
+    run = RunDirectory(tmp_path / "run").create()
+    smaller = CHOSEN.model_copy(update={"local_batch": 32})
+    made = plan([CHOSEN] * 4, chosen=CHOSEN, fallbacks=[smaller])
+    scheduler = Scheduler(run, lambda n: Failure.HOST_OOM if n == 1 else Failure.BUG, lambda _: 0)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    writes = iter(range(1, 5))
+
+    def before(real: Callable[..., None]) -> Callable[..., None]:
+        def counted(*arguments: object, **fields: object) -> None:
+            if "submitted" not in arguments and next(writes) == write:
+                raise KilledError
+            real(*arguments, **fields)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "log_event", before(RunDirectory.log_event))
+        patch.setattr(stages, "append_record", before(append_record))
+        with pytest.raises(KilledError):
+            train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), made)
+    with pytest.raises(StageError, match="bug in job 2"):
+        train_stage(Sweep(SPEC, ClusterSpec(), run, time.time()), made)
+    batches = [event.data["configuration"][2] for event in run.events() if event.event == "submitted"]
+    assert batches == [64, 32]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
-from tula_hpc.profiler import NodePower, measure
+from tula_hpc.profiler import MemoryMeter, NodePower, measure
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker
 
@@ -28,11 +28,18 @@ def sweep(method: str = "ags", **workload: object) -> SweepSpec:
     return SweepSpec.model_validate({"name": "x", "workload": fields, "search": search, "training": training})
 
 
-@pytest.mark.parametrize("method", ["ags", "static", "lbt"])
 @pytest.mark.parametrize(
-    "workload",
-    [{}, {"precision": "bf16"}, {"optimizer": "adamw", "lr": 1e-3}, {"channels_last": True}],
-    ids=["fp32", "bf16", "adamw", "channels_last"],
+    ("method", "workload"),
+    [
+        ("ags", {}),
+        ("static", {}),
+        ("lbt", {}),
+        ("ags", {"precision": "bf16"}),
+        ("lbt", {"precision": "bf16"}),
+        ("ags", {"optimizer": "adamw", "lr": 1e-3}),
+        ("static", {"optimizer": "adamw", "lr": 1e-3}),
+        ("ags", {"channels_last": True}),
+    ],
 )
 def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: dict[str, object]) -> None:
     worker = Worker(sweep(method, **workload), ClusterSpec(), CONFIGURATION, ALONE)
@@ -64,6 +71,24 @@ def test_a_profile_times_every_part_and_counts_the_memory() -> None:
     assert measurement.memory is not None
     assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
     assert measurement.memory.batch_bytes == 64 * (3 * 8 * 8 * 4 + 8)  # images in float32, labels in int64
+
+
+def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    train_step, start = Worker.train_step, MemoryMeter.start
+
+    def noted_step(worker: Worker, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        happened.append("step")
+        return train_step(worker, inputs, targets)
+
+    def noted_start(meter: MemoryMeter) -> None:
+        happened.append("meter")
+        start(meter)
+
+    monkeypatch.setattr(Worker, "train_step", noted_step)
+    monkeypatch.setattr(MemoryMeter, "start", noted_start)
+    measurement = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
+    assert happened[happened.index("meter") :].count("step") == measurement.steps + 1
 
 
 def test_a_profile_changes_no_weight() -> None:

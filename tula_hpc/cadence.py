@@ -1,13 +1,7 @@
 """How often a training saves: from what saving costs it, and from how often it is cut off; numbers only.
 
-Between two saves lie so many seconds of training steps:
-
-    T = max(min(τ(δ, M), `MOST_S`), δ / `MAX_SHARE`)
-
-τ is the interval of Young and Daly (`spot.best_interval_s`). δ is what one save costs the training: the time for which
-the steps stand still while the state is copied, and by how much longer they take while it is written. M is the mean
-time between two interruptions that leave no time to save. At most `MOST_S` of work are lost, unless saving so often
-would cost more than `MAX_SHARE` of the training: the bound on the cost goes first.
+The interval is that of `analysis.checkpoints`. What one save costs the training, δ, is the time for which the steps
+stand still while the state is copied, and by how much longer they take while it is written.
 """
 
 from __future__ import annotations
@@ -16,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tula_hpc.analysis import checkpoints
+from tula_hpc.analysis.checkpoints import MAX_SHARE, MOST_S, least_interval_s
 from tula_hpc.analysis.pricing import SECONDS_PER_HOUR, between_preemptions_s
-from tula_hpc.analysis.spot import best_interval_s
-from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec, TrainingSpec
+from tula_hpc.config import PricingSpec, TrainingSpec
+
+__all__ = ["MAX_SHARE", "MOST_S", "Cadence", "Cost", "Interruptions", "Work", "expected_interruptions", "interval_s"]
 
 FIRST_S = 60.0  # the first save comes early, so that its cost is known
-MOST_S = 60.0 * CHECKPOINT_MINUTES
-MAX_SHARE = 0.03  # of training time
 WARM_UP_STEPS = 5  # slow ones, which say nothing about the steps while nothing is written
 REMEMBERED = 5  # saves; what the ones before them cost fades
 NEWS_RATIO = 1.5  # an interval that changed by so much is worth a line
@@ -63,19 +58,8 @@ def expected_interruptions(
 
 
 def interval_s(cost_s: float, between_s: float) -> float:
-    """T, seconds of training steps between two saves; see the module.
-
-    Args:
-        cost_s: δ, 0 or more.
-        between_s: M, positive.
-    """
-    best_s = float(best_interval_s(cost_s, np.array([between_s]))[0])
-    return max(min(best_s, MOST_S), least_interval_s(cost_s))
-
-
-def least_interval_s(cost_s: float) -> float:
-    """Seconds of training steps of which a save is not more than `MAX_SHARE`."""
-    return cost_s / MAX_SHARE
+    """Seconds of training steps between two saves, of one training; see `checkpoints.interval_s`."""
+    return float(checkpoints.interval_s(cost_s, np.array([between_s]))[0])
 
 
 class Work(NamedTuple):

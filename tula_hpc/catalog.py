@@ -11,16 +11,17 @@ class DatasetFacts(NamedTuple):
     on_disk: bool  # needs data_dir
     image_size: int  # default edge, pixels
     classes: int | None  # None: counted in data_dir
+    test_samples: int | None = None  # None: counted there, or split off the whole
 
 
 DATASETS: dict[str, DatasetFacts] = {
-    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10),
-    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10),
-    "cifar10": DatasetFacts(on_disk=True, image_size=32, classes=10),
-    "cifar100": DatasetFacts(on_disk=True, image_size=32, classes=100),
+    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10, test_samples=359),
+    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10, test_samples=512),
+    "cifar10": DatasetFacts(on_disk=True, image_size=32, classes=10, test_samples=10_000),
+    "cifar100": DatasetFacts(on_disk=True, image_size=32, classes=100, test_samples=10_000),
     "caltech101": DatasetFacts(on_disk=True, image_size=224, classes=101),
     "caltech256": DatasetFacts(on_disk=True, image_size=224, classes=256),
-    "imagenet": DatasetFacts(on_disk=True, image_size=224, classes=1000),
+    "imagenet": DatasetFacts(on_disk=True, image_size=224, classes=1000, test_samples=50_000),
     "imagefolder": DatasetFacts(on_disk=True, image_size=224, classes=None),
 }
 

@@ -7,20 +7,24 @@ next, and leaves another controller behind. Every one of them may be killed: wha
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from tula_hpc.env import slurm_job_id
-from tula_hpc.errors import Failure, TulaError
+from tula_hpc.errors import Failure, RunDirectoryError, StorageError, TulaError
 from tula_hpc.jobs import ControlJob
-from tula_hpc.launch import StillRunningError, Submitted
+from tula_hpc.launch import CONTROL, StillRunningError, Submitted
 from tula_hpc.pipeline import carry_out
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import Sweep, jobs_left, unsettled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+TURN_S = 300.0  # for which a controller waits for another command to leave the run directory
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
@@ -33,7 +37,7 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     if waiting:
         print(f"already detached: job {waiting[0].job_id} carries on; see {_status(sweep.run)}")
         return 0
-    sweep.run.log_event("detached", "control", data={"until": until})
+    sweep.run.log_event("detached", CONTROL, data={"until": until})
     return _step(sweep._replace(detached=True), until)
 
 
@@ -54,12 +58,12 @@ def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> S
     launcher = sweep._replace(cluster=sweep.cluster.controller(), detached=False).launcher
     after = sorted({job.array_id for job in jobs})
     minutes = sweep.cluster.controller_minutes
-    return launcher.submit([job], stage="control", nodes=1, minutes=minutes, after=after)[0]
+    return launcher.submit([job], stage=CONTROL, nodes=1, minutes=minutes, after=after)[0]
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
     """Controller jobs of this run that are not over, without the one that asks."""
-    return [job for job in jobs_left(sweep, "control") if job.job_id != slurm_job_id()]
+    return [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
 
 
 def run_controller(job: ControlJob) -> None:
@@ -72,22 +76,57 @@ def run_controller(job: ControlJob) -> None:
 
     run = RunDirectory(job.root)
     sweep = Sweep(load_sweep(run.sweep_file), load_cluster(run.cluster_file), run, job.started_at, detached=True)
-    failure, words = None, ""
     try:
-        with run.locked():
-            _step(sweep, job.until)
-    except TulaError as error:
-        failure, words = Failure.BUG, str(error)
-    run.log_event("ended", "control", job_id=slurm_job_id() or "", failure=failure, detail=words[:2000])
-    if failure is not None:
+        with _in_turn(run):
+            words = _try_step(sweep, job.until)
+            _log_end(run, words)  # before another controller looks whether one is left
+    except TulaError as error:  # another command has it, or the disk is full
+        words = str(error)
+        with contextlib.suppress(StorageError):
+            _log_end(run, words)
+    if words:
         sys.exit(f"{words}\nMend the cause and run the same command again: what is done is not done again.")
+
+
+@contextlib.contextmanager
+def _in_turn(run: RunDirectory) -> Iterator[None]:
+    """Have the run directory to oneself: one that was requeued may meet the one that it had left behind.
+
+    Raises:
+        RunDirectoryError: Somebody has had it for minutes.
+    """
+    deadline = time.monotonic() + TURN_S
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(run.locked())
+                break
+            except RunDirectoryError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+        yield
+
+
+def _try_step(sweep: Sweep, until: str) -> str:
+    """Do what can be done now; returns why that failed."""
+    try:
+        _step(sweep, until)
+    except TulaError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _log_end(run: RunDirectory, words: str) -> None:
+    failure = Failure.BUG if words else None
+    run.log_event("ended", CONTROL, job_id=slurm_job_id() or "", failure=failure, detail=words[:2000])
 
 
 def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
     from tula_hpc import slurm
 
-    left = unsettled(sweep.run, "control")
+    left = unsettled(sweep.run, CONTROL)
     if sweep.cluster.executor != "slurm" or not left:
         return
     waiting = controllers(sweep)
@@ -95,7 +134,7 @@ def take_over(sweep: Sweep) -> None:
         slurm.cancel([job.job_id for job in waiting])
         print(f"controller job {waiting[0].job_id} is cancelled: this command carries on instead")
     for event in left:
-        sweep.run.log_event("ended", "control", job_id=event.job_id)
+        sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
 
 
 def _status(run: RunDirectory) -> str:

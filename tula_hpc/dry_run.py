@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.launch import Launcher
-from tula_hpc.profile_stage import Part, allocated_nodes, first_wave, parts_of
+from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages import Sweep
 
@@ -32,23 +32,23 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> st
     return "\n".join([*lines, *scripts]) + "\n"
 
 
-def _waves(part: Part) -> list[Wave]:
+def _waves(part: Sweep) -> list[Wave]:
     """What the search proposes first, by size of allocation, as if all could be submitted together."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
     return [
         Wave(allocated_nodes(part.spec, group), group, 1 if packed else len(group))
-        for group in first_wave(part.spec, everything, part.propose())
+        for group in first_wave(part.spec, everything, propose_on(part))
     ]
 
 
-def _profiling(part: Part, waves: Sequence[Wave]) -> Iterator[str]:
+def _profiling(part: Sweep, waves: Sequence[Wave]) -> Iterator[str]:
     from tula_hpc.analysis.search import candidates
 
     search, minutes = part.spec.search, part.cluster.profile_minutes
     every = len(candidates(search, part.cluster.workers_per_node))
     first = sum(len(wave.configurations) for wave in waves)
-    where = f"partition {part.name!r}: " if part.name else ""
+    where = f"partition {part.partition!r}: " if part.partition else ""
     if search.mode == "adaptive":
         most = min(search.max_profiles, every)
         yield f"{where}{every} candidates; adaptive search starts with {first} and measures at most {most} of them:"
@@ -71,22 +71,22 @@ def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
             yield f"  N={wave.nodes}: local batches {', '.join(str(c.local_batch) for c in wave.configurations)}, {how}"
 
 
-def _training(part: Part) -> str:
+def _training(part: Sweep) -> str:
     largest, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
     return (
         f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {largest} nodes "
-        f"{'of this partition ' if part.name else ''}are chosen"
+        f"{'of this partition ' if part.partition else ''}are chosen"
     )
 
 
-def _profile_scripts(part: Part, waves: Iterable[Wave]) -> Iterator[str]:
+def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[str]:
     for wave in waves:
         title = f"profile, N={wave.nodes}, {wave.tasks} task(s)"
         minutes = part.cluster.profile_minutes
         yield from _script(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
 
 
-def _train_script(part: Part) -> Iterator[str]:
+def _train_script(part: Sweep) -> Iterator[str]:
     nodes, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
     title = f"train, N={nodes}, 1 task(s)"
     yield from _script(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,15 +56,16 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def full_disk(path: Path) -> str:
-    """That a disk is full, in words; empty where it is not. A quota does not show here."""
+def full_disk(folder: Path) -> str:
+    """That nothing can be written to a folder for lack of space or quota, in words; empty where that is not so."""
     try:
-        space = os.statvfs(path)
-    except OSError:
-        return ""
-    left = space.f_bavail * space.f_frsize
-    words = f"{path}: its disk has {left:,} bytes and {space.f_favail:,} files left; make space there"
-    return words if left < FULL_BYTES or (space.f_files and not space.f_favail) else ""
+        with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows nowhere else
+            file.write(bytes(FULL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{folder}: {in_words(error)}" if error.errno in NO_SPACE else ""
+    return ""
 
 
 def make_private(folder: Path) -> None:
@@ -112,3 +114,21 @@ def foreign_link(path: Path) -> Path | None:
         here = Path("/") if target.is_absolute() else here.parent
         left += reversed([part for part in target.parts if part != "/"])
     return None
+
+
+def open_to_all(path: Path) -> Path | None:
+    """The first folder above a path that every user may write to, without the sticky bit; links are followed, too.
+
+    Anyone can put another folder in the place of what is below it. Folders that a group may write to are not meant:
+    those of a project, writable for its members, are usual on clusters, and who is in a group has been chosen.
+    """
+    above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
+    return next((folder for folder in above if _is_open_to_all(folder)), None)
+
+
+def _is_open_to_all(folder: Path) -> bool:
+    try:
+        mode = folder.stat().st_mode
+    except OSError:  # it is not there yet, or not to be seen: what we make there is ours
+        return False
+    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words
+from tula_hpc.job_ends import classify
 from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
 
 POLL_S = 2.0
@@ -28,6 +32,9 @@ LARGEST_ARRAY = 1000  # tasks, where the site would allow more
 ROOM_PAUSE_S = 30.0  # between attempts while a limit on submitted jobs holds
 EXEC_POLLS = 25  # of a process without a command line
 SBATCH_S = 20.0  # so long after its start an sbatch whose caller was killed may still be at work
+CONTROL = "control"  # the stage of a detached sweep's controller jobs
+CONTROL_MINUTES = 30 * 24 * 60  # so long one may wait for room below a limit, requeued at each time limit of its own
+TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requeued any more
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
 
@@ -154,7 +161,7 @@ class Launcher:
         """
         if most > 1:
             return (most + 1) // 2
-        if not slurm.patiently(slurm.own_jobs):
+        if slurm.patiently(slurm.own_jobs) <= (slurm_job_id() is not None):  # a controller job is one of them itself
             raise error
         sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
         time.sleep(ROOM_PAUSE_S)
@@ -171,10 +178,10 @@ class Launcher:
             stage=request.stage,
             tasks=[{"nodes": request.nodes, **data} for _, data in tasks],
         )
-        executor = self._executor(folder)
+        executor = self._executor(folder, request)
         write_atomically(folder / NOTICE, notice.model_dump_json())
         parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
-        executor.update_parameters(**self._own(parameters, notice.name, folder, request.after))
+        executor.update_parameters(**self._own(parameters, notice.name, folder, request))
         try:
             ids = [str(job.job_id) for job in _submit(executor, [job for job, _ in tasks])]
         except RefusedError:
@@ -182,23 +189,29 @@ class Launcher:
             raise
         return self._log_submitted(folder, notice, ids)
 
-    def _own(self, parameters: dict[str, Any], name: str, folder: Path, after: Sequence[str]) -> dict[str, Any]:
+    def _own(self, parameters: dict[str, Any], name: str, folder: Path, request: Request) -> dict[str, Any]:
         """The parameters with what belongs to one submission."""
         if self.cluster.executor == "local":
             return parameters
-        from tula_hpc.sbatch import find_pickle
+        from tula_hpc.sbatch import come_again, find_pickle
 
         more = dict(parameters["slurm_additional_parameters"])
-        if after:
-            more["dependency"] = "afterany:" + ":".join(after)
-        setup = [*find_pickle(folder), *parameters["slurm_setup"]]
-        return {**parameters, "name": name, "slurm_setup": setup, "slurm_additional_parameters": more}
+        if request.after:
+            more["dependency"] = "afterany:" + ":".join(request.after)
+        own = {"slurm_setup": [*find_pickle(folder), *parameters["slurm_setup"]]}
+        if request.stage == CONTROL:
+            own["slurm_teardown"] = come_again(folder)
+        return {**parameters, "name": name, **own, "slurm_additional_parameters": more}
 
-    def _log_submitted(self, folder: Path, notice: Notice, ids: Sequence[str]) -> list[Submitted]:
-        for job_id, data in zip(ids, notice.tasks, strict=True):
+    def _log_submitted(
+        self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
+    ) -> list[Submitted]:
+        """Enter those of an array's tasks into the events that are not known there; returns them."""
+        new = [(job_id, data) for job_id, data in zip(ids, notice.tasks, strict=True) if job_id not in known]
+        for job_id, data in new:
             said = {"folder": str(folder.relative_to(self.run.root)), **data}
             self.run.log_event("submitted", notice.stage, job_id=job_id, data=said)
-        return [Submitted(job_id, folder) for job_id in ids]
+        return [Submitted(job_id, folder) for job_id, _ in new]
 
     def find_lost(self) -> list[Submitted]:
         """Enter into the events what was submitted by a process that was killed before it could do so.
@@ -208,25 +221,26 @@ class Launcher:
         """
         if self.cluster.executor == "local":
             return []
-        known = {str(event.data.get("folder")) for event in self.run.events() if event.event == "submitted"}
+        submitted = [event for event in self.run.events() if event.event == "submitted"]
+        known = Counter(str(event.data.get("folder")) for event in submitted)
         found: list[Submitted] = []
         for path in sorted(self.run.slurm.glob(f"*/{NOTICE}")):
-            if str(path.parent.relative_to(self.run.root)) not in known:
-                found += self._find(path)
+            notice, folder = read_document(Notice, path), str(path.parent.relative_to(self.run.root))
+            if known[folder] < len(notice.tasks):  # fewer, but not none: killed between two events of an array
+                found += self._find(path, notice, {e.job_id for e in submitted if e.data.get("folder") == folder})
         return found
 
-    def _find(self, path: Path) -> list[Submitted]:
+    def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
         from tula_hpc.sbatch import submissions_named
 
-        notice = read_document(Notice, path)
         time.sleep(max(0.0, path.stat().st_mtime + SBATCH_S - time.time()))  # its sbatch may still be at work
-        ids = submissions_named(notice.name)
+        ids = sorted({job_id.partition("_")[0] for job_id in known}) or submissions_named(notice.name)
         if not ids:
             path.rename(path.with_name(REFUSED))
             return []
         if len(ids) > 1:
             slurm.cancel(ids[1:])
-        return self._log_submitted(path.parent, notice, slurm.task_ids(ids[0], len(notice.tasks)))
+        return self._log_submitted(path.parent, notice, slurm.task_ids(ids[0], len(notice.tasks)), known)
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
@@ -280,17 +294,18 @@ class Launcher:
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         """Accounting is asked once for all of them: thousands may end together."""
         rows = slurm.steps([job.job_id for job in jobs]) if self.cluster.executor == "slurm" else {}
-        ended = []
+        ended, full = [], None
         for job in jobs:
             log_file, logs = _read_logs(job)
-            failure = slurm.classify(rows.get(job.job_id, []), _ends(logs, LOG_READ_LINES))
+            failure = classify(rows.get(job.job_id, []), _ends(logs, LOG_READ_LINES))
             tail = _ends(logs, LOG_TAIL_LINES)
-            if not tail.strip() and failure is Failure.BUG and (full := full_disk(self.run.root)):
-                failure, tail = Failure.NO_SPACE, full
+            if failure is Failure.BUG:  # or it could not even write down that there is no space
+                full = full_disk(self.run.root) if full is None else full
+                failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
             ended.append(Ended(job, failure, tail, log_file))
         return ended
 
-    def _executor(self, folder: Path) -> Any:
+    def _executor(self, folder: Path, request: Request) -> Any:
         import submitit
 
         if self.cluster.executor == "slurm" and not slurm.available():
@@ -299,7 +314,9 @@ class Launcher:
         if self.cluster.executor == "slurm":
             from tula_hpc.sbatch import PatientExecutor
 
-            executor._executor = PatientExecutor(folder)  # AutoExecutor still translates the parameters
+            starts = math.ceil(CONTROL_MINUTES / request.minutes) if request.stage == CONTROL else TIME_OUTS
+            # AutoExecutor still translates the parameters
+            executor._executor = PatientExecutor(folder, max_num_timeout=starts)
         return executor
 
     def parameters(self, *, stage: str, nodes: int, minutes: int) -> dict[str, Any]:

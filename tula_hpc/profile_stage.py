@@ -6,20 +6,18 @@ import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.errors import StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
-from tula_hpc.launch import Ended, Launcher
+from tula_hpc.launch import Ended
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Configuration,
     Event,
     JobNote,
     Measurement,
-    RunDirectory,
     append_record,
     notes_file,
     read_records,
@@ -29,34 +27,6 @@ from tula_hpc.records import (
 from tula_hpc.stages import Sweep, failed_measurement, submission_of, unsettled, why
 
 HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
-
-
-class Part(NamedTuple):
-    """One part of the cluster and what is profiled there."""
-
-    spec: SweepSpec  # with the cluster sizes that the part has nodes for
-    cluster: ClusterSpec
-    run: RunDirectory
-    name: str  # see `Measurement.partition`
-    since: float  # failures before this time do not count
-    trusted_batch: int | None = None
-    detached: bool = False  # see `Launcher`
-
-    @property
-    def launcher(self) -> Launcher:
-        """Submits jobs to this part."""
-        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}", detached=self.detached)
-
-    def propose(self) -> list[Configuration]:
-        """What the search wants next on this part."""
-        from tula_hpc.analysis.search import propose
-
-        known = counted(self.run.measurements().records, self.name, self.since)
-        return propose(self.spec, self.cluster, known, trusted_batch=self.trusted_batch)
-
-    def measured_anything(self) -> bool:
-        """Whether any profile of this part succeeded."""
-        return any(m.status == "ok" and m.partition == self.name for m in self.run.measurements().records)
 
 
 def profile_stage(sweep: Sweep) -> None:
@@ -73,61 +43,72 @@ def profile_stage(sweep: Sweep) -> None:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 
 
-def parts_of(sweep: Sweep) -> list[Part]:
-    """The parts of the cluster that have nodes enough for any of the sweep's sizes."""
+def parts_of(sweep: Sweep) -> list[Sweep]:
+    """The sweep on each part of the cluster that has nodes enough for any of its sizes, with those sizes alone."""
     named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
     return [
-        Part(spec, cluster, sweep.run, name, sweep.started_at, detached=sweep.detached)
-        for spec, cluster, name in specs
-        if spec is not None
+        sweep._replace(spec=spec, cluster=cluster, partition=name) for spec, cluster, name in specs if spec is not None
     ]
 
 
-def _profile_part(part: Part, progress: StageProgress) -> list[Ended]:
-    part = part._replace(trusted_batch=_trusted_batch(part, progress))
+def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
+    trusted_batch = _trusted_batch(part, progress)
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        hopeless = not part.measured_anything() and _broken_rounds(part) >= HOPELESS_ROUNDS
-        proposed = [] if hopeless else part.propose()
+        hopeless = not _measured_anything(part) and _broken_rounds(part) >= HOPELESS_ROUNDS
+        proposed = [] if hopeless else propose_on(part, trusted_batch)
         if not proposed:
             return failures
         for configurations in first_wave(part.spec, part.cluster, proposed):
-            _submit(part, configurations)
+            _submit(part, configurations, trusted_batch)
 
 
-def _broken_rounds(part: Part) -> int:
+def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
+    """What the search wants next on this part; `trusted_batch` fits into memory by an estimate."""
+    from tula_hpc.analysis.search import propose
+
+    known = counted(part.run.measurements().records, part.partition, part.started_at)
+    return propose(part.spec, part.cluster, known, trusted_batch=trusted_batch)
+
+
+def _measured_anything(part: Sweep) -> bool:
+    """Whether any profile of this part succeeded."""
+    return any(m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records)
+
+
+def _broken_rounds(part: Sweep) -> int:
     """Submissions of this command in which a job failed for another reason than memory."""
     events = [event for event in part.run.events() if event.stage == "profile"]
     folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
-    ended = [event for event in events if event.event == "ended" and event.time >= part.since]
+    ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
     return len({folders.get(e.job_id) for e in ended if e.failure and not e.failure.is_oom} - {None})
 
 
-def _is_of(part: Part, event: Event) -> bool:
-    return event.event == "submitted" and event.data.get("partition", "") == part.name
+def _is_of(part: Sweep, event: Event) -> bool:
+    return event.event == "submitted" and event.data.get("partition", "") == part.partition
 
 
-def _trusted_batch(part: Part, progress: StageProgress) -> int | None:
+def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
     """Largest local batch that fits by an estimate, made once, before the first profile, where a limit is known."""
-    stored = part.run.footprints([part.name]).get(part.name)
+    stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return stored.largest_local_batch
-    measured = any(m.partition == part.name for m in part.run.measurements().records)
+    measured = any(m.partition == part.partition for m in part.run.measurements().records)
     if measured or not part.spec.search.estimate or part.cluster.memory_limit_bytes is None:
         return None
     progress.update(0, 1, "estimating which batches fit into memory")
-    made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.name)
+    made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
     if made.footprint is None:
         progress.update(0, 1, f"no estimate of memory ({made.reason}): the search begins with all batches")
         return None
-    write_atomically(part.run.footprint_file(part.name), made.footprint.model_dump_json(indent=1))
+    write_atomically(part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1))
     progress.update(0, 1, f"by an estimate, local batches up to {made.trusted_batch} fit into memory")
     return made.trusted_batch
 
 
-def _settle(part: Part, progress: StageProgress) -> list[Ended]:
+def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     """Wait for the jobs that are on their way, and write a record for a configuration that one died of.
 
     Returns:
@@ -150,13 +131,13 @@ def _configurations(event: Event) -> list[Configuration]:
     return [Configuration(*numbers) for numbers in event.data.get("configurations", [])]
 
 
-def _record_end(part: Part, event: Event, end: Ended) -> bool:
+def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
     """Whether the job died while it measured something; then that is on record."""
     output = part.run.root / str(event.data.get("output", ""))
     blamed = died_of(_configurations(event), output) if output.is_file() else None
     if blamed is not None:
-        record = failed_measurement(part.cluster, blamed, end, part.name)
-        if event.time < part.since:  # what made an earlier command's job fail may have been mended
+        record = failed_measurement(part.cluster, blamed, end, part.partition)
+        if event.time < part.started_at:  # what made an earlier command's job fail may have been mended
             record = record.model_copy(update={"finished_at": event.time})
         append_record(output, record)
     failure = end.failure if blamed is not None else None
@@ -190,16 +171,16 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
     return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
 
 
-def _submit(part: Part, configurations: tuple[Configuration, ...]) -> None:
+def _submit(part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None) -> None:
     """One job for each group. What the site's limits leave out is proposed again when these are over."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
     outputs = [_new_output(part, nodes, group) for group in groups]
-    jobs = [_job(part, nodes, group, output) for group, output in zip(groups, outputs, strict=True)]
+    jobs = [_job(part, nodes, group, output, trusted_batch) for group, output in zip(groups, outputs, strict=True)]
     data = [
         {
-            "partition": part.name,
+            "partition": part.partition,
             "output": str(output.relative_to(part.run.root)),
             "configurations": [list(configuration) for configuration in group],
         }
@@ -208,26 +189,28 @@ def _submit(part: Part, configurations: tuple[Configuration, ...]) -> None:
     part.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data)
 
 
-def _job(part: Part, nodes: int, group: tuple[Configuration, ...], output: Path) -> ProfileJob:
+def _job(
+    part: Sweep, nodes: int, group: tuple[Configuration, ...], output: Path, trusted_batch: int | None
+) -> ProfileJob:
     return ProfileJob(
         part.spec,
         part.cluster,
         group,
         output,
         nodes,
-        partition=part.name,
+        partition=part.partition,
         asks=part.spec.search.packed and part.spec.search.mode == "adaptive",
         smaller=one_at_a_time(part.spec, part.cluster),
-        since=part.since,
-        trusted_batch=part.trusted_batch,
+        since=part.started_at,
+        trusted_batch=trusted_batch,
         submitted_at=time.time(),
     )
 
 
-def _new_output(part: Part, nodes: int, group: Sequence[Configuration]) -> Path:
+def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path:
     """A file that no other job writes to: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
     ends = sorted({group[0].local_batch, group[-1].local_batch})
-    partition = [part.name.replace("/", "_")] if part.name else []
+    partition = [part.partition.replace("/", "_")] if part.partition else []
     stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
     taken = len(list(part.run.profile.glob(f"{stem}-*.jsonl")))
     path = part.run.profile / f"{stem}-{taken}.jsonl"
@@ -242,8 +225,8 @@ def died_of(group: Sequence[Configuration], output: Path) -> Configuration | Non
     """
     recorded = read_records(Measurement, with_rank_files(output)).records
     notes = read_records(JobNote, [notes_file(output)]).records
-    if any(m.status == "oom" for m in recorded) or (notes and notes[-1].note == "ended"):
-        return None
+    if any(m.status != "ok" for m in recorded) or (notes and notes[-1].note == "ended"):
+        return None  # by itself, or by a command that was killed right after it had written that down
     done = {m.configuration for m in recorded}
     if notes and notes[-1].configuration in done:  # between two configurations: neither is to blame
         return None

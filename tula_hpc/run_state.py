@@ -19,6 +19,7 @@ from tula_hpc.trainings import ATTEMPTS, INTERRUPTIONS
 State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
 Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
 ALIVE = (JobPhase.RUNNING, JobPhase.WAITING)
+EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}  # else 0
 NO_ACCOUNT: Accounted = {}
 AGAIN = "run the same command again"
 
@@ -157,7 +158,7 @@ def describe(
         asked_at=facts.now,
         state=state,
         words=words,
-        exit_code=int(state in ("failed", "stuck") or bool(parts.study and parts.study.failed)),
+        exit_code=1 if parts.study and parts.study.failed else EXIT_CODES.get(state, 0),
         command=CommandStatus(process=holder.process, host=holder.host, alive=holder.alive),
         detached=parts.detached,
         scheduler=SchedulerStatus(executor=facts.executor, answered=answer.active is not None, words=answer.words),

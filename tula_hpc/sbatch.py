@@ -24,6 +24,7 @@ from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
+REVIVALS = 3  # of a job whose process is killed, see `come_again`
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
 
@@ -36,6 +37,22 @@ def find_pickle(folder: Path) -> list[str]:
         "tula_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
         f"[ -e {place}/${{tula_job}}_submitted.pkl ] || "
         f"ln -s task-${{SLURM_ARRAY_TASK_ID:-0}}.pkl {place}/${{tula_job}}_submitted.pkl",
+    ]
+
+
+def come_again(folder: Path) -> list[str]:
+    """Shell lines after the task: a job that was killed, though nobody cancelled it, is requeued a few times.
+
+    Not one that ended by itself, with code 0 or 1: it has said why.
+    """
+    killed = shlex.quote(str(folder / "killed"))
+    return [
+        "tula_code=$?",
+        'if [ "$tula_code" -gt 1 ] && scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
+        f'  echo "$tula_code" >>{killed}',
+        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$tula_code"',
     ]
 
 

@@ -1,9 +1,8 @@
-"""Slurm's own commands: which jobs are still there, how they ended, and what that means."""
+"""Slurm's own commands: which jobs are still there, and what is on record of those that are not."""
 
 from __future__ import annotations
 
 import getpass
-import itertools
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.errors import LaunchError
 
 COMMAND_TIMEOUT_S = 60
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)  # pauses in which a controller may come back
@@ -196,78 +195,6 @@ def _last_words(job_id: str) -> list[StepState]:
     fields = dict(word.split("=", 1) for word in text.splitlines()[0].split() if "=" in word)
     state = fields.get("JobState", "")
     return [StepState(job_id, state, fields.get(key, "")) for key in ("ExitCode", "DerivedExitCode") if state]
-
-
-class _Sign(NamedTuple):
-    """What tells a failure: states of the job's steps, or words in its log."""
-
-    failure: Failure
-    states: frozenset[str]
-    words: str
-
-
-# In order: what is more specific first. A step that was killed for its memory leaves the *job* FAILED with exit 1:0.
-_SIGNS = (
-    _Sign(Failure.HOST_OOM, frozenset({"OUT_OF_MEMORY"}), r"oom-kill event|oom_kill|Exceeded job memory limit"),
-    _Sign(
-        Failure.DEVICE_OOM, frozenset(), r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.*out of memory"
-    ),
-    _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE|Node failure on"),
-    _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
-    _Sign(Failure.PREEMPTED, frozenset({"PREEMPTED"}), r"DUE TO PREEMPTION"),
-    _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
-)
-
-
-def classify(rows: Sequence[StepState], log: str) -> Failure:
-    """Why a job ended without a result, from its steps' states and the end of its log."""
-    states = {"OUT_OF_MEMORY" if row.exit_code == "0:125" else row.state for row in rows}
-    for sign in _SIGNS:
-        if states & sign.states or re.search(sign.words, log):
-            return sign.failure
-    if rows and rows[0].state == "CANCELLED":
-        return Failure.CANCELLED
-    return Failure.KILLED if _vanished([row.exit_code for row in rows], log) else Failure.BUG
-
-
-# what a worker says whose peer is gone, or that outlived its own job: another process's end is the reason
-_PEER_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
-    r"failed to recv, got 0 bytes|is a left-over"
-)
-_KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
-_CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
-_CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}  # signals that a process brings upon itself
-
-
-def _vanished(exit_codes: Sequence[str], log: str) -> bool:
-    """Whether a process was killed, or lost its peers to that, and none raised an exception of its own.
-
-    When one raises, srun -K1 kills the others, who may have lost it as a peer before.
-    """
-    raised = _exceptions(log)
-    lost = [line for line in raised if _PEER_LOST.search(line)]
-    if len(lost) < len(raised) or _CRASHED.search(log) or _CRASH_CODES & set(exit_codes):
-        return False
-    return bool(lost or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
-
-
-def telling_line(log: str) -> str:
-    """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
-    raised = _exceptions(log)
-    own = [line for line in raised if not _PEER_LOST.search(line)]
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling = "|".join([_KILLED.pattern, *(sign.words for sign in _SIGNS)])
-    signs = [line for line in lines if re.search(telling, line)]
-    said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
-    return next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")[:500]
-
-
-def _exceptions(log: str) -> list[str]:
-    """The last lines of tracebacks: the first that is not indented after one that is."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.splitlines()]  # which torch puts before them
-    pairs = itertools.pairwise(lines)
-    return [line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)]
 
 
 def is_being_cancelled(job_id: str) -> bool:

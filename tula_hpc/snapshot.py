@@ -1,7 +1,7 @@
 """A copy of a training's state in host memory, taken between two steps, while the next one goes on.
 
-It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's states. That is little
-beside a training step's activations, and neither memory model nor estimate count it; the margin has to hold it.
+It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's states. Plans reckon
+with that, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
 
 On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the next time, by a
 stream of its own, after all that the training's stream was asked for. Meanwhile the next step must not change them:

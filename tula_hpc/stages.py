@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.job_ends import telling_line
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted
 from tula_hpc.progress import StageProgress, stage_progress
@@ -41,15 +41,16 @@ class Sweep(NamedTuple):
     run: RunDirectory
     started_at: float = 0.0  # of the command, Unix time: failures before it may have been mended, and do not count
     detached: bool = False  # whether controller jobs wait, not this process
+    partition: str = ""  # of `cluster`, where that is one part of a larger one; see `Measurement.partition`
 
     @property
     def launcher(self) -> Launcher:
         """Submits this sweep's jobs; the name tells sweeps of one user apart in squeue."""
-        return Launcher(self.cluster, self.run, f"tula-{self.spec.name}", detached=self.detached)
+        return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
 
     def on(self, partition: str) -> Sweep:
         """The sweep on one part of the cluster; see `ClusterSpec.part`."""
-        return self._replace(cluster=self.cluster.part(partition))
+        return self._replace(cluster=self.cluster.part(partition), partition=partition)
 
 
 def failed_measurement(
@@ -149,9 +150,12 @@ def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageP
     done = result_file.exists()
     events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
     failure = training_failure(events, end)
+    end = end._replace(failure=failure)
+    if not done:  # before the end counts as seen to: a command that is killed in between writes it down once more
+        _note_failure(sweep, candidate, end, events)
     sweep.run.log_event("ended", "train", job_id=end.job.job_id, failure=None if done else failure)
     if not done:
-        _after_failure(sweep, candidate, end._replace(failure=failure), events)
+        _judge_failure(sweep, candidate, end, events)
 
 
 def _candidate_of(event: Event, plan: Plan) -> Candidate:
@@ -214,25 +218,30 @@ def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callabl
     return tick
 
 
-def _after_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
-    """Write down why training ended; return if another submission is worth it.
+def _note_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
+    """Write down why training ended."""
+    if not end.failure.is_oom:
+        detail = reason(events, end)
+        sweep.run.log_event("failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail)
+    elif not any(event.event == "oom" for event in events):  # killed before it could say so
+        _record_training_oom(sweep, in_force(candidate, events), end)
+
+
+def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
+    """Return if another submission is worth it.
 
     Raises:
         StageError: It is not.
     """
-    failure = end.failure
+    failure, detail, attempts = end.failure, reason(events, end), _attempts(sweep)
     if failure.is_oom:
-        if not any(event.event == "oom" for event in events):  # killed before it could say so
-            _record_training_oom(sweep, in_force(candidate, events), end)
         sweep.run.log_event("fell_back", "train", detail=f"out of memory at {candidate.configuration}")
+    if failure.is_oom or not attempts:
         return
-    detail = reason(events, end)
-    sweep.run.log_event("failed", "train", failure=failure, job_id=end.job.job_id, detail=detail)
-    attempts = _attempts(sweep)
-    if attempts and REQUEUES_USED_UP in detail:
+    if REQUEUES_USED_UP in detail:
         raise StageError(f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved")
     again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
-    if attempts and (not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep)):
+    if not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep):
         raise StageError(f"train: {why([end], failure)}")
 
 
@@ -296,4 +305,4 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
 
 def last_line(text: str) -> str:
     """The one that says most, for a table; it is the last where nothing tells more."""
-    return slurm.telling_line(text)
+    return telling_line(text)

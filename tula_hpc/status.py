@@ -53,8 +53,9 @@ ACCOUNTING_TIMEOUT_S = 8.0
 LOGS = 20  # of the latest failures that are looked for
 
 EXIT_CODES = """\
-exit codes: 0 finished, going on, or stopped where the same command goes on; 1 something failed for good, or waits for
-what does not come by itself; 2 bad input. --json prints the same as one JSON object, whose keys the module describes.
+exit codes: 0 finished, or it goes on; 1 something failed for good, or waits for what does not come by itself; 2 bad
+input; 3 nothing goes on, and nobody acts: run the same command again; 4 not known, as the scheduler could not be asked.
+--json prints the same as one JSON object, whose keys the module describes.
 """
 
 
@@ -162,6 +163,7 @@ def _one_line(words: str) -> str:
 def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
     """None where there is no accounting, or it does not answer."""
     from tula_hpc.accounting import accounted_runs
+    from tula_hpc.config import JOB_NAMES
     from tula_hpc.errors import LaunchError
 
     submitted = [event for event in facts.events if event.event == "submitted"]
@@ -170,7 +172,7 @@ def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
     try:
         return accounted_runs(
             {event.job_id for event in submitted},
-            name_prefix=f"tula-{facts.spec.name}-" if facts.spec else "tula-",
+            name_prefix=f"{facts.spec.job_name}-" if facts.spec else JOB_NAMES,
             since=submitted[0].time,
             timeout_s=ACCOUNTING_TIMEOUT_S,
         )

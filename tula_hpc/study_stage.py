@@ -183,7 +183,7 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
 def _script(spec: SweepSpec, part: ClusterSpec, root: Path, cells: int) -> Sequence[str]:
     if part.executor != "slurm" or spec.study is None:
         return [f"{most_at_once(part, spec.study.nodes * part.workers_per_node)} at a time"] if spec.study else []
-    launcher = Launcher(part, RunDirectory(root), f"tula-{spec.name}")
+    launcher = Launcher(part, RunDirectory(root), spec.job_name)
     nodes, minutes = spec.study.nodes, part.train_minutes
     script = launcher.script(stage="train", nodes=nodes, minutes=minutes, tasks=cells)
     return [f"\n# ---- train, {cells} task(s) ----", script]

@@ -101,6 +101,7 @@ class Evaluation(NamedTuple):
     loss: float
     accuracy: float
     top5_accuracy: float
+    seconds: float = 0.0  # that it took
 
 
 NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
@@ -241,7 +242,12 @@ class Trainer:
         """Of the test set, at the end of that epoch: of each, or in a study of some and the last."""
         every = self.study.evaluate_every if self.study else 1
         due = epoch % every == 0 or epoch == self.job.sweep.workload.epochs
-        return self._evaluate(self.test_loader) if due else NO_EVALUATION
+        if not due:
+            return NO_EVALUATION
+        self.worker.synchronize_device()  # what it still has to do is the steps' time
+        started = time.perf_counter()
+        evaluation = self._evaluate(self.test_loader)
+        return evaluation._replace(seconds=time.perf_counter() - started)
 
     def _train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """The rest of the current epoch in whole batches; False if all workers agreed to stop in the middle."""
@@ -433,6 +439,8 @@ class Trainer:
             noise_scale=_finite(self._noise().noise_scale),
             critical_batch=_finite(self.critical_batch.take()),
             attempt=self._attempt,
+            evaluation_time_s=evaluation.seconds,
+            workers=self.env.world_size,
         )
 
     def _measure_curvature(self) -> None:

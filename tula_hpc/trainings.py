@@ -125,24 +125,24 @@ class Trainings:
         """A job is over: its training is done, waits for another job, or has failed."""
         _, label = self.running.pop(end.job.job_id)
         await_result(self.run_directory, self.run_directory.train(label).result_file, end.job)
-        done = self._is_done(label)
-        self.run_directory.log_event(
-            "ended", "train", job_id=end.job.job_id, failure=None if done else end.failure, data={"label": label}
-        )
-        if done:
+        if self._is_done(label):
+            self._log("ended", label, end)
             return
         events = [event for event in self.run_directory.events() if event.job_id == end.job.job_id]
-        failure = training_failure(events, end)
-        detail, data = reason(events, end), {"label": label}
-        self.run_directory.log_event(
-            "failed", "train", failure=failure, job_id=end.job.job_id, detail=detail, data=data
-        )
+        failure, detail = training_failure(events, end), reason(events, end)
+        # before the end counts as seen to: a command that is killed in between writes it down once more
+        self._log("failed", label, end, failure, detail)
+        self._log("ended", label, end, end.failure)
         self._refuse_hopeless(end, failure)
         if self._may_try_again(label, failure, detail):
             self.waiting.append(label)
         else:
             log = f"; log: {end.log_file}" if end.log_file else ""
             self.failures[label] = _in_words(failure, detail) + log
+
+    def _log(self, event: str, label: str, end: Ended, failure: Failure | None = None, detail: str = "") -> None:
+        said = {"failure": failure, "detail": detail, "data": {"label": label}}
+        self.run_directory.log_event(event, "train", job_id=end.job.job_id, **said)
 
     def _may_try_again(self, label: str, failure: Failure, detail: str) -> bool:
         return REQUEUES_USED_UP not in detail and self.attempts[label] < self._allowed(failure)

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.methods import build_optimizer, pass_interval, reference_share, scaled_batches
@@ -52,6 +53,8 @@ class Worker:
     ) -> None:
         self.sweep, self.configuration, self.env = sweep, configuration, env
         self.device = pick_device(cluster, env.local_rank)
+        if self.device.type == "cpu":
+            resident.keep_freed()
         workload = build_workload(sweep.workload)
         if sweep.training.tunes:
             share = sweep.training.tune_holdout
@@ -189,7 +192,10 @@ class Worker:
         if limit is None:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch has it
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch has it
+        if isinstance(self.optimizer, TulaOptimizer):
+            self.optimizer.observe_clipping(factor)
+        return factor
 
     def _observe_small(self, shortened: Tensor | float) -> None:
         """Give the optimizer the norms of this step's small gradients, where they are had without a pass.

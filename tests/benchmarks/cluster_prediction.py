@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim
+from tula_hpc.analysis.adaptive import AdaptiveSearch
 from tula_hpc.analysis.aggregate import is_usable, summarize
+from tula_hpc.analysis.aim import Aim
 from tula_hpc.analysis.candidates import fit_models
 from tula_hpc.analysis.performance import FormName, fit_step_time
 from tula_hpc.analysis.planning import make_plan

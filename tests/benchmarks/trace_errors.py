@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.benchmarks.traces import WORKLOADS, Trace, read_trace, single_workers
-from tula_hpc.analysis.adaptive import AdaptiveSearch, Aim
+from tula_hpc.analysis.adaptive import AdaptiveSearch
+from tula_hpc.analysis.aim import Aim
 from tula_hpc.analysis.performance import FormName, StepTimeModel
 from tula_hpc.analysis.regression import Array
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes

@@ -1,4 +1,4 @@
-"""A real training whose disk becomes full: it ends with a clear error, and with space goes on from its checkpoint."""
+"""A real profile and a real training whose disk becomes full: each ends with a clear error, and with space goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.run_factory import candidate, plan
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError, StorageError
+from tula_hpc.profile_stage import profile_stage
 from tula_hpc.records import Configuration, Plan, RunDirectory, TrainResult
 from tula_hpc.stages import Sweep, train_stage
 
@@ -102,3 +103,50 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert (result.epochs, result.samples_seen) == (EPOCHS, EPOCHS * 256)
     resumed = next(event for event in run.events() if event.event == "resumed")
     assert resumed.data["samples_seen"] == loaded.samples_seen > 0
+
+
+STEPS = 500  # of which every time is written down: 40 kB and more in one line
+PROFILED = SPEC.model_copy(
+    update={
+        "search": SPEC.search.model_copy(
+            update={
+                "cluster_sizes": (1,),
+                "min_batch": 8,
+                "max_batch": 8,
+                "mode": "full",
+                "estimate": False,
+                "min_steps": STEPS,
+                "max_steps": STEPS,
+            }
+        )
+    }
+)
+LEFT_TO_SAY_SO = 24_000  # bytes: too little for that line, enough for the log, if not for a second attempt
+
+
+def profile(run: RunDirectory) -> None:
+    profile_stage(Sweep(PROFILED, ClusterSpec(), run, started_at=time.time()))
+
+
+def fill_while_it_measures(run: RunDirectory, disk: Path) -> None:
+    while not any(note.note == "measuring" for note in run.job_notes()):
+        time.sleep(0.01)
+    fill(disk, LEFT_TO_SAY_SO)
+
+
+def test_a_profile_that_runs_out_of_space_is_said_to_and_measured_later(disk: Path) -> None:
+    run = RunDirectory(disk / "run").create()
+    watcher = threading.Thread(target=fill_while_it_measures, args=(run, disk), daemon=True)
+    watcher.start()
+    with pytest.raises(StageError) as raised:
+        profile(run)
+    watcher.join()
+    assert "No space left on device; make space there or have the quota raised" in str(raised.value)
+    left = run.measurements()
+    assert ({row.failure for row in left.records}, left.skipped) == ({Failure.NO_SPACE}, 0)
+
+    (disk / "ballast").unlink()
+    profile(run)
+    measured = run.measurements()
+    (good,) = [row for row in measured.records if row.status == "ok"]
+    assert (len(good.samples["step"]), measured.skipped) == (STEPS, 0)

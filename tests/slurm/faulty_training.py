@@ -38,6 +38,7 @@ from tula_hpc.stages import Sweep, train_stage
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
+LOOK_PAUSE_S = 0.5  # between two looks at files or the queue: many stories look, and the jobs need the processors
 EARLY_STEP = 12  # of 64: in the second epoch, after several checkpoints
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 WORKLOAD = {
@@ -156,7 +157,7 @@ class Training:
             assert predicate() or not over, f"the command ended before {what}: {self.accounts}"
             return bool(predicate())
 
-        self.cluster.wait_for(settled, PATIENCE_S, what)
+        self.cluster.wait_for(settled, PATIENCE_S, what, LOOK_PAUSE_S)
 
     def wait_for_event(self, kind: str, number: int = 1) -> None:
         """Wait until there are so many events of this kind."""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 
-PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps")
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps", "btrfs-progs")  # the last: quota
 PROGRAMS = (
     "slurmctld",
     "slurmd",
@@ -72,8 +72,10 @@ def run(*command: str, environment: dict[str, str] | None = None, timeout_s: flo
     return done.stdout
 
 
-def wait_for(predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
-    """Wait until the predicate holds.
+def wait_for(
+    predicate: Callable[[], object], timeout_s: float, what: str = "the condition", pause_s: float = 0.1
+) -> None:
+    """Wait until the predicate holds, with so long a pause between two looks.
 
     Raises:
         ClusterError: It never did; the message says what was waited for.
@@ -81,7 +83,7 @@ def wait_for(predicate: Callable[[], object], timeout_s: float, what: str = "the
     deadline = time.monotonic() + timeout_s
     while not predicate():
         check(time.monotonic() < deadline, f"waited {timeout_s:g} s in vain for {what}")
-        time.sleep(0.1)
+        time.sleep(pause_s)
 
 
 def missing_requirement() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ cluster_sizes = [1, 2]
 min_batch = 64
 max_batch = 128
 mode = "full"
-max_steps = 30
+max_steps = 20
 max_seconds = 3
 estimate = false
 [objective]
@@ -72,10 +73,18 @@ class Command:
 
 @pytest.fixture(scope="session")
 def detached(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """A sweep that was detached, on its way while the other tests run."""
+    """A sweep that was detached, on its way while the other tests run; its first controller is killed."""
     command = Command(tmp_path_factory.mktemp("detached"), slurm_cluster)
     assert command.start("--detach").wait(120) == 0, command.log.read_text()
+    threading.Thread(target=kill_the_controller, args=(command,), daemon=True).start()
     return command
+
+
+def kill_the_controller(command: Command) -> None:
+    """As soon as it runs."""
+    job_id = next(e.job_id for e in command.run.events() if (e.event, e.stage) == ("submitted", "control"))
+    command.cluster.wait_for(lambda: command.cluster.task_pids(job_id), 300, "the controller job")
+    command.cluster.kill_task(job_id, 0)
 
 
 def test_a_command_that_is_killed_at_any_moment_goes_on_and_does_nothing_twice(
@@ -121,6 +130,9 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     assert "detached: job" in said
     assert "tula_hpc.status" in said
     assert detached.run.train().result_file.exists()
+    first, *_ = sorted(detached.run.slurm.glob("control-*"))
+    assert (first / "killed").read_text() == "137\n"
+    assert "--- restart 1" in "".join(path.read_text() for path in first.glob("*.err"))
     submitted = detached.submissions()
     assert (submitted["profile"], submitted["train"]) == (2, 1)
     assert submitted["control"] >= 3

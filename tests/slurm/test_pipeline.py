@@ -30,8 +30,8 @@ cluster_sizes = [1, 2, 4]
 min_batch = 64
 max_batch = 128
 mode = "full"
-max_steps = 40
-max_seconds = 5
+max_steps = 20
+max_seconds = 3
 [objective]
 kind = "time"
 """

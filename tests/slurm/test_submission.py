@@ -22,6 +22,7 @@ from tula_hpc.config import load_cluster
 from tula_hpc.errors import LaunchError
 from tula_hpc.launch import NOTICE, Launcher
 from tula_hpc.records import RunDirectory
+from tula_hpc.stages import submission_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
@@ -121,6 +122,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.slurm.test_submission import launcher_at, says
 from tula_hpc.launch import Launcher
+from tula_hpc.records import RunDirectory
 from tula_hpc.sbatch import PatientExecutor
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
@@ -128,8 +130,11 @@ def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 root, notes, at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 if at == "before sbatch":
     PatientExecutor._submit_command = die
-else:
+elif at == "after sbatch":
     Launcher._log_submitted = die
+else:
+    log = RunDirectory.log_event
+    RunDirectory.log_event = lambda self, *a, **k: die() if self.events() else log(self, *a, **k)
 launcher_at(root).submit([says(i, notes) for i in range(2)], stage="profile", nodes=1, minutes=2)
 """
 
@@ -137,17 +142,20 @@ launcher_at(root).submit([says(i, notes) for i in range(2)], stage="profile", no
 def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothing_behind(
     slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for at in ("before sbatch", "after sbatch"):
+    for at in ("before sbatch", "after sbatch", "between two events of an array"):
         done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, notes, at], cwd=ROOT, check=False, timeout=120)
         assert done.returncode == -9
     launcher = launcher_at(tmp_path)
-    assert launcher.run.events() == []
+    known = [event.job_id for event in launcher.run.events()]
+    assert len(known) == 1
     monkeypatch.setattr("tula_hpc.launch.SBATCH_S", 0.0)  # no sbatch is at work any more
     found = launcher.find_lost()
-    assert len(found) == 2
-    assert [event.job_id for event in launcher.run.events()] == [job.job_id for job in found]
-    launcher.wait(found)
-    assert runs(notes) == dict.fromkeys(range(2), 1)
+    assert len(found) == 3
+    ids = [event.job_id for event in launcher.run.events()]
+    assert ids == [*known, *(job.job_id for job in found)]
+    assert len({job_id.partition("_")[0] for job_id in ids}) == 2, "two arrays, of which one was half known"
+    launcher.wait([submission_of(launcher.run, event) for event in launcher.run.events()])
+    assert runs(notes) == dict.fromkeys(range(2), 2), "each array once"
     assert launcher.find_lost() == []
 
 

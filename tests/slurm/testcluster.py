@@ -163,13 +163,19 @@ class MiniCluster:
         """
         return machine.run(*command, environment=self.environment, timeout_s=timeout_s)
 
-    def wait_for(self, predicate: Callable[[], object], timeout_s: float, what: str = "the condition") -> None:
+    def wait_for(
+        self,
+        predicate: Callable[[], object],
+        timeout_s: float,
+        what: str = "the condition",
+        pause_s: float = 0.1,
+    ) -> None:
         """Wait until the predicate holds.
 
         Raises:
             ClusterError: It never did; the message says what was waited for.
         """
-        machine.wait_for(predicate, timeout_s, what)
+        machine.wait_for(predicate, timeout_s, what, pause_s)
 
     def job_state(self, job_id: str | int) -> str:
         """The job's state in Slurm's long form, such as RUNNING; from the controller, else from the accounting.

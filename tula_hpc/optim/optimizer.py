@@ -128,6 +128,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._scale = self._adaptive if static_scale is None else StaticScale(static_scale, exclude)
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
+        self._shortened: Tensor | float = 1.0
         self.histogram: ScaleHistogram | None = None  # give it one to have the scales that are applied counted
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
 
@@ -227,6 +228,16 @@ class TulaOptimizer(WrappingOptimizer):
         require(self._scale is self._adaptive, "static_scale is set: there are no adaptive factors to update")
         self._estimates.expect(self.parameters(), squares, batch, large)
 
+    def observe_clipping(self, factor: Tensor | float) -> None:
+        """Say what the next step's gradients were multiplied with: the gate compares what they were before.
+
+        Gradients that are all clipped to one norm would seem not to change at all.
+
+        Args:
+            factor: 0-dim or a number above 0, at most 1; does not wait for the device.
+        """
+        self._shortened = factor
+
     def set_batch(self, large_batch: int, small_batch: int | None = None) -> None:
         """Go on with another batch, as after running out of memory.
 
@@ -268,9 +279,10 @@ class TulaOptimizer(WrappingOptimizer):
         return self._estimates.noise.read()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base does it; norms of small gradients that no step has used are forgotten with the gradients."""
+        """As the base does it; what was said of gradients that no step has used is forgotten with them."""
         super().zero_grad(set_to_none)
         self._estimates.forget()
+        self._shortened = 1.0
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
@@ -344,7 +356,9 @@ class TulaOptimizer(WrappingOptimizer):
             norm_squared = sum_of_squares(norms.values(), parameters[0].device)
             if self._estimates.learn(parameters, {p: norms[i] for i, p in enumerate(gradients)}, norm_squared):
                 self._steps_since_update = 0
-            return _Look(gradients, self._warmed(self._sensitivity.observe(norm_squared)))
+            share = self._sensitivity.observe(norm_squared / self._shortened**2)
+            self._shortened = 1.0
+            return _Look(gradients, self._warmed(share))
 
     def _warmed(self, share: Tensor) -> Tensor:
         return share if self.steps >= self.scale_warmup else share * (self.steps / self.scale_warmup)

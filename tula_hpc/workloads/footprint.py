@@ -43,7 +43,7 @@ from tula_hpc.config import (
 from tula_hpc.errors import InputError
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
-from tula_hpc.workloads.optimizers import layer_wise_kinds
+from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
 FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
@@ -74,7 +74,9 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     scaling = counts.gradients * sweep.training.gradient_copies
     limit = cluster.memory_limit_bytes
     allowed = None if limit is None else int(limit * (1.0 - cluster.memory_margin))
-    fitting = [batch for batch, peak in peaks.items() if allowed is not None and peak + scaling <= allowed]
+    copied = _checkpoint_copy(counts, sweep.workload, world)
+    beside = scaling + (-(-copied // cluster.workers_per_node) if cluster.device == "cpu" else 0)
+    fitting = [batch for batch, peak in peaks.items() if allowed is not None and peak + beside <= allowed]
     return Footprint(
         parameter_bytes=counts.parameters,
         gradient_bytes=counts.gradients,
@@ -83,6 +85,7 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
         fixed_bytes=round(counts.fixed),
         host_baseline_bytes=host,
         scaling_bytes=scaling,
+        checkpoint_bytes=copied,
         peaks=peaks,
         limit_bytes=allowed,
         largest_local_batch=None if allowed is None else max(fitting, default=0),
@@ -113,6 +116,11 @@ def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
     """Every local batch of the search, ascending."""
     sizes = sweep.search.cluster_sizes
     return sorted({b for nodes in sizes for b in local_batches(sweep.search, nodes, cluster.workers_per_node)})
+
+
+def _checkpoint_copy(counts: Counts, workload: WorkloadSpec, world: int) -> int:
+    """As `analysis.memory.checkpoint_copy_bytes` has it; `counts.optimizer` is this worker's share under ZeRO."""
+    return counts.parameters + counts.optimizer * (2 * world if shards(workload, world) else 1)
 
 
 def _limit_counts(counts: Counts, local_batch: int, device: str, host: int) -> float:
@@ -154,10 +162,11 @@ def describe(footprint: Footprint) -> Iterator[str]:
         "optimizer states": footprint.optimizer_bytes,
         "activations of a sample": footprint.activation_bytes_per_sample,
         "gradient copies of the method": footprint.scaling_bytes,
+        "copy for a checkpoint, on the host": footprint.checkpoint_bytes,
         "interpreter and libraries": footprint.host_baseline_bytes,
     }
     yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"
-    yield from (f"  {name:<26}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
+    yield from (f"  {name:<34}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
     limit = "" if footprint.limit_bytes is None else f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
     yield f"Peak by local batch, GiB{limit}:"
     for batch, peak in footprint.peaks.items():

@@ -1,0 +1,101 @@
+"""What the search aims at: the choice that the plan will make, with its prices and its constraints.
+
+The plan's own functions say what a candidate costs and what rules it out (`table.priced`, `constraints.constrain`);
+here they judge the candidates under many predictions at once: the nominal one and draws from its uncertainty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.aggregate import Summary
+from tula_hpc.analysis.candidates import models_of
+from tula_hpc.analysis.constraints import CONSTRAINED, constrain, constraints_of, excess
+from tula_hpc.analysis.energy import NodePower, node_power
+from tula_hpc.analysis.evaluation import evaluation_of
+from tula_hpc.analysis.grid import Grid
+from tula_hpc.analysis.objective import weighted_score
+from tula_hpc.analysis.performance import StepTimeModel
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part, Why, allowed_bytes, priced
+from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
+from tula_hpc.records import Configuration
+
+Array = NDArray[np.float64]
+
+IMPOSSIBLE = 1.0  # excess of what is ruled out by memory, samples or time limits, not by the user
+SOME_POWER = NodePower(1.0, False)  # where none is known energy is compared, not told
+
+
+class Judged(NamedTuple):
+    """Candidates (m,) under several predictions (k, m); the first is the nominal one."""
+
+    value: Array  # what the objective makes least; of "knee" the time of an epoch, up to a factor
+    excess: Array  # by how much of a limit each breaks the constraints; 0 or less: it is allowed
+
+    @property
+    def eligible(self) -> NDArray[np.bool_]:
+        """What can be chosen: the allowed candidates, and where there are none those that come nearest to it."""
+        return np.asarray(self.excess <= np.maximum(self.excess.min(axis=1, keepdims=True), 0.0))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no prediction allows any candidate."""
+        return bool(np.all(self.excess.min(axis=1) > 0.0))
+
+    def loss(self, chosen: int) -> Array:
+        """(k − 1,), what the nominal choice loses under each other prediction: its value and what it breaks."""
+        values, over = np.where(self.eligible, self.value, np.inf)[1:], 1.0 + np.maximum(self.excess[1:], 0.0)
+        worse = np.maximum(self.value[1:, chosen] / values.min(axis=1) - 1.0, 0.0)
+        return np.asarray(worse + over[:, chosen] / over.min(axis=1) - 1.0)
+
+
+class Aim(NamedTuple):
+    """What the decision will be made by."""
+
+    kind: str = "knee"  # knee, time, cost or weighted
+    sweep: SweepSpec | None = None  # with its constraints; None: there are none, and cost is node-seconds
+    cluster: ClusterSpec | None = None  # with prices and limits; None: likewise
+
+    def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
+        """Those whose batch the constraints allow, before anything is measured; all where none is."""
+        rules = constraints_of(self.sweep.objective) if self.sweep else []
+        largest = min((rule.limit for rule in rules if rule.why is Why.BATCH), default=np.inf)
+        return [c for c in candidates if c.global_batch <= largest] or list(candidates)
+
+    def judge(self, points: Sequence[Configuration], step_s: Array, model: StepTimeModel, summary: Summary) -> Judged:
+        """The points (m,) with their predicted step times (k, m), as the plan would see them."""
+        grid = Grid(*np.array(points, dtype=np.int64).T)
+        per_sample_s = step_s / grid.global_batch
+        if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
+            workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node
+            power = 0.5 if self.kind == "weighted" else 1.0
+            return Judged(per_sample_s * workers**power, np.zeros_like(step_s))
+        value, over = _as_planned(self.sweep, _part(self.sweep, self.cluster, summary, model), grid, step_s)
+        return Judged(per_sample_s if self.kind == "knee" else value, over)
+
+
+def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
+    limit = None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)
+    power = node_power(summary.profiles, cluster.pricing) or SOME_POWER
+    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
+    return Part("", cluster, summary, models_of(summary, limit, model), power, evaluation)
+
+
+def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> tuple[Array, Array]:
+    """What the objective makes least, and by how much constraints are broken, both (k, m)."""
+    many = Grid(*(np.tile(column, len(step_s)) for column in grid))
+    table = constrain(priced(0, part, many, sweep, step_s.ravel()), sweep.objective)
+    impossible = ~np.isin(table.why, [FEASIBLE, *CONSTRAINED])
+    over = np.maximum(excess(table, sweep.objective), 0.0) + IMPOSSIBLE * impossible
+    return _value(sweep.objective, table).reshape(step_s.shape), over.reshape(step_s.shape)
+
+
+def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:
+    if objective.kind == "weighted":
+        return np.asarray(np.exp(weighted_score(objective, table) / (objective.time_weight + objective.cost_weight)))
+    free = not table.cost.any()  # then the plan takes the fastest
+    return table.cost if objective.kind == "cost" and not free else table.wall_time_s

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_hpc.analysis.checkpoints import MAX_SHARE, SaveCost, interval_s, least_interval_s, with_epoch_ends_s
+from tula_hpc.analysis.pricing import Bill, Usage, bill
+from tula_hpc.cadence import FIRST_S, Cadence, Interruptions
+from tula_hpc.config import ClusterSpec, TrainingSpec
+
+DAY_S = 86_400.0
+NOTHING = Interruptions(DAY_S, is_known=True)
+
+
+def between(every_s: float, epoch_s: float, least_s: float) -> float:
+    return float(with_epoch_ends_s(np.array([every_s]), np.array([epoch_s]), least_s)[0])
+
+
+def saves_of(cadence: Cadence, epochs: int, steps: int, step_s: float, cost_s: float) -> int:
+    """How often a training saves, as `trainer` asks: after steps when due, and at ends of epochs when it may."""
+    saves = 0
+    for _ in range(epochs):
+        for step in range(steps):
+            cadence.worked(step_s)
+            if cadence.due() or (step == steps - 1 and cadence.may_save):
+                cadence.began(cost_s)
+                cadence.ended(0.0)
+                saves += 1
+    return saves
+
+
+def paid(
+    hours: float, *, epochs: int = 1, save: SaveCost | None = None, basis: str = "node-hour", **training: float
+) -> Bill:
+    spec = ClusterSpec.model_validate({"train_minutes": 10**6, "pricing": {"basis": basis}})
+    usage = Usage(*(np.array([value]) for value in (1.0, 1.0, hours * 3600.0, 1e9, 0.0, epochs)))
+    return bill(usage, spec, TrainingSpec.model_validate(training), None, save)
+
+
+@pytest.mark.parametrize(("cost_s", "epoch_s"), [(0.2, 50.0), (2.0, 20.0), (4.0, 1000.0), (15.0, 100.0)])
+@pytest.mark.parametrize("fixed_s", [None, 400.0])
+def test_as_many_saves_are_reckoned_as_a_training_takes(cost_s: float, epoch_s: float, fixed_s: float | None) -> None:
+    epochs, steps = max(10, int(5e3 / epoch_s)), 50
+    saves = saves_of(Cadence(NOTHING, fixed_s), epochs, steps, epoch_s / steps, cost_s)
+    every_s = float(interval_s(cost_s, np.array([DAY_S]))[0]) if fixed_s is None else fixed_s
+    reckoned = epochs * epoch_s / between(every_s, epoch_s, 0.0 if fixed_s else least_interval_s(cost_s))
+    assert saves == pytest.approx(reckoned, rel=0.25, abs=1.0 + epochs * epoch_s / FIRST_S * 0.01)
+
+
+@given(st.floats(0.0, 100.0), st.floats(0.01, 1e5), st.floats(60.0, 1e7))
+def test_saving_never_costs_more_than_its_bound(cost_s: float, epoch_s: float, between_s: float) -> None:
+    every_s = float(interval_s(cost_s, np.array([between_s]))[0])
+    assert cost_s <= MAX_SHARE * between(every_s, epoch_s, least_interval_s(cost_s)) * (1 + 1e-9)
+
+
+@given(st.floats(1.0, 1e4), st.floats(0.01, 1e5))
+def test_an_interval_that_the_user_sets_is_never_exceeded(every_s: float, epoch_s: float) -> None:
+    assert between(every_s, epoch_s, 0.0) <= every_s * (1 + 1e-6)
+    assert between(every_s, epoch_s, 0.0) <= epoch_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("basis", ["node-hour", "spot"])
+def test_dearer_saves_take_longer_and_a_bound_holds(basis: str) -> None:
+    times = [float(paid(20, basis=basis, save=SaveCost(seconds)).wall_time_s[0]) for seconds in (0.0, 1.0, 10.0, 100.0)]
+    assert times == sorted(times)
+    assert times[0] < times[1] < times[2]
+    dear = paid(20, save=SaveCost(100.0))
+    assert float(dear.saving_s[0]) <= MAX_SHARE * 20 * 3600 * (1 + 1e-9)
+
+
+def test_short_epochs_save_often_where_the_user_has_set_the_interval() -> None:
+    save = SaveCost(1.0)
+    assert float(paid(1, epochs=360, save=save, checkpoint_minutes=5).saving_s[0]) == pytest.approx(360.0, rel=0.01)
+    assert float(paid(1, epochs=360, save=save).saving_s[0]) <= MAX_SHARE * 3600.0
+
+
+def test_a_shorter_time_between_interruptions_saves_more_often() -> None:
+    often, seldom = (paid(100, interruption_hours=hours, save=SaveCost(0.01)) for hours in (0.1, 1000.0))
+    assert often.checkpoint_s < seldom.checkpoint_s

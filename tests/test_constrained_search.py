@@ -1,0 +1,130 @@
+"""The adaptive search under constraints: it aims at what the plan will choose, and the plan then chooses as after all.
+
+On the law of `planning_data`, over 1 to 8 nodes and batches from 32 to 2048, without a constraint the fastest is N=8
+with B=2048 and the cheapest N=1 with B=2048.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planning_data import cluster, peak_bytes, sweep
+from tests.test_adaptive import POINTS, measure
+from tula_hpc.analysis.adaptive import cheap_corners, knee_columns
+from tula_hpc.analysis.aim import Judged
+from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.search import propose
+from tula_hpc.config import GIB, ClusterSpec, SweepSpec
+from tula_hpc.records import Configuration, Measurement
+
+CLUSTER = cluster(max_nodes=8)
+NOISES = [0.0, 0.02]
+
+
+def constrained(kind: str, **constraints: Any) -> SweepSpec:
+    spec = sweep(kind, cluster_sizes=[1, 2, 4, 8], min_batch=32, max_batch=2048, mode="adaptive")
+    return spec.model_copy(update={"objective": spec.objective.model_copy(update=constraints)})
+
+
+def searched(spec: SweepSpec, on: ClusterSpec, noise: float) -> list[Measurement]:
+    rows: list[Measurement] = []
+    while proposed := propose(spec, on, rows):
+        rows.append(measure(proposed[0], len(rows), noise))
+    return rows
+
+
+def chosen(spec: SweepSpec, on: ClusterSpec, rows: list[Measurement]) -> Configuration:
+    return make_plan(spec, on, rows).chosen.configuration
+
+
+def everything(noise: float) -> list[Measurement]:
+    return [measure(point, order, noise) for order, point in enumerate(POINTS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "constraints"),
+    [
+        ("time", {"max_global_batch": 256}),
+        ("time", {"budget": 0.1}),
+        ("cost", {"deadline_hours": 0.04}),
+        ("weighted", {"deadline_hours": 0.03}),
+        ("knee", {"max_global_batch": 512}),
+        ("knee", {"budget": 0.1}),
+    ],
+)
+def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, float]) -> None:
+    spec, free = constrained(kind, **constraints), constrained(kind)
+    rows = searched(spec, CLUSTER, 0.02)
+    wanted = chosen(spec, CLUSTER, everything(0.02))
+    assert wanted != chosen(free, CLUSTER, everything(0.02))
+    assert chosen(spec, CLUSTER, rows) == wanted
+    assert len(rows) <= spec.search.max_profiles
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_it_looks_where_the_deadline_moves_the_choice(noise: float) -> None:
+    """Of the cheapest candidate the corners know all; what the deadline leaves has to be looked at."""
+    late = constrained("cost", deadline_hours=0.04)
+    assert len(searched(constrained("cost"), CLUSTER, noise)) == len(cheap_corners(POINTS))
+    rows = searched(late, CLUSTER, noise)
+    assert chosen(late, CLUSTER, everything(noise)) == Configuration(2, 1, 1024)
+    assert Configuration(2, 1, 1024) in {row.configuration for row in rows}
+    assert Configuration(1, 1, 1024) not in {row.configuration for row in rows}
+
+
+def test_batches_that_are_never_allowed_are_not_profiled() -> None:
+    rows = searched(constrained("time", max_global_batch=256), CLUSTER, 0.0)
+    assert max(row.configuration.global_batch for row in rows) == 256
+
+
+def test_what_needs_too_much_memory_is_not_profiled_once_that_is_known() -> None:
+    small = cluster(max_nodes=8, memory_gb=1.2)
+    rows = searched(constrained("cost"), small, 0.02)
+    corners = cheap_corners(POINTS)
+    later = [row for row in rows if row.configuration not in corners]
+    assert later
+    assert all(peak_bytes(row.local_batch) <= 1.2 * GIB for row in later)
+    assert chosen(constrained("cost"), small, rows) == chosen(constrained("cost"), small, everything(0.02))
+
+
+@pytest.mark.parametrize("constraints", [{"deadline_hours": 1e-4}, {"budget": 1e-4}, {"max_global_batch": 16}])
+def test_it_ends_early_where_nothing_keeps_the_constraints(constraints: dict[str, float]) -> None:
+    assert len(searched(constrained("time", **constraints), CLUSTER, 0.0)) == len(cheap_corners(POINTS))
+
+
+@pytest.mark.parametrize("kind", ["cost", "knee"])
+def test_wide_constraints_change_nothing(kind: str) -> None:
+    wide = constrained(kind, deadline_hours=1e6, budget=1e9, max_global_batch=2**40)
+    assert searched(wide, CLUSTER, 0.02) == searched(constrained(kind), CLUSTER, 0.02)
+
+
+def test_a_proposal_does_not_depend_on_the_order() -> None:
+    spec = constrained("cost", deadline_hours=0.04)
+    rows = searched(spec, CLUSTER, 0.02)
+    for count in range(3, len(rows)):
+        assert propose(spec, CLUSTER, rows[:count][::-1]) == [rows[count].configuration]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(data: st.DataObject) -> None:
+    numbers = st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4)
+    value = np.array([data.draw(numbers)] * 2)
+    over = np.array([data.draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=4, max_size=4))] * 2)
+    judged = Judged(value, over)
+    best = int(np.argmin(np.where(judged.eligible[0], value[0], np.inf)))
+    losses = [float(judged.loss(place)[0]) for place in range(4)]
+    assert losses[best] == 0.0
+    assert all(loss >= 0.0 for loss in losses)
+    assert all(losses[place] > 0.0 for place in range(4) if not judged.eligible[0, place])
+
+
+def test_the_knee_is_that_of_the_batches_that_can_be_chosen() -> None:
+    batches, times = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), np.array([10.0, 2.0, 1.9, 1.2, 1.1, 1.0])
+    masked = np.where([False, True, True, True, True, False], times, np.inf)
+    assert knee_columns(batches, masked[None])[0] == 1 + knee_columns(batches[1:5], times[None, 1:5])[0]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planning_data import SAMPLES, cluster, grid, ok, sweep, times
+from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.evaluation import FORWARD_SHARE, LEAST_BATCH, Evaluation, evaluated_on, evaluation_of
+from tula_hpc.analysis.planning import make_plan
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.records import EpochMetrics, Event, Metrics, Plan
+
+WORKLOAD = WorkloadSpec(dataset="synthetic")
+counts = st.integers(1, 512)
+
+
+def predicted(workers: float, batch: float, evaluation: Evaluation | None = None) -> float:
+    found = evaluation or evaluation_of(summarize(grid()).profiles, WORKLOAD, SAMPLES)
+    return float(found.seconds(np.array([workers]), np.array([batch]))[0])
+
+
+def epoch(seconds: float | None, *, workers: int = 2, batch: int = 128, number: int = 1) -> EpochMetrics:
+    fields: dict[str, Any] = dict.fromkeys(EpochMetrics.model_fields, 0) | {"kind": "epoch", "epoch": number}
+    none = dict.fromkeys(("noise_scale", "critical_batch", "attempt"))
+    own = {"evaluation_time_s": seconds, "workers": workers, "global_batch": workers * batch, "complete": True}
+    return EpochMetrics.model_validate(fields | none | own)
+
+
+def planned(epochs: list[EpochMetrics] | None = None, events: list[Event] | None = None, **workload: Any) -> Plan:
+    spec = sweep("time", workload={"epochs": 5, "dataset": "synthetic"} | workload)
+    metrics = None if epochs is None else Metrics([], epochs, 0)
+    return make_plan(spec, cluster(), grid(), metrics=metrics, events=events or [])
+
+
+def saved(cost_s: float, time: float = 1.0) -> Event:
+    return Event(time=time, event="checkpoint", stage="train", data={"cost_s": cost_s, "interval_s": 100.0})
+
+
+def test_a_forward_pass_over_the_test_set_takes_its_share_of_the_computation() -> None:
+    row = ok(1, 128, times=times(1, 128, compute_time_s=0.6, data_time_s=0.0))
+    found = evaluation_of(summarize([row]).profiles, WORKLOAD, SAMPLES)
+    assert predicted(1, 128, found) == pytest.approx(512 / 128 * 0.6 * FORWARD_SHARE)
+    waiting = ok(1, 128, times=times(1, 128, compute_time_s=0.6, data_time_s=0.1))
+    with_data = evaluation_of(summarize([waiting]).profiles, WORKLOAD, SAMPLES)
+    assert predicted(1, 128, with_data) - predicted(1, 128, found) == pytest.approx(512 / 128 * 0.1)
+
+
+def test_what_recomputes_in_the_backward_pass_spends_less_of_it_forward() -> None:
+    recomputing = WORKLOAD.model_copy(update={"activation_checkpointing": True})
+    found = evaluation_of(summarize(grid()).profiles, recomputing, SAMPLES)
+    assert predicted(1, 128, found) < predicted(1, 128)
+
+
+@given(counts, counts, counts)
+def test_more_workers_never_evaluate_slower_and_small_batches_are_not_used(few: int, more: int, batch: int) -> None:
+    few, more = sorted((few, more))
+    assert predicted(more, batch) <= predicted(few, batch) * (1 + 1e-9)
+    assert predicted(few, batch) == predicted(few, max(batch, LEAST_BATCH))
+    assert 0.0 < predicted(few, 2 * batch) <= predicted(few, batch) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("workload", "samples", "known"),
+    [
+        ({"dataset": "cifar100", "data_dir": "/"}, 10_000, True),
+        ({"dataset": "cifar100", "data_dir": "/", "classes": 20}, 2_000, True),
+        ({"dataset": "cifar10", "data_dir": "/", "holdout": 0.2}, 200, True),
+        ({"dataset": "imagefolder", "data_dir": "/"}, 200, False),
+    ],
+)
+def test_the_size_of_the_test_set(workload: dict[str, Any], samples: int, known: bool) -> None:
+    assert evaluated_on(WorkloadSpec.model_validate(workload), 800) == (samples, known)
+
+
+def test_it_is_the_size_of_the_set_that_is_built() -> None:
+    from tula_hpc.workloads.data import build_data
+
+    spec = WorkloadSpec.model_validate({"dataset": "synthetic", "image_size": 8})
+    assert len(build_data(spec).test) == spec.test_samples  # type: ignore[arg-type] # ours have a length
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5))
+def test_measured_evaluations_correct_all_predictions_alike(seconds: list[float]) -> None:
+    plain = evaluation_of(summarize(grid()).profiles, WORKLOAD, SAMPLES)
+    found = plain.corrected([epoch(None), *(epoch(value) for value in seconds)])
+    assert predicted(2, 128, found) == pytest.approx(float(np.median(seconds)))
+    factor = predicted(2, 128, found) / predicted(2, 128, plain)
+    assert predicted(4, 512, found) == pytest.approx(factor * predicted(4, 512, plain))
+    assert found.measured == len(seconds)
+
+
+def test_lines_without_a_time_change_nothing() -> None:
+    plain = evaluation_of(summarize(grid()).profiles, WORKLOAD, SAMPLES)
+    odd = [epoch(value) for value in (None, 0.0, -1.0, math.inf, math.nan)]
+    assert plain.corrected([*odd, epoch(1.0, workers=-2, batch=-8)]) is plain
+
+
+def test_the_parts_of_the_expected_time_add_up_to_it() -> None:
+    for candidate in planned().candidates:
+        assert candidate.wall_time_s is not None
+        assert sum(candidate.wall_parts_s.values()) == pytest.approx(candidate.wall_time_s)
+        assert candidate.wall_parts_s["steps"] == candidate.train_time_s
+        evaluations = 5 * predicted(candidate.nodes, candidate.local_batch)
+        assert candidate.wall_parts_s["evaluation"] == pytest.approx(evaluations)
+
+
+def test_longer_evaluation_is_paid_for() -> None:
+    plain, slow = planned().chosen, planned([epoch(1000.0)]).chosen
+    assert plain.wall_time_s is not None
+    assert slow.wall_time_s is not None
+    more = slow.wall_parts_s["evaluation"] - plain.wall_parts_s["evaluation"]
+    assert more > 1000.0
+    assert slow.train_time_s == plain.train_time_s
+    assert slow.cost / plain.cost == pytest.approx(slow.wall_time_s / plain.wall_time_s)
+
+
+def test_a_measured_checkpoint_goes_before_the_stated_one() -> None:
+    plain, cheap = planned(), planned(events=[saved(9.0, 1.0), saved(0.001, 2.0)])
+    assert cheap.chosen.wall_parts_s["checkpoints"] < plain.chosen.wall_parts_s["checkpoints"]
+    assert any("pricing.checkpoint_write_s" in note for note in plain.notes)
+    assert any("as a training of this run measured" in note for note in cheap.notes)
+
+
+@pytest.mark.parametrize("cost_s", [None, "much", math.inf, math.nan, -1.0, 10**400])
+def test_an_event_that_says_nothing_of_the_cost_changes_nothing(cost_s: object) -> None:
+    event = Event(time=1.0, event="checkpoint", stage="train", data={"cost_s": cost_s})
+    assert planned(events=[event]).chosen == planned().chosen

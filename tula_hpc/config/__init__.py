@@ -1,0 +1,54 @@
+"""Typed, validated inputs: one sweep file and one cluster file, both TOML.
+
+Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, what is wrong and what is
+expected.
+"""
+
+from tula_hpc.config.ags import AgsOptions, Gate, Granularity, LrScaling
+from tula_hpc.config.cluster import ClusterSpec
+from tula_hpc.config.fitting import check_together, cluster_sizes, study_part, sweep_for
+from tula_hpc.config.objective import ObjectiveSpec
+from tula_hpc.config.partition import PartitionSpec
+from tula_hpc.config.pricing import PricingSpec
+from tula_hpc.config.reading import load_cluster, load_sweep
+from tula_hpc.config.search import SearchSpec, local_batches
+from tula_hpc.config.spec import GIB, Spec
+from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
+from tula_hpc.config.study_columns import study_column
+from tula_hpc.config.sweep import JOB_NAMES, SweepSpec
+from tula_hpc.config.toml import MAX_FILE_BYTES
+from tula_hpc.config.training import CHECKPOINT_MINUTES, Method, TrainingSpec
+from tula_hpc.config.workload import WorkloadSpec
+
+__all__ = [
+    "CHECKPOINT_MINUTES",
+    "GIB",
+    "JOB_NAMES",
+    "MAX_FILE_BYTES",
+    "REFERENCE_COLUMN",
+    "AgsOptions",
+    "ClusterSpec",
+    "Family",
+    "Gate",
+    "Granularity",
+    "LrScaling",
+    "Method",
+    "ObjectiveSpec",
+    "PartitionSpec",
+    "PricingSpec",
+    "SearchSpec",
+    "Spec",
+    "StudyCell",
+    "StudySpec",
+    "SweepSpec",
+    "TrainingSpec",
+    "WorkloadSpec",
+    "check_together",
+    "cluster_sizes",
+    "load_cluster",
+    "load_sweep",
+    "local_batches",
+    "study_column",
+    "study_part",
+    "sweep_for",
+]

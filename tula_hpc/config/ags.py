@@ -1,0 +1,57 @@
+"""The options of adaptive gradient scaling, and its two presets."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Granularity = Literal["element", "tensor", "layer", "model"]
+Gate = Literal["paper", "none", "smooth", "smoothed"]
+LrScaling = Literal["none", "sqrt", "linear"]
+
+
+class AgsOptions(NamedTuple):
+    """The form of adaptive gradient scaling: what each switch of `[training]` comes to."""
+
+    small_batch: int  # reference batch b_small, global
+    delta: float  # threshold of Δ(G)
+    granularity: Granularity  # what shares one factor: an element, a tensor, a layer, or the whole model
+    exponent: float  # of the ratio of norms: 1 is the paper's, 2 a gain as AdaScale's
+    smoothing: float  # decay of the moving averages of squared norms (of the ratio at "element"), for each update
+    scale_warmup_epochs: float  # the factors grow from 1 to their value over so many epochs
+    gate: Gate  # which steps are scaled: Δ < δ; all; the less the larger Δ/δ is; Δ of smoothed norms < δ
+    exclude_norms: bool  # normalization layers and biases keep the factor 1
+    apply: Literal["gradient", "update"]  # scale the gradient, or what the base optimizer makes of it
+    lr_scaling: LrScaling  # of the rate, on top, from base_batch to the global batch
+    reference: Literal["pass", "free"]  # small gradient: an extra pass; or from the workers' own gradients, no pass
+    update_interval_epochs: float  # between two passes, should there be any; 0: as often as 2 % of the samples allow
+
+
+PAPER = AgsOptions(
+    small_batch=32,
+    delta=0.5,
+    granularity="element",
+    exponent=1.0,
+    smoothing=0.0,
+    scale_warmup_epochs=0.0,
+    gate="paper",
+    exclude_norms=False,
+    apply="gradient",
+    lr_scaling="none",
+    reference="pass",
+    update_interval_epochs=1.0,
+)
+# What did best in short runs of a small network on a part of CIFAR-100. Its small_batch is a quarter of base_batch.
+DEFAULT = AgsOptions(
+    small_batch=32,
+    delta=0.5,
+    granularity="tensor",
+    exponent=2.0,
+    smoothing=0.95,
+    scale_warmup_epochs=5.0,
+    gate="none",
+    exclude_norms=False,
+    apply="gradient",
+    lr_scaling="none",
+    reference="free",
+    update_interval_epochs=0.0,
+)

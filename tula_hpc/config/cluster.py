@@ -1,0 +1,207 @@
+"""A whole cluster file, and its parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from tula_hpc.config.mistakes import fields_at, nearest, shown, words_of
+from tula_hpc.config.partition import PartitionSpec, SlurmWord
+from tula_hpc.config.pricing import PricingSpec
+from tula_hpc.config.spec import GIB, MOST_GIB, Name, Spec
+from tula_hpc.errors import InputError
+
+MOST_MINUTES = 10**6  # about two years
+# no control characters and none of Unicode's line ends; the tab is allowed
+Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
+# a long option of sbatch, as a word; what this program sets itself is refused, see `_OWN_OPTIONS`
+SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+# Options of sbatch that [sbatch] may not hold: jobs would not be found again, or not be what was asked for
+_OWN_OPTIONS = {
+    "array": "array_parallelism",
+    "chdir": "",
+    "dependency": "",
+    "error": "",
+    "input": "",
+    "job-name": "the sweep's name",
+    "nodes": "search.cluster_sizes",
+    "ntasks": "workers_per_node",
+    "ntasks-per-node": "workers_per_node",
+    "open-mode": "",
+    "output": "",
+    "parsable": "",
+    "quiet": "",
+    "signal": "signal_delay_s",
+    "test-only": "",
+    "time": "profile_minutes and train_minutes",
+    "wait": "",
+    "wrap": "setup",
+}
+
+
+class ClusterSpec(Spec):
+    """A whole cluster file: where and how jobs run."""
+
+    name: Name = "local"
+    executor: Literal["local", "slurm"] = "local"
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_nodes: int = Field(default=64, ge=1, le=65_536)
+    workers_per_node: int = Field(default=1, ge=1, le=64)
+    cpus_per_worker: int = Field(default=1, ge=1, le=1024)
+    memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # host memory per node; Slurm enforces it
+    device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # per GPU
+    memory_margin: float = Field(default=0.1, ge=0, lt=1)  # share of the limit that plans leave free
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    gres: SlurmWord | None = None
+    constraint: SlurmWord | None = None
+    exclusive: bool = True
+    profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
+    train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
+    array_parallelism: int = Field(default=1, ge=1, le=10_000)
+    controller_partition: SlurmWord | None = None  # of the jobs that carry on after --detach; None: as `partition`
+    controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
+    controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    signal_delay_s: int = Field(default=90, ge=1, le=65_535)  # USR2 this long before the time limit; Slurm's most
+    srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
+    setup: tuple[Line, ...] = Field(default=(), max_length=1000)
+    # further sbatch options, by long name
+    sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = Field(
+        default={}, max_length=100
+    )
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = Field(
+        default={}, max_length=1000
+    )
+    pricing: PricingSpec = PricingSpec()
+    # several kinds of nodes, each planned with its own measurements
+    partitions: tuple[PartitionSpec, ...] = Field(default=(), max_length=100)
+
+    @field_validator("setup")
+    @classmethod
+    def _shell_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for line in value:
+            if re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
+                raise ValueError(f"expected lines for the shell, got {shown(line)}; sbatch's options go into [sbatch]")
+        return value
+
+    @field_validator("srun_args")
+    @classmethod
+    def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for word in value:
+            if not re.match(r"--?[A-Za-z]", word):  # srun would take it for the program that it is to run
+                expected = 'options with their values in one word, for example "--mpi=pmix"'
+                raise ValueError(f"expected {expected}, got {shown(word)}")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _not_ours(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        for key in value:
+            name = key.replace("_", "-")
+            for own, instead in _OWN_OPTIONS.items():
+                if own.startswith(name):  # sbatch takes options that are cut short, too
+                    raise ValueError(f"{key} is set by this program{instead and f'; see {instead}'}")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterSpec:
+        if self.partitions:
+            _check_partitions(self)
+            return self
+        if (
+            self.device == "cuda"
+            and self.executor == "slurm"
+            and self.gres is None
+            and "gpus-per-node" not in self.sbatch
+        ):
+            raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
+        shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
+        if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
+            raise ValueError(f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s")
+        return self
+
+    def parts(self) -> tuple[ClusterSpec, ...]:
+        """One complete cluster for each of `partitions`; itself where there are none."""
+        return tuple(_part(self, table) for table in self.partitions) or (self,)
+
+    def controller(self) -> ClusterSpec:
+        """The place of controller jobs: one core of a node that others may share, and no GPU."""
+        first = self.parts()[0]
+        fields = {
+            "device": "cpu",
+            "partitions": (),
+            "partition": self.controller_partition or first.partition,
+            "memory_gb": self.controller_memory_gb,
+            "workers_per_node": 1,
+            "cpus_per_worker": 1,
+            "gres": None,
+            "constraint": None,
+            "exclusive": False,
+            "account": first.account,
+            "qos": first.qos,
+            "sbatch": {key: value for key, value in self.sbatch.items() if not key.startswith("gpu")},
+        }
+        return self.model_copy(update=fields)
+
+    def part(self, name: str) -> ClusterSpec:
+        """The part of that partition, "" for a cluster without `partitions`, as `Candidate.partition` has it.
+
+        Raises:
+            InputError: There is no such partition.
+        """
+        if not name and not self.partitions:
+            return self
+        for table in self.partitions:
+            if table.partition == name:
+                return _part(self, table)
+        raise InputError(f"no partition {name!r} among the [[partitions]]", key="partitions")
+
+    def part_names(self) -> tuple[str, ...]:
+        """What `Measurement.partition` and `Candidate.partition` say, in the order of `parts()`."""
+        return tuple(table.partition for table in self.partitions) or ("",)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """What one worker may use, bytes: the GPU's memory, or its share of the node's; None where unknown."""
+        if self.device == "cuda":
+            return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
+        return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+
+
+def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:
+    """The cluster as one partition sees it.
+
+    Raises:
+        ValueError: A mistake in the table (pydantic's ValidationError is one).
+    """
+    own = cluster.model_dump(exclude={"partitions", "pricing"}) | table.overrides()
+    pricing = cluster.pricing.model_dump() | table.pricing
+    return ClusterSpec.model_validate(own | {"pricing": pricing})
+
+
+def _check_partitions(cluster: ClusterSpec) -> None:
+    names = cluster.part_names()
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"partitions: {twice!r} stands there twice")
+    currencies = set()
+    for table in cluster.partitions:
+        try:
+            currencies.add(_part(cluster, table).pricing.currency)
+        except ValidationError as error:
+            raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
+    if len(currencies) > 1:
+        raise ValueError("partitions: some are priced in USD and some in SU, which cannot be compared")
+
+
+def _mistake_in(partition: str, item: Mapping[str, Any]) -> str:
+    """One line for one pydantic error in what a table of `partitions` comes to."""
+    location, words = [str(part) for part in item["loc"]], words_of(item)
+    if item["type"] == "extra_forbidden":
+        valid = fields_at(ClusterSpec, location[:-1])
+        words = f"{words}{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
+    return ": ".join(filter(None, ["partitions", partition, ".".join(location), words]))

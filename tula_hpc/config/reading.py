@@ -1,0 +1,82 @@
+"""Reading a sweep file or a cluster file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from tula_hpc.config.cluster import ClusterSpec
+from tula_hpc.config.mistakes import explain, line_of
+from tula_hpc.config.spec import Spec
+from tula_hpc.config.study_columns import check_columns
+from tula_hpc.config.sweep import SweepSpec
+from tula_hpc.config.toml import override, read_toml
+from tula_hpc.errors import InputError
+
+MOST_MISTAKES = 20  # that are named one by one
+LARGEST = 1e30  # no number of an input is larger
+S = TypeVar("S", bound=Spec)
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
+    """Read and check a sweep file; `overrides` are `section.key=value`, values in TOML or as bare words.
+
+    With `check_paths=False` the data folder and the modules of a user's own entry points need not exist here: for
+    planning and reporting over logs that were copied from another machine.
+
+    Raises:
+        InputError: One line per mistake: file, key, what was expected.
+    """
+    sweep = _parse(SweepSpec, path, overrides, check_paths=check_paths)
+    check_columns(sweep, path, check_paths=check_paths)
+    return sweep
+
+
+def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read and check a cluster file; see `load_sweep`."""
+    return _parse(ClusterSpec, path, overrides)
+
+
+def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: bool = True) -> S:
+    tables = read_toml(path)
+    for text in overrides:
+        override(tables, text)
+    try:
+        context = {"check_paths": check_paths}
+        return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
+        own = [item for item in problems if item["loc"] not in inner]  # not what merely follows from a problem inside
+        lines = [explain(kind, path, item) for item in own[:MOST_MISTAKES]]
+        more = [f"{path}: and {len(own) - MOST_MISTAKES} more mistakes"] if len(own) > MOST_MISTAKES else []
+        # a union complains once for each of its members
+        raise InputError("\n".join(dict.fromkeys([*lines, *more]))) from None
+
+
+def _as_json(path: Path, tables: dict[str, Any]) -> str:
+    """The tables as JSON, for which pydantic's strict mode knows lists from tuples and paths from text."""
+    try:
+        text = json.dumps(tables, default=str)
+        _refuse_absurd(path, tables)
+    except (RecursionError, ValueError) as error:  # tables in tables without end, numbers of 5000 digits
+        raise InputError(f"holds a value out of all bounds: {error}", source=path) from None
+    return text
+
+
+def _refuse_absurd(path: Path, value: object, place: tuple[str, ...] = ()) -> None:
+    """Refuse numbers with which nothing can be computed, wherever they are; some keys have closer bounds.
+
+    Raises:
+        InputError: There is one.
+    """
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_absurd(path, inner, (*place, str(key)))
+    elif isinstance(value, int | float) and LARGEST < abs(value) < math.inf:
+        raise InputError(line_of(path, place, f"expected numbers within ±{LARGEST:g}"))

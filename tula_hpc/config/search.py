@@ -1,0 +1,62 @@
+"""`[search]` of a sweep, and the local batches between its bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tula_hpc.config.spec import Spec
+
+
+class SearchSpec(Spec):
+    """`[search]`: which configurations are candidates, which are profiled, and how long each is measured."""
+
+    cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
+    min_batch: int = Field(default=32, ge=1, le=2**30)  # global batch
+    max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
+    mode: Literal["adaptive", "full", "partial"] = "adaptive"
+    max_profiles: int = Field(default=8, ge=3, le=100_000)  # adaptive search ends at so many configurations
+    form: Literal["auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"] = (
+        "auto"  # of the step-time model
+    )
+    pack: Literal["auto", "always", "never"] = "auto"  # configurations of one N in one job; auto: always
+    nest: bool = False  # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
+    estimate: bool = True  # of memory, without running a step, before the first profile where a limit is known
+    warmup_steps: int = Field(default=5, ge=1, le=10_000)
+    min_steps: int = Field(default=15, ge=5, le=100_000)
+    max_steps: int = Field(default=100, ge=5, le=100_000)
+    max_seconds: float = Field(default=60.0, gt=0, le=1e6)  # per configuration and timed quantity
+    ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the median's 95 % interval is narrower, relative
+    noise_steps: int = Field(default=0, ge=0, le=10_000)  # train so many before the gradient noise is measured
+
+    @field_validator("cluster_sizes")
+    @classmethod
+    def _sorted_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("expected each cluster size once")
+        return tuple(sorted(value))
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SearchSpec:
+        if self.min_batch > self.max_batch:
+            raise ValueError(f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}")
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}")
+        if self.nest and self.pack == "never":
+            raise ValueError('nest: true measures everything in one job, which pack = "never" forbids')
+        return self
+
+    @property
+    def packed(self) -> bool:
+        """Whether one job measures several configurations."""
+        return self.pack != "never"
+
+
+def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list[int]:
+    """Local batches b = 2^k whose global batch N × workers × b lies within the bounds, ascending."""
+    world = nodes * workers_per_node
+    lowest = max(0, math.ceil(math.log2(search.min_batch / world)))
+    powers = (2**k for k in range(lowest, search.max_batch.bit_length()))
+    return [b for b in powers if search.min_batch <= world * b <= search.max_batch]

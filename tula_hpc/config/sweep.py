@@ -1,0 +1,69 @@
+"""A whole sweep file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from tula_hpc.config.objective import ObjectiveSpec
+from tula_hpc.config.search import SearchSpec
+from tula_hpc.config.spec import Name, Spec
+from tula_hpc.config.study import StudySpec
+from tula_hpc.config.training import TrainingSpec
+from tula_hpc.config.workload import WorkloadSpec
+
+JOB_NAMES = "tula-"  # so begin the names of all jobs
+
+
+class SweepSpec(Spec):
+    """A whole sweep file."""
+
+    name: Name
+    workload: WorkloadSpec = WorkloadSpec()
+    search: SearchSpec = SearchSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    training: TrainingSpec = TrainingSpec()
+    study: StudySpec | None = None  # the sweep is a study then: nothing is profiled or planned
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> SweepSpec:
+        method, work = self.training.method, self.workload
+        needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)
+        if work.optimizer != needed:
+            message = f'"{method}" is {needed} with a rate of its own for each layer'
+            raise ValueError(f'training.method: {message}; expected workload.optimizer = "{needed}", and its lr')
+        if method == "polo" and work.zero_stage:
+            message = "every worker has an optimizer of its own"
+            raise ValueError(f'training.method: in "polo" {message}; expected workload.zero_stage = 0')
+        if self.training.layer_wise and method in ("ags", "static") and self.scale_applies_to == "gradient":
+            message = "LARS and LAMB divide by the gradient's size"
+            raise ValueError(f'training.layer_wise: {message}; expected apply = "update"')
+        return self
+
+    @property
+    def job_name(self) -> str:
+        """Base of the names of the sweep's jobs; it tells sweeps of one user apart in squeue."""
+        return JOB_NAMES + self.name
+
+    @property
+    def scale_applies_to(self) -> Literal["gradient", "update"]:
+        """`training.apply`; left out, the update where the optimizer divides by the gradient's size."""
+        training = self.training
+        cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
+        left_out = training.apply is None and training.preset == "default"
+        return "update" if training.method in ("ags", "static") and left_out and cancels else training.ags.apply
+
+    @property
+    def step_copies(self) -> int:
+        """Parameters' worth of memory on top of a plain optimizer's step: those before it, where updates are scaled."""
+        scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
+        return int(scales or self.training.method == "adascale")
+
+    @property
+    def updates_per_epoch(self) -> float:
+        """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end."""
+        options = self.training.ags
+        if self.training.method != "ags" or options.reference == "free":
+            return 0.0  # no update costs a pass
+        return max(0.0, 1.0 / options.update_interval_epochs - 1.0 / self.workload.epochs)

@@ -1,0 +1,82 @@
+"""TOML of anybody: bounded in size and depth, and single keys with other values."""
+
+from __future__ import annotations
+
+import errno
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.errors import InputError
+from tula_hpc.files import read_bounded
+
+MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
+MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        InputError: There is none, or it is no TOML of reasonable size.
+    """
+    try:
+        return _tables(read_bounded(path, MAX_FILE_BYTES).decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise InputError("no such file", source=path) from None
+    except OSError as error:
+        if error.errno == errno.EOVERFLOW:
+            raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path) from None
+        raise InputError(f"cannot be read: {error.strerror}", source=path) from None
+    except UnicodeDecodeError:
+        raise InputError("expected UTF-8 text", source=path) from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5000 digits
+        raise InputError(f"is not valid TOML: {_first_words(error)}", source=path) from None
+
+
+def _first_words(error: Exception) -> str:
+    """An error's message in a line, whatever of the file it quotes."""
+    text = str(error)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"  # the place in the file stands at the end
+
+
+# a string, or what is left of the line where it does not end: it always goes on behind it, so that time is linear
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
+_IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
+
+
+def _tables(text: str) -> dict[str, Any]:
+    """Parse TOML, but no dotted keys of thousands of parts.
+
+    Raises:
+        ValueError: It is not TOML.
+        RecursionError: It is nested too deeply.
+    """
+    parts = 0
+    for part in _STRING.sub("q", text).split("."):
+        parts = parts + 1 if part.strip() and _IN_KEY.fullmatch(part) else 0
+        if parts > MOST_KEY_PARTS:
+            raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+    return tomllib.loads(text)
+
+
+def override(tables: dict[str, Any], text: str) -> None:
+    """Set one key, from `section.key=value`.
+
+    Raises:
+        InputError: It is not of that form, or leads through what is no table.
+    """
+    key, equals, value = text.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last or not text.isprintable():
+        raise InputError(f"expected section.key=value, got {text[:200]!r}", source="--set")
+    for section in sections:
+        tables = tables.setdefault(section, {})
+        if not isinstance(tables, dict):
+            raise InputError(f"{section!r} is not a table", source="--set", key=key)
+    try:
+        tables[last] = _tables(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
+        tables[last] = value.strip()  # a bare word

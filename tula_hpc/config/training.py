@@ -1,0 +1,136 @@
+"""`[training]` of a sweep."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tula_hpc.config.ags import DEFAULT, PAPER, AgsOptions, Gate, Granularity, LrScaling
+from tula_hpc.config.spec import Spec
+
+CHECKPOINT_MINUTES = 5.0  # at most between two checkpoints, unless saving costs too much
+Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
+
+
+class TrainingSpec(Spec):
+    """`[training]`: how the large batch is trained, checkpoints and restarts."""
+
+    method: Method = "ags"
+    base_batch: int = Field(default=128, ge=1, le=2**30)  # global; workload.lr was chosen for it: scaling starts there
+    warmup_epochs: float | None = Field(default=None, ge=0)  # of the rate; None: 5 where the method needs them
+    preset: Literal["default", "paper"] = "default"  # of AGS: what the next twelve keys are where they are left out
+    small_batch: int | None = Field(default=None, ge=1, le=2**30)
+    delta: float | None = Field(default=None, gt=0)
+    granularity: Granularity | None = None
+    exponent: float | None = Field(default=None, gt=0, le=4)
+    smoothing: float | None = Field(default=None, ge=0, lt=1)
+    scale_warmup_epochs: float | None = Field(default=None, ge=0)
+    gate: Gate | None = None
+    exclude_norms: bool | None = None
+    apply: Literal["gradient", "update"] | None = None
+    lr_scaling: LrScaling | None = None
+    reference: Literal["pass", "free"] | None = None
+    update_interval_epochs: float | None = Field(default=None, ge=0)
+    s_max: float | None = Field(default=None, gt=0)  # None: (global batch / small_batch)^(exponent / 2)
+    s_min: float = Field(default=0.0, ge=0)
+    static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
+    layer_wise: bool = False  # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it
+    clip_norm: float | None = Field(default=None, gt=0)  # gradients are shortened to this norm, before they are scaled
+    log_interval_steps: int = Field(default=10, ge=1, le=10**9)
+    checkpoint_minutes: float | None = Field(default=None, gt=0, le=1e6)  # None: from what saving costs, at most 5
+    interruption_hours: float = Field(default=24.0, gt=0, le=1e6)  # mean time to the first kill without time to save
+    max_requeues: int = Field(default=20, ge=0, le=10**6)
+    max_fallbacks: int = Field(default=3, ge=0, le=1000)  # after OOM, relaunch smaller at most so often
+    drift: bool = True  # hold measured step times against the plan's prediction
+    drift_minutes: float = Field(default=1.0, gt=0, le=1e6)  # beyond its interval for so long: an event says so
+    replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
+    # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
+    curvature_epochs: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
+    curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
+    scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
+    # other values of delta and small_batch to try while training; whole rounds are run again, so it costs time
+    tune_delta: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=16)
+    tune_small_batch: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(default=(), max_length=16)
+    tune_every_epochs: int = Field(default=2, ge=1, le=100_000)  # length of a round
+    tune_holdout: float = Field(default=0.05, gt=0, le=0.5)  # share of the training samples that judge a round
+    max_rollbacks: int = Field(default=8, ge=1, le=10**6)  # so many rounds are run again at most
+
+    @property
+    def tunes(self) -> bool:
+        """Whether settings are tuned while training, on samples that are held out for that."""
+        return bool(self.tune_delta or self.tune_small_batch)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the training samples: those that tuning does not hold out."""
+        return 1.0 - self.tune_holdout if self.tunes else 1.0
+
+    @property
+    def ags(self) -> AgsOptions:
+        """The preset with the keys that are given."""
+        paper = self.preset == "paper" or self.method == "static"
+        preset = PAPER if paper else DEFAULT
+        if not paper:
+            preset = preset._replace(small_batch=max(1, self.base_batch // 4))
+        given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
+        if given.get("reference") == "pass":
+            preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
+        return preset._replace(**given)
+
+    @property
+    def free_reference(self) -> bool:
+        """Whether norms of small gradients are wanted from the workers' own gradients at every step, without a pass."""
+        return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
+
+    @property
+    def reference_batch(self) -> int:
+        """The small batch that gradients are held against, global; AdaScale's is the one that workload.lr is for."""
+        return self.base_batch if self.method == "adascale" else self.ags.small_batch
+
+    @property
+    def has_trust_ratios(self) -> bool:
+        """Whether the base optimizer is LARS or LAMB."""
+        return self.layer_wise or self.method in ("lars", "lamb")
+
+    @property
+    def gradient_copies(self) -> int:
+        """Gradients' worth of memory on top of a plain step's forward and backward pass.
+
+        While AGS updates its scale: the reference gradient, and factors of the same size from the last update where
+        each element has its own. In local steps of post-local SGD: gradients of one's own beside DDP's idle buckets.
+        """
+        if self.method == "polo":
+            return 1
+        if self.method != "ags" or self.ags.reference == "free":
+            return 0
+        return 2 if self.ags.granularity == "element" else 1
+
+    @property
+    def checkpoint_s(self) -> float:
+        """Seconds between two checkpoints that the plan reckons with, and that training keeps where they are given."""
+        return 60.0 * (CHECKPOINT_MINUTES if self.checkpoint_minutes is None else self.checkpoint_minutes)
+
+    @model_validator(mode="after")
+    def _bounds(self) -> TrainingSpec:
+        if self.s_max is not None and self.s_min > self.s_max:
+            raise ValueError(f"s_min: {self.s_min} is above s_max = {self.s_max}")
+        options = self.ags
+        if self.method == "ags" and options.granularity == "element" and options.reference == "free":
+            raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
+        if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
+            raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
+        _check_tuning(self)
+        return self
+
+
+def _check_tuning(training: TrainingSpec) -> None:
+    for key in ("tune_delta", "tune_small_batch"):
+        values = getattr(training, key)
+        if len(set(values)) != len(values):
+            raise ValueError(f"{key}: expected each value once")
+        if values and training.method != "ags":
+            raise ValueError(f'{key}: "{training.method}" has nothing to tune; expected method = "ags"')
+    if training.tune_delta and training.ags.gate == "none":
+        gates = 'gate = "paper", "smooth" or "smoothed"'
+        raise ValueError(f'tune_delta: with gate = "none" every step is scaled, whatever delta is; expected {gates}')

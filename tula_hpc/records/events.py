@@ -1,0 +1,55 @@
+"""What the stages of a run and its profile jobs note down as they go."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tula_hpc.errors import Failure
+from tula_hpc.records.record import Configuration, JobId, Nodes, Record
+
+
+class JobNote(Record):
+    """What a profile job says of itself while it runs: for its cost, and for whoever finds it dead.
+
+    A job that is requeued begins again: its notes then hold several runs, each from "began" on.
+    """
+
+    note: Literal["began", "ready", "measuring", "ended"]  # ready: all workers have met
+    time: float  # Unix time
+    job_id: JobId = ""
+    allocated_nodes: Nodes = 1
+    submitted_at: float = 0.0
+    began_at: float = 0.0  # when the allocation was granted, as far as the job can tell
+    configuration: Configuration | None = None  # what it is about to measure
+    detail: str = ""
+
+
+class Event(Record):
+    """One line of events.jsonl."""
+
+    time: float
+    event: Literal[
+        "submitted",
+        "started",
+        "oom",
+        "preempted",
+        "requeued",
+        "resumed",
+        "checkpoint",
+        "fell_back",
+        "drifted",
+        "recovered",
+        "replanned",
+        "tuned",
+        "finished",
+        "failed",
+        "ended",
+        "detached",
+    ]
+    stage: Literal["profile", "plan", "train", "report", "control"]
+    detail: str = ""
+    failure: Failure | None = None
+    job_id: JobId = ""
+    data: dict[str, Any] = Field(default={})

@@ -1,0 +1,78 @@
+"""What profiling a configuration saw."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tula_hpc.errors import Failure
+from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
+
+
+class StepTimes(Record):
+    """Medians over the timed steps, seconds; the slowest worker where workers differ."""
+
+    step_time_s: float  # a whole training step: data wait, forward, backward with all-reduce, optimizer
+    step_time_low_s: float  # 95 % interval of the median
+    step_time_high_s: float
+    data_time_s: float  # part of step_time_s: waiting for the loader
+    compute_time_s: float  # forward and backward without synchronization (no_sync), measured apart
+    optimizer_time_s: float  # the optimizer's step alone, measured apart
+    allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
+    update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
+
+
+class MemoryUse(Record):
+    """What one worker used, bytes; the largest over the workers."""
+
+    peak_bytes: int  # CUDA: peak allocated; CPU: peak resident set over the baseline
+    reserved_bytes: int  # CUDA: peak reserved by the allocator; CPU: peak resident set of the whole process
+    baseline_bytes: int  # CUDA: 0; CPU: resident set before the model was built (interpreter and libraries)
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int  # the loader's prefetched batches on the host
+    sharded_bytes: int = 0  # part of optimizer_bytes that the workers divide among them (ZeRO)
+
+
+class Measurement(Record):
+    """What one profile of a configuration saw; `status` says whether times and memory are there."""
+
+    schema_version: Literal[1] = 1
+    status: Literal["ok", "oom", "failed"]
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
+    times: StepTimes | None = None
+    memory: MemoryUse | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    stage: Literal["profile", "train"] = "profile"  # train: an OOM of the final job, a bound all the same
+    steps: int = 0
+    converged: bool = False  # the median's 95 % interval became narrower than search.ci_width
+    exclusive: bool = True  # the nodes were the task's alone
+    emulated: bool = False  # several "nodes" shared one machine (local executor)
+    dataset_samples: int = 0  # training samples in an epoch, D
+    updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
+    parameters: int = 0
+    device: str = ""
+    backend: str = ""
+    hosts: tuple[str, ...] = ()
+    versions: dict[str, str] = Field(default={})
+    # per-step seconds: step, data, compute, optimizer, update, allreduce
+    samples: dict[str, list[float]] = Field(default={})
+    job_id: JobId = ""
+    finished_at: float = 0.0  # Unix time
+    elapsed_s: float = 0.0  # of the whole profile of this configuration
+    partition: str = ""  # which of [[partitions]]; empty where the cluster has none
+    watts_per_node: float = 0.0  # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
+    node_seconds: float = 0.0  # elapsed_s × nodes of the job's allocation, those that only waited included
+    noise_scale: float = 0.0  # samples, tr(Σ)/|G|² at the weights that were profiled; 0: unknown
+    noise_samples: int = 0  # so many samples the estimate was made from
+    noise_terms: tuple[tuple[float, float], ...] = ()  # |G|² and tr(Σ) of each pass, unbiased, so of any sign
+
+    @property
+    def configuration(self) -> Configuration:
+        """The configuration that was measured."""
+        return Configuration(self.nodes, self.workers_per_node, self.local_batch)

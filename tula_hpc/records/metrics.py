@@ -1,0 +1,132 @@
+"""metrics.jsonl of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import Field, RootModel
+
+from tula_hpc.records.reading import R, read_records
+from tula_hpc.records.record import Batch, Record
+
+SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
+SCALE_BINS_PER_OCTAVE = 6
+
+
+class StepMetrics(Record):
+    """A line of metrics.jsonl for a logged step."""
+
+    kind: Literal["step"] = "step"
+    step: int  # optimizer steps taken since the start of training
+    samples_seen: int
+    epoch: float
+    loss: float
+    lr: float
+    step_time_s: float  # mean over the steps since the last logged one
+    sensitivity: float | None = None  # Δ(G)
+    gradient_norm: float | None = None
+    scaled: float | None = None  # share of the steps since the last line whose gradient was scaled
+    scale_mean: float | None = None
+    scale_min: float | None = None
+    scale_max: float | None = None
+    data_time_s: float | None = None  # part of step_time_s: rank 0's wait for the loader, mean
+    noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the updates of the scale so far
+    noise_gradient_square: float | None = None  # |G|² of the updates since the last line, unbiased, so of any sign
+    noise_trace: float | None = None  # tr(Σ) of the same updates
+    # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
+    # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
+    scale_histogram: list[int] | None = None
+    attempt: int | None = None  # while settings are tuned: which run of a round, see `RollbackMetrics`
+
+
+class EpochMetrics(Record):
+    """A line of metrics.jsonl at the end of an epoch."""
+
+    kind: Literal["epoch"] = "epoch"
+    epoch: int  # epochs completed
+    step: int
+    samples_seen: int
+    global_batch: Batch
+    train_loss: float
+    test_loss: float
+    test_accuracy: float  # share of 1
+    test_top5_accuracy: float
+    epoch_time_s: float  # training steps only; without evaluation and checkpoints
+    steps: int  # steps in this epoch that epoch_time_s covers
+    complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
+    noise_scale: float | None = None  # samples, as of the end of the epoch
+    critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the updates since the last such line
+    attempt: int | None = None  # see `StepMetrics`
+    evaluation_time_s: float | None = None  # of the test set, after the epoch's steps
+    workers: int | None = None  # over all nodes
+
+
+class CurvatureMetrics(Record):
+    """A line of metrics.jsonl for the curvature of the training loss on a fixed batch, between two epochs.
+
+    Numbers are None where memory did not suffice, or they are not finite.
+    """
+
+    kind: Literal["curvature"] = "curvature"
+    epoch: int  # epochs completed; 0: before the first step
+    step: int
+    samples_seen: int
+    samples: int  # of the fixed batch
+    eigenvalue: float | None = None  # of the Hessian, largest in magnitude
+    residual: float | None = None  # an eigenvalue lies within so much of it
+    iterations: int | None = None  # Hessian-vector products
+    largest_eigenvalue: float | None = None  # algebraically; another one only where the former is negative
+    largest_residual: float | None = None
+    gradient_norm: float | None = None  # on the same batch
+    attempt: int | None = None  # see `StepMetrics`
+
+
+class RollbackMetrics(Record):
+    """A line of metrics.jsonl: tuning rolled a run of a round back, so the lines of that attempt are no progress."""
+
+    kind: Literal["rollback"] = "rollback"
+    attempt: int
+
+
+AnyMetrics = StepMetrics | EpochMetrics | CurvatureMetrics | RollbackMetrics
+
+
+class _AnyMetrics(RootModel[AnyMetrics]):
+    root: AnyMetrics = Field(discriminator="kind")
+
+
+class Metrics(NamedTuple):
+    """metrics.jsonl, split by kind."""
+
+    steps: list[StepMetrics]
+    epochs: list[EpochMetrics]
+    skipped: int
+    curvature: Sequence[CurvatureMetrics] = ()
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
+
+    Those of a run that tuning rolled back for good are left out.
+    """
+    rows, skipped = read_records(_AnyMetrics, [path])
+    rolled_back = {row.root.attempt for row in rows if isinstance(row.root, RollbackMetrics)}
+    steps: dict[int, StepMetrics] = {}
+    epochs: dict[int, EpochMetrics] = {}
+    curvature: dict[int, CurvatureMetrics] = {}
+    for row in rows:
+        if isinstance(row.root, RollbackMetrics) or (row.root.attempt in rolled_back):
+            continue
+        if isinstance(row.root, StepMetrics):
+            steps[row.root.samples_seen] = row.root
+        elif isinstance(row.root, EpochMetrics):
+            epochs[row.root.epoch] = row.root
+        else:
+            curvature[row.root.epoch] = row.root
+    return Metrics(_in_order(steps), _in_order(epochs), skipped, _in_order(curvature))
+
+
+def _in_order(rows: dict[int, R]) -> list[R]:
+    return [rows[key] for key in sorted(rows)]

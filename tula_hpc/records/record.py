@@ -1,0 +1,40 @@
+"""What all records have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# as the inputs bound them: what is larger was not written by this program
+Nodes = Annotated[int, Field(ge=1, le=2**20)]
+WorkersPerNode = Annotated[int, Field(ge=1, le=2**12)]
+Batch = Annotated[int, Field(ge=1, le=2**44)]
+JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]  # goes into commands, and names files
+
+
+class Record(BaseModel):
+    """Base of all records: immutable; unknown keys of newer versions are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Configuration(NamedTuple):
+    """Where one profile or training runs: N nodes, workers on each, local batch b. B = N × workers × b."""
+
+    nodes: Nodes
+    workers_per_node: WorkersPerNode
+    local_batch: Batch
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers (processes)."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step over all workers, B."""
+        return self.world_size * self.local_batch
+
+    def __str__(self) -> str:
+        return f"N={self.nodes} b={self.local_batch} (B={self.global_batch})"

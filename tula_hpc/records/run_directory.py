@@ -1,0 +1,245 @@
+"""Paths inside a run directory, and whether it may be trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.errors import RunDirectoryError, StorageError
+from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
+from tula_hpc.records.events import Event, JobNote
+from tula_hpc.records.footprint import Footprint
+from tula_hpc.records.measurement import Measurement
+from tula_hpc.records.plan import Plan
+from tula_hpc.records.rates import TunedRates
+from tula_hpc.records.reading import ReadResult, read_document, read_records
+from tula_hpc.records.train_directory import TrainDirectory
+from tula_hpc.records.writing import append_record
+
+
+def _check_room(folder: Path) -> None:
+    """Refuse a folder of a run that might hold what someone else wants us to read or execute."""
+    with contextlib.suppress(FileNotFoundError):
+        if reason := mistrust(folder):
+            raise RunDirectoryError(reason, source=folder)
+
+
+def _note_owner(lock: Path, descriptor: int) -> None:
+    """Write down who holds the lock, in place: a new file would not be the locked one."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    except OSError as error:
+        raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None
+
+
+class RunDirectory:
+    """Paths inside one run directory. It and its folders have mode 0700: they hold pickles that are executed.
+
+    The folders above it may be writable for a group, as those of projects usually are, but not for everybody without
+    the sticky bit: there any user could put another folder in its place while a job is about to read from it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def create(self) -> RunDirectory:
+        """Make the directory and its rooms; what is there already is checked first.
+
+        Raises:
+            RunDirectoryError: It, or a room, belongs to someone else, others may write to it or to a folder above it,
+                or a link leads to it.
+            OSError: It cannot be made.
+        """
+        self.check_name()
+        self._refuse_unsafe_way()
+        make_private(self.root)
+        self.check_owner()
+        self.root.chmod(0o700)
+        rooms = (self.profile, self.slurm, self.root / "train")
+        for room in rooms:
+            room.mkdir(mode=0o700, exist_ok=True)
+        for room in (*rooms, self.report):
+            _check_room(room)
+        return self
+
+    def check_name(self) -> None:
+        """Refuse a path that would not be itself in a job script: Slurm and submitit fill in what stands behind a %.
+
+        Raises:
+            RunDirectoryError: It holds characters that have a meaning there.
+        """
+        wrong = [letter for letter in str(self.root) if letter in "%\\" or not letter.isprintable()]
+        if wrong:
+            shown = "".join(letter if letter.isprintable() else "?" for letter in str(self.root))
+            message = f"a run directory's path may not hold {wrong[0]!a}; use another --run-dir"
+            raise RunDirectoryError(message, source=shown)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
+
+        Raises:
+            RunDirectoryError: Another one holds it; the message says who.
+            StorageError: The owner cannot be written down.
+        """
+        path = self.root / ".lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {in_words(error)}") from None
+        with os.fdopen(descriptor, "r+", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = file.read(200).strip() or "another command"
+                raise RunDirectoryError(f"is in use by {owner}", source=self.root) from None
+            _note_owner(path, descriptor)
+            yield
+
+    def check_owner(self) -> None:
+        """Refuse a directory that another user owns, may write to, or can put another one in the place of.
+
+        Raises:
+            RunDirectoryError: It may not be used.
+        """
+        self._refuse_unsafe_way()
+        status = self.root.stat()
+        if status.st_uid != os.geteuid():
+            raise RunDirectoryError(
+                f"belongs to user id {status.st_uid}, not to you; use another --run-dir", source=self.root
+            )
+        if any(self.root.iterdir()) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
+            raise RunDirectoryError(message, source=self.root)
+
+    def _refuse_unsafe_way(self) -> None:
+        link = foreign_link(self.root)
+        if link is not None:
+            message = f"the link {link} on the way to it belongs to another user; use the folder that it stands for"
+            raise RunDirectoryError(message, source=self.root)
+        folder = open_to_all(self.root)
+        if folder is not None:
+            message = f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
+            raise RunDirectoryError(f"{message}, or have its owner do so, or use another --run-dir", source=self.root)
+
+    def make_train(self, label: str = "main") -> TrainDirectory:
+        """The folder of one training, made if it is missing.
+
+        Raises:
+            RunDirectoryError: It belongs to someone else, others may write to it, or it is a link.
+            StorageError: It cannot be made.
+        """
+        files = self.train(label)
+        try:
+            make_private(files.root)
+        except OSError as error:
+            raise StorageError(f"{files.root}: cannot be made: {in_words(error)}") from None
+        _check_room(files.root)
+        return files
+
+    @property
+    def profile(self) -> Path:
+        """Folder of measurements, one file per array task."""
+        return self.root / "profile"
+
+    @property
+    def slurm(self) -> Path:
+        """Submitit's folder: scripts, pickles, stdout, stderr."""
+        return self.root / "slurm"
+
+    @property
+    def report(self) -> Path:
+        """Folder of figures, tables and the report."""
+        return self.root / "report"
+
+    @property
+    def sweep_file(self) -> Path:
+        """The frozen sweep."""
+        return self.root / "sweep.toml"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The frozen cluster."""
+        return self.root / "cluster.toml"
+
+    def footprint_file(self, partition: str = "") -> Path:
+        """The estimate of memory before any profile, on one part of the cluster."""
+        name = f"footprint-{partition}" if partition else "footprint"
+        return self.root / f"{name.replace('/', '_')}.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan."""
+        return self.root / "plan.json"
+
+    @property
+    def rates_file(self) -> Path:
+        """The learning rates that a study chose."""
+        return self.root / "study_rates.json"
+
+    def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
+        """Those estimates that are there and not damaged, by partition."""
+        found = {}
+        for name in partitions:
+            with contextlib.suppress(FileNotFoundError, RunDirectoryError):
+                found[name] = read_document(Footprint, self.footprint_file(name))
+        return found
+
+    @property
+    def events_file(self) -> Path:
+        """Events of all stages."""
+        return self.root / "events.jsonl"
+
+    def train(self, label: str = "main") -> TrainDirectory:
+        """Files of one training.
+
+        Raises:
+            RunDirectoryError: The label leads out of the run directory.
+        """
+        if Path(label).is_absolute() or ".." in Path(label).parts:
+            raise RunDirectoryError(f"{label!r} is no name of a training", source=self.root)
+        return TrainDirectory(self.root / "train" / label)
+
+    def measurements(self) -> ReadResult[Measurement]:
+        """All measurements, in order of file name and line."""
+        return read_records(Measurement, sorted(self.profile.glob("*.jsonl")))
+
+    def job_notes(self) -> list[JobNote]:
+        """What all profile jobs said of themselves, job by job."""
+        return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
+
+    def events(self) -> list[Event]:
+        """All events, in the order they were written."""
+        return read_records(Event, [self.events_file]).records
+
+    def log_event(self, event: str, stage: str, **fields: Any) -> None:
+        """Append one event with the time of now."""
+        append_record(self.events_file, Event(time=time.time(), event=event, stage=stage, **fields))
+
+    def read_plan(self) -> Plan:
+        """Read plan.json.
+
+        Raises:
+            RunDirectoryError: There is none, or it is damaged.
+        """
+        try:
+            return read_document(Plan, self.plan_file)
+        except FileNotFoundError:
+            raise RunDirectoryError("no plan yet; run the sweep with --until plan", source=self.plan_file) from None
+
+    def read_rates(self) -> TunedRates | None:
+        """Read study_rates.json; None where there is none.
+
+        Raises:
+            RunDirectoryError: It is damaged.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return read_document(TunedRates, self.rates_file)
+        return None
