@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc import methods
-from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, load_sweep
+from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.drift_start import begin_drift_watch
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
@@ -407,3 +407,10 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
     assert sweep("ags").training.gradient_copies == 0  # no pass
     assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
     assert sweep("ags", apply="update").step_copies == 1
+
+
+def test_by_default_gradients_are_held_against_half_the_batch_that_the_rate_is_for() -> None:
+    batches = [TrainingSpec.model_validate({"base_batch": batch}).ags.small_batch for batch in (1, 128, 1000)]
+    assert batches == [1, 64, 500]
+    assert TrainingSpec.model_validate({"base_batch": 128, "small_batch": 32}).ags.small_batch == 32
+    assert TrainingSpec.model_validate({"base_batch": 512, "preset": "paper"}).ags.small_batch == 32

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.cluster_prediction DATA WORK tests/benchmarks/results/cluster_prediction.json [NAME ...]
 
 DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
-root, Slurm and a machine that is otherwise idle. The workloads differ in computation to communication: little gradient
+root, Slurm and a machine that is otherwise idle. With the word `recorded` for DATA nothing is run: the models of today
+are compared with what WORK holds. The workloads differ in computation to communication: little gradient
 (shufflenet_v2_x0_5), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
 
 Each is profiled twice: by full search with one job for each configuration, and by the adaptive search in packed jobs.
@@ -24,7 +25,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -96,14 +97,19 @@ class Searched(NamedTuple):
 
 
 def profile(name: str, search: str, data: Path, work: Path, environment: dict[str, str]) -> Searched:
-    """Run the profile stage, or read what it left."""
+    """Run the profile stage."""
     run = work / f"{name}-{search}"
     file = work / f"{name}.toml"
     file.write_text(SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict()))
     command = [sys.executable, "-m", "tula_hpc.sweep", str(file), "--cluster", str(CLUSTER_FILE), "--run-dir", str(run)]
     options = [part for text in SEARCHES[search] for part in ("--set", text)]
     subprocess.run([*command, *options, "--until", "profile"], check=True, cwd=ROOT, env=environment)
-    directory = RunDirectory(run)
+    return read(name, search, work)
+
+
+def read(name: str, search: str, work: Path) -> Searched:
+    """What a profile stage left."""
+    directory = RunDirectory(work / f"{name}-{search}")
     measured = directory.measurements().records
     cost = profiling_cost(measured, directory.job_notes())
     sweep, cluster = load_sweep(directory.sweep_file), load_cluster(directory.cluster_file)
@@ -208,20 +214,33 @@ def compare(full: Searched, adaptive: Searched) -> dict[str, Any]:
     }
 
 
-def main(data: Path, work: Path, output: Path, names: Sequence[str]) -> None:
-    """Profile, compare, write the JSON."""
+def all_profiled(data: Path, work: Path, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Searched]]]:
+    """Each workload with its searches, run one after another."""
     work.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
     with MiniCluster() as cluster:
         environment = {**os.environ, **cluster.environment}
-        for name in names or WORKLOADS:
-            searched = {search: profile(name, search, data, work, environment) for search in SEARCHES}
-            found[name] = compare(searched["full"], searched["adaptive"])
-            print(name, json.dumps({k: v for k, v in found[name].items() if k != "step_times_s"}, indent=1), flush=True)
-    found["load_average"] = os.getloadavg()[0]
+        for name in names:
+            yield name, {search: profile(name, search, data, work, environment) for search in SEARCHES}
+
+
+def all_recorded(work: Path, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Searched]]]:
+    """The same from what is there."""
+    for name in names:
+        yield name, {search: read(name, search, work) for search in SEARCHES}
+
+
+def main(data: str, work: Path, output: Path, names: Sequence[str]) -> None:
+    """Profile, compare, write the JSON."""
+    recorded = data == "recorded"
+    searches = all_recorded(work, names) if recorded else all_profiled(Path(data).absolute(), work, names)
+    found: dict[str, Any] = {}
+    for name, searched in searches:
+        found[name] = compare(searched["full"], searched["adaptive"])
+        print(name, json.dumps({k: v for k, v in found[name].items() if k != "step_times_s"}, indent=1), flush=True)
+    found["load_average"] = None if recorded else os.getloadavg()[0]
     output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    data_folder, work_folder, output_file = (Path(argument).absolute() for argument in sys.argv[1:4])
-    main(data_folder, work_folder, output_file, sys.argv[4:])
+    work_folder, output_file = (Path(argument).absolute() for argument in sys.argv[2:4])
+    main(sys.argv[1], work_folder, output_file, sys.argv[4:] or list(WORKLOADS))
