@@ -78,7 +78,9 @@ def small_quota(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a quota needs btrfs-progs, and the right to mount")
     try:
         for step in (f"quota enable {disk}", f"subvolume create {folder}", f"qgroup limit {QUOTA} {folder}"):
-            subprocess.run(["btrfs", *step.split()], check=True, capture_output=True)
+            done = subprocess.run(["btrfs", *step.split()], check=False, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no quota: {done.stderr.strip()}")
         folder.chmod(0o700)
         yield folder
     finally:
