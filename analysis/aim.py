@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.aggregate import Summary
 from tula_hpc.analysis.candidates import models_of
 from tula_hpc.analysis.constraints import CONSTRAINED, constrain, constraints_of, excess
-from tula_hpc.analysis.energy import NodePower, node_power
-from tula_hpc.analysis.evaluation import evaluation_of
+from tula_hpc.analysis.energy import NodePower
 from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.objective import weighted_score
+from tula_hpc.analysis.parts import fitting_limit, part_of
 from tula_hpc.analysis.performance import StepTimeModel
-from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part, Why, allowed_bytes, priced
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part, Why, priced
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.records import Configuration
 
@@ -79,10 +79,8 @@ class Aim(NamedTuple):
 
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
-    limit = None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)
-    power = node_power(summary.profiles, cluster.pricing) or SOME_POWER
-    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
-    return Part("", cluster, summary, models_of(summary, limit, model), power, evaluation)
+    part = part_of("", sweep, cluster, summary, models_of(summary, fitting_limit(cluster), model))
+    return part._replace(power=part.power or SOME_POWER)
 
 
 def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> tuple[Array, Array]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.candidates import fit_models
+from tula_hpc.analysis.aggregate import Summary, summarize
+from tula_hpc.analysis.candidates import Models, fit_models
 from tula_hpc.analysis.checkpoints import measured_cost
 from tula_hpc.analysis.energy import node_power
 from tula_hpc.analysis.evaluation import evaluation_of
@@ -108,13 +108,21 @@ def _fit(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained
 ) -> Part:
     summary = summarize(measurements)
-    limit = None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)  # the rest may have been in use
-    models = fit_models(summary, limit, sweep.search.form)
-    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
+    part = part_of(name, sweep, cluster, summary, fit_models(summary, fitting_limit(cluster), sweep.search.form))
     if trained.metrics is not None:
-        evaluation = evaluation.corrected(trained.metrics.epochs)
-    power = node_power(summary.profiles, cluster.pricing)
-    return Part(name, cluster, summary, models, power, evaluation, measured_cost(trained.events))
+        part = part._replace(evaluation=part.evaluation.corrected(trained.metrics.epochs))
+    return part._replace(save=measured_cost(trained.events))
+
+
+def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:
+    """One kind of nodes before any training: models, and what profiles and files say beside them."""
+    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
+    return Part(name, cluster, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
+
+
+def fitting_limit(cluster: ClusterSpec) -> float | None:
+    """Bytes of a worker for the memory model's bounds: what the margin leaves, as the rest may have been in use."""
+    return None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)
 
 
 def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:

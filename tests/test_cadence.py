@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tula_hpc.analysis.checkpoints import MAX_SHARE, MOST_S
 from tula_hpc.analysis.spot import MIN_INTERVAL_S, best_interval_s
 from tula_hpc.cadence import (
     FIRST_S,
-    MAX_SHARE,
-    MOST_S,
     WARM_UP_STEPS,
     Cadence,
     Interruptions,

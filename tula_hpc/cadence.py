@@ -11,11 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis import checkpoints
-from tula_hpc.analysis.checkpoints import MAX_SHARE, MOST_S, least_interval_s
 from tula_hpc.analysis.pricing import SECONDS_PER_HOUR, between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
-
-__all__ = ["MAX_SHARE", "MOST_S", "Cadence", "Cost", "Interruptions", "Work", "expected_interruptions", "interval_s"]
 
 FIRST_S = 60.0  # the first save comes early, so that its cost is known
 WARM_UP_STEPS = 5  # slow ones, which say nothing about the steps while nothing is written
@@ -133,7 +130,7 @@ class Cadence:
         """
         if self.fixed_s is not None or self.cost_s is None:
             return True
-        return self.work.since(self.saved).seconds >= least_interval_s(self.cost_s)
+        return self.work.since(self.saved).seconds >= checkpoints.least_interval_s(self.cost_s)
 
     def began(self, stall_s: float) -> None:
         """A save was begun, for which the steps stood still so long."""

@@ -29,7 +29,8 @@ import torchvision
 from torch import nn
 from torch.optim import SGD
 
-from tula_hpc.cadence import MOST_S, interval_s
+from tula_hpc.analysis.checkpoints import MOST_S
+from tula_hpc.cadence import interval_s
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.saving import BackgroundWriter
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,25 +71,31 @@ def train(run: RunDirectory) -> TrainResult:
     return train_stage(Sweep(SPEC, ClusterSpec(), run, started_at=time.time()), one_candidate())
 
 
-def fill_after_the_first_checkpoint(run: RunDirectory, disk: Path) -> None:
-    while not list(run.train().checkpoints.glob("checkpoint-*.tula")):
-        time.sleep(0.01)
-    fill(disk, LEFT)
+def refused_when_full(work: Callable[[], object], begun: Callable[[], object], disk: Path, left: int) -> str:
+    """What the work says when its disk becomes full, but for some bytes, as soon as it has begun."""
+
+    def fill_then() -> None:
+        while not begun():
+            time.sleep(0.01)
+        fill(disk, left)
+
+    watcher = threading.Thread(target=fill_then, daemon=True)
+    watcher.start()
+    with pytest.raises(StageError) as raised:
+        work()
+    watcher.join()
+    return str(raised.value)
 
 
 def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) -> None:
     run = RunDirectory(disk / "run").create()
-    watcher = threading.Thread(target=fill_after_the_first_checkpoint, args=(run, disk), daemon=True)
-    watcher.start()
-    with pytest.raises(StageError) as raised:
-        train(run)
-    watcher.join()
-    assert "no space in job" in str(raised.value)
-    assert "No space left on device; make space there or have the quota raised" in str(raised.value)
+    checkpoints = run.train().checkpoints
+    said = refused_when_full(lambda: train(run), lambda: list(checkpoints.glob("checkpoint-*.tula")), disk, LEFT)
+    assert "no space in job" in said
+    assert "No space left on device; make space there or have the quota raised" in said
     assert [event.failure for event in run.events() if event.event == "failed"] == [Failure.NO_SPACE]
-    folder = run.train().checkpoints
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
-    loaded = CheckpointStore(folder).load_latest()
+    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
+    loaded = CheckpointStore(checkpoints).load_latest()
     assert loaded is not None
     assert not loaded.rejected
 
@@ -128,20 +134,14 @@ def profile(run: RunDirectory) -> None:
     profile_stage(Sweep(PROFILED, ClusterSpec(), run, started_at=time.time()))
 
 
-def fill_while_it_measures(run: RunDirectory, disk: Path) -> None:
-    while not any(note.note == "measuring" for note in run.job_notes()):
-        time.sleep(0.01)
-    fill(disk, LEFT_TO_SAY_SO)
+def measures(run: RunDirectory) -> bool:
+    return any(note.note == "measuring" for note in run.job_notes())
 
 
 def test_a_profile_that_runs_out_of_space_is_said_to_and_measured_later(disk: Path) -> None:
     run = RunDirectory(disk / "run").create()
-    watcher = threading.Thread(target=fill_while_it_measures, args=(run, disk), daemon=True)
-    watcher.start()
-    with pytest.raises(StageError) as raised:
-        profile(run)
-    watcher.join()
-    assert "No space left on device; make space there or have the quota raised" in str(raised.value)
+    said = refused_when_full(lambda: profile(run), lambda: measures(run), disk, LEFT_TO_SAY_SO)
+    assert "No space left on device; make space there or have the quota raised" in said
     left = run.measurements()
     assert ({row.failure for row in left.records}, left.skipped) == ({Failure.NO_SPACE}, 0)
 
