@@ -116,7 +116,7 @@ def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
 
 def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option that is not the schedule's reaches the optimizer."""
-    others = AgsOptions(64, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", "linear", "pass", 0.5)
+    others = AgsOptions(64, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", True, "linear", "pass", 0.5)
     monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
     plain = optimizer_for(sweep("ags", preset="paper"), small_model())
     for name, value in others._asdict().items():

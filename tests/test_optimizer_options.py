@@ -154,6 +154,34 @@ def test_smoothing_takes_the_noise_out_of_the_ratio() -> None:
     assert spread[0.95] < spread[0.0] / 3
 
 
+@pytest.mark.parametrize("granularity", NORM_FORMS)
+def test_the_guard_holds_a_sudden_length_against_the_average_and_leaves_the_rest_alone(granularity: str) -> None:
+    params = parameters()
+    guarded, plain = (wrap(params, granularity=granularity, smoothing=0.9, s_max=99.0, spike_guard=g) for g in (1, 0))
+    small = 4.0 * torch.tensor(squares_of(gradients(0)), dtype=torch.float64)
+    for length in (1.0, 1.0, 0.5, 30.0, 1.0):
+        give(params, [length * gradient for gradient in gradients(0)])
+        for optimizer in (guarded, plain):
+            optimizer.observe_small(small, SMALL)
+            optimizer.step()
+            give(params, [length * gradient for gradient in gradients(0)])  # the step has scaled them
+        both = list(zip(factors(guarded), factors(plain), strict=True))
+        if length == 30.0:
+            assert all(mine == pytest.approx(2.0 / 30.0, rel=1e-6) and mine < 0.6 * other for mine, other in both)
+        else:  # the averages remember the long one, with the guard and without
+            assert all(mine == pytest.approx(other, rel=1e-9) for mine, other in both)
+
+
+def test_without_an_average_the_guard_changes_nothing() -> None:
+    seen = []
+    for guard in (True, False):
+        optimizer = wrap(parameters(), granularity="tensor", spike_guard=guard)
+        for length in (1.0, 30.0):
+            optimizer.update_gradscale(gradients(1), [length * gradient for gradient in gradients(2)])
+        seen.append(factors(optimizer))
+    assert seen[0] == seen[1]
+
+
 def test_smoothed_elements_move_towards_each_new_ratio_within_the_bounds() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = wrap([parameter], smoothing=0.75)
@@ -192,7 +220,7 @@ def test_a_norm_that_is_not_finite_changes_no_factor_of_its_unit(
     granularity: str, bad: float, where: str, smoothing: float
 ) -> None:
     params = parameters()
-    optimizer = wrap(params, granularity=granularity, smoothing=smoothing)
+    optimizer = wrap(params, granularity=granularity, smoothing=smoothing, spike_guard=smoothing > 0)
     for step in range(3):
         give(params, gradients(step))
         squares = torch.tensor(squares_of(gradients(step)), dtype=torch.float64) * (1.5 + step)

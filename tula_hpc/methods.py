@@ -93,6 +93,7 @@ def _scaling(
         "gate": options.gate,
         "exclude": norms_and_biases(model) if options.exclude_norms else (),
         "apply": sweep.scale_applies_to,
+        "spike_guard": options.spike_guard,
         "layers": layers(model, parameters) if options.granularity == "layer" else None,
     }
 

@@ -19,7 +19,7 @@ class TrainingSpec(Spec):
     method: Method = "ags"
     base_batch: int = Field(default=128, ge=1, le=2**30)  # global; workload.lr was chosen for it: scaling starts there
     warmup_epochs: float | None = Field(default=None, ge=0)  # of the rate; None: 5 where the method needs them
-    preset: Literal["default", "paper"] = "default"  # of AGS: what the next twelve keys are where they are left out
+    preset: Literal["default", "paper"] = "default"  # of AGS: what the next thirteen keys are where they are left out
     small_batch: int | None = Field(default=None, ge=1, le=2**30)
     delta: float | None = Field(default=None, gt=0)
     granularity: Granularity | None = None
@@ -29,6 +29,7 @@ class TrainingSpec(Spec):
     gate: Gate | None = None
     exclude_norms: bool | None = None
     apply: Literal["gradient", "update"] | None = None
+    spike_guard: bool | None = None
     lr_scaling: LrScaling | None = None
     reference: Literal["pass", "free"] | None = None
     update_interval_epochs: float | None = Field(default=None, ge=0)

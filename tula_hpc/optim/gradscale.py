@@ -58,6 +58,7 @@ class GradScale:
             more would take more memory.
         layers: See `NormRatios`.
         exclude: Parameters that never have a factor.
+        spike_guard: See `NormRatios`; not at "element".
     """
 
     def __init__(
@@ -70,11 +71,12 @@ class GradScale:
         smoothing: float = 0.0,
         layers: Sequence[Sequence[Tensor]] | None = None,
         exclude: Collection[Tensor] = (),
+        spike_guard: bool = False,
     ) -> None:
         self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
         self.exclude = frozenset(exclude)
         self.s_min, self.s_max = s_min, s_max
-        self.norms = NormRatios(granularity, exponent, smoothing, layers, self.exclude)
+        self.norms = NormRatios(granularity, exponent, smoothing, layers, self.exclude, spike_guard=spike_guard)
         self._factors: dict[Tensor, Tensor] = {}
         self._summaries: dict[int, ScaleSummary] = {}  # by number of parameters; kept until a factor changes
 

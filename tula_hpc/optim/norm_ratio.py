@@ -6,6 +6,10 @@ With the squared norms ŝ at b_small and l̂ at b_large, summed over the tensors
 
 Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain of AdaScale (T. Johnson et al. 2020,
 "AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both norms are means.
+
+With the spike guard l̂ is the larger of the average and this update's own squared norm. An average knows nothing yet of
+a gradient that has just become many times as long, and a step along it, lengthened as the ones before, is what networks
+without normalization layers do not recover from; with exponent 2 such a step is shorter than the ones before.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class NormRatios:
         smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
         layers: Parameters that share a factor; one that is in none is a unit of its own.
         exclude: Parameters of no unit.
+        spike_guard: Hold the average of b_small's norms against this update's at b_large where that is above its own.
 
     Raises:
         ValueError: A parameter is in two layers, or there are none though they are asked for.
@@ -68,7 +73,10 @@ class NormRatios:
         smoothing: float = 0.0,
         layers: Sequence[Sequence[Tensor]] | None = None,
         exclude: Collection[Tensor] = (),
+        *,
+        spike_guard: bool = False,
     ) -> None:
+        self.spike_guard = spike_guard
         self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
         self.layers, self.exclude = [list(layer) for layer in layers or ()], frozenset(exclude)
         if granularity == "layer":
@@ -91,6 +99,8 @@ class NormRatios:
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
+        if self.spike_guard:
+            means = torch.stack([means[0], torch.where(_known(small, large), torch.maximum(means[1], large), means[1])])
         per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)
         ratios = norm_ratio(per_unit[0], per_unit[1], self.exponent, units.dtype).unbind()
         return [None if unit is None else ratios[unit] for unit in units.of]
@@ -112,8 +122,7 @@ class NormRatios:
         old = torch.zeros_like(new)
         if self.averages is not None:
             old[:, : self.averages.shape[1]] = self.averages
-        known = (small + large).isfinite()  # of infinities of either sign the sum is not finite either
-        return torch.where(known, self.smoothing * old + (1 - self.smoothing) * new, old)
+        return torch.where(_known(small, large), self.smoothing * old + (1 - self.smoothing) * new, old)
 
     def _units_of(self, parameters: Sequence[Tensor], device: torch.device) -> _Units:
         """Made once for each number of parameters: they are only ever added, and copying to a device waits for it."""
@@ -135,6 +144,11 @@ class NormRatios:
         shared = [[places[p] for p in layer if p in places] for layer in layers]
         taken = {place for unit in shared for place in unit}
         return [unit for unit in shared if unit] + [[place] for place in places.values() if place not in taken]
+
+
+def _known(small: Tensor, large: Tensor) -> Tensor:
+    """Which pairs are finite; of infinities of either sign the sum is not finite either."""
+    return (small + large).isfinite()
 
 
 def _kind(parameters: Sequence[Tensor]) -> torch.dtype:

@@ -87,6 +87,8 @@ class TulaOptimizer(WrappingOptimizer):
             p ← p_old + s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS, LAMB), where a
             factor before that would cancel out. Takes a copy of the parameters during the step.
         layers: For granularity "layer": the parameters that share a factor. One that is in none has its own.
+        spike_guard: A gradient that is longer than its moving average is scaled by its own length, see `norm_ratio.py`;
+            without effect at "element" and where `smoothing` is 0.
 
     Raises:
         TypeError: `base` is not an optimizer.
@@ -112,6 +114,7 @@ class TulaOptimizer(WrappingOptimizer):
         exclude: Collection[Tensor] = (),
         apply: Apply = "gradient",
         layers: Sequence[Sequence[Tensor]] | None = None,
+        spike_guard: bool = False,
     ) -> None:
         super().__init__(base)
         require_one_of("granularity", granularity, get_args(Granularity))
@@ -124,7 +127,8 @@ class TulaOptimizer(WrappingOptimizer):
         bounds = checked_bounds(batches, s_min, s_max, exponent)
         self.update_interval, self.scale_warmup = update_interval, scale_warmup
         self.apply, self._fixed_s_max = apply, s_max
-        self._adaptive = GradScale(granularity, *bounds, **form, layers=layers, exclude=exclude)
+        form |= {"layers": layers, "exclude": exclude, "spike_guard": spike_guard}
+        self._adaptive = GradScale(granularity, *bounds, **form)
         self._scale = self._adaptive if static_scale is None else StaticScale(static_scale, exclude)
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
