@@ -36,6 +36,7 @@ class Summary(NamedTuple):
     dataset_samples: int  # D; what most measurements say, 0 if none does
     parameters: int  # of the model; likewise
     warnings: tuple[str, ...]
+    test_samples: int = 0  # of an evaluation; likewise
 
 
 def is_usable(measurement: Measurement) -> bool:
@@ -59,13 +60,20 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     bound = min((configuration.local_batch for configuration in out_of_memory), default=None)
     settled = usable.keys() | out.keys()
     failed = {key: _last_reason(other[key]) for key in sorted(other) if key not in settled}
-    samples, parameters = (
+    samples, parameters, tests = (
         Counter(value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0)
-        for field in ("dataset_samples", "parameters")
+        for field in ("dataset_samples", "parameters", "test_samples")
     )
     warnings = [*_mixed(samples, parameters), *_contradictions(profiles, bound)]
     return Summary(
-        profiles, bound, out_of_memory, failed, _most_common(samples), _most_common(parameters), tuple(warnings)
+        profiles,
+        bound,
+        out_of_memory,
+        failed,
+        dataset_samples=_most_common(samples),
+        parameters=_most_common(parameters),
+        warnings=tuple(warnings),
+        test_samples=_most_common(tests),
     )
 
 
@@ -105,8 +113,14 @@ def _medians(rows: Sequence[Fields], kind: type[Fields], convert: Callable[[floa
         return rows[0]
     names = tuple(kind.model_fields)
     columns = zip(*map(attrgetter(*names), rows), strict=True)
-    values: dict[str, Any] = {name: convert(median(column)) for name, column in zip(names, columns, strict=True)}
+    values: dict[str, Any] = {name: _median(column, convert) for name, column in zip(names, columns, strict=True)}
     return cast(Fields, kind.model_construct(None, **values))
+
+
+def _median(column: Iterable[float | None], convert: Callable[[float], float]) -> float | None:
+    """Of those that know it; None where none does."""
+    known = [value for value in column if value is not None]
+    return convert(median(known)) if known else None
 
 
 def _last_reason(rows: Sequence[Measurement]) -> str:

@@ -1,15 +1,20 @@
 """How long the evaluation after each epoch takes.
 
-    t_evaluation = correction × ⌈samples / W⌉ × (compute_time(b) × `FORWARD_SHARE` + data_time(b)) / b
+    t_evaluation = correction × ⌈samples / W⌉ × (forward_time(b) + data_time(b)) / b
 
 for W workers that share the test samples, in batches of b = max(local batch, `LEAST_BATCH`) as training evaluates.
-compute_time is forward and backward as it was profiled. By operations the forward pass is a third of it: the backward
-pass multiplies for the gradients of activations and of weights (D. Narayanan et al., "Efficient Large-Scale Language
-Model Training on GPU Clusters Using Megatron-LM", 2021, appendix). An evaluation keeps nothing for a backward pass and
-has no statistics to reduce; measured are shares from 0.16 (depthwise convolutions) to 0.44 (a large head), 0.27 in the
-median (tests/benchmarks/evaluation_share.py, on a CPU). What a recomputing backward pass adds is a forward pass more.
-data_time is the wait for the loader. Between the profiled batches times per sample are interpolated over log b,
-beyond them they are those of the nearest one.
+forward_time is that of a batch as evaluation takes it, timed at each profiled batch; data_time is the wait for the
+loader in training. Between the profiled batches the time of a batch is interpolated over b, which is exact where it is
+affine; beyond them times per sample are those of the nearest one. Over what evaluations took, that was -8 to 5 %
+(tests/benchmarks/evaluation_share.py, nine configurations on a CPU, whose own process loads).
+
+Records of former versions have no forward_time. There it is a share of compute_time, forward and backward as they were
+profiled: the share that other records of the run have, or `FORWARD_SHARE`. By operations the forward pass is a third:
+the backward pass multiplies for the gradients of activations and of weights (D. Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, appendix). An evaluation keeps nothing for
+a backward pass and has no statistics to reduce; measured are shares from 0.15 (depthwise convolutions) to 0.45 (a large
+head), the median 0.25 to 0.27 by the run (the same command), and what is said of an evaluation is off by -40 to 76 %.
+What a recomputing backward pass adds is a forward pass more.
 
 The correction is what trainings of the same run measured over what this says of them, or 1.
 """
@@ -26,11 +31,11 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.aggregate import Profile
 from tula_hpc.analysis.formatting import format_percent, plural
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.records import EpochMetrics
+from tula_hpc.records import EpochMetrics, StepTimes
 
 Array = NDArray[np.float64]
 
-FORWARD_SHARE = 0.27  # of forward and backward
+FORWARD_SHARE = 0.27  # of forward and backward, where it was not measured
 RECOMPUTED_SHARE = FORWARD_SHARE / (1.0 + FORWARD_SHARE)  # with activation checkpointing
 LEAST_BATCH = 64.0
 CREDIBLE_S = 1e7  # what a record says beyond that is damaged
@@ -41,7 +46,7 @@ class EvaluatedOn(NamedTuple):
     """The samples that each evaluation takes."""
 
     samples: float
-    known: bool  # from the data set and the sweep; else assumed
+    known: bool  # from profiles, the data set or the sweep; else assumed
 
 
 class Evaluation(NamedTuple):
@@ -49,14 +54,15 @@ class Evaluation(NamedTuple):
 
     samples: EvaluatedOn
     batches: Array  # local batches that were profiled, ascending
-    seconds_per_sample: Array  # at each of them, of one worker
+    seconds_per_batch: Array  # at each of them, of one worker
+    timed: bool = False  # forward passes were, at profiling
     correction: float = 1.0
     measured: int = 0  # evaluations that the correction comes from
 
     def seconds(self, workers: Array, local_batch: Array) -> Array:
         """Seconds of one evaluation, see the module; all (n,)."""
-        place = np.log2(np.maximum(local_batch, LEAST_BATCH))
-        each = np.interp(place, np.log2(self.batches), self.seconds_per_sample)
+        place = np.clip(np.maximum(local_batch, LEAST_BATCH), self.batches[0], self.batches[-1])
+        each = np.interp(place, self.batches, self.seconds_per_batch) / place
         return np.asarray(self.correction * np.ceil(self.samples.samples / workers) * each)
 
     def corrected(self, epochs: Iterable[EpochMetrics]) -> Evaluation:
@@ -74,33 +80,56 @@ class Evaluation(NamedTuple):
     def describe(self) -> str:
         """What it comes from, a sentence."""
         samples = f"{self.samples.samples:,.0f} test samples{'' if self.samples.known else ' (assumed)'}"
-        forward = f"a forward pass is reckoned as {format_percent(FORWARD_SHARE)} of the measured computation"
-        said = (
-            f"corrected by {plural(self.measured, 'evaluation')} of this run's training" if self.measured else forward
-        )
+        said = f"a forward pass is reckoned as {format_percent(FORWARD_SHARE)} of the measured computation"
+        if self.timed:
+            said = "forward passes were timed at profiling"
+        if self.measured:
+            said = f"corrected by {plural(self.measured, 'evaluation')} of this run's training"
         return f"evaluation after every epoch: {samples}; {said}"
 
 
-def evaluation_of(profiles: Sequence[Profile], workload: WorkloadSpec, train_samples: int) -> Evaluation:
+def evaluation_of(
+    profiles: Sequence[Profile], workload: WorkloadSpec, train_samples: int, test_samples: int = 0
+) -> Evaluation:
     """From what was profiled.
 
     Args:
         profiles: At least one.
-        workload: The test set follows from it.
+        workload: The test set follows from it, where profiles do not say.
         train_samples: D.
+        test_samples: As profiles counted them; 0: they did not.
     """
-    share = RECOMPUTED_SHARE if workload.activation_checkpointing else FORWARD_SHARE
+    shares = [share for row in profiles if (share := _measured_share(row.times)) is not None]
+    assumed = RECOMPUTED_SHARE if workload.activation_checkpointing else FORWARD_SHARE
+    share = median(shares) if shares else assumed
     by_batch: dict[int, list[float]] = {}
     for row in profiles:
-        seconds = row.times.compute_time_s * share + row.times.data_time_s
-        by_batch.setdefault(row.configuration.local_batch, []).append(seconds / row.configuration.local_batch)
+        seconds = _forward_time_s(row.times) or row.times.compute_time_s * share
+        by_batch.setdefault(row.configuration.local_batch, []).append(seconds + row.times.data_time_s)
     batches = sorted(by_batch)
     each = [median(by_batch[batch]) for batch in batches]
-    return Evaluation(evaluated_on(workload, train_samples), np.array(batches, dtype=np.float64), np.array(each))
+    samples = evaluated_on(workload, train_samples, test_samples)
+    return Evaluation(samples, np.array(batches, dtype=np.float64), np.array(each), timed=bool(shares))
 
 
-def evaluated_on(workload: WorkloadSpec, train_samples: int) -> EvaluatedOn:
-    """The samples of each evaluation: what is held out, what the data set is known to have, or an assumption."""
+def _forward_time_s(times: StepTimes) -> float | None:
+    known = times.forward_time_s
+    return known if known is not None and 0.0 < known < CREDIBLE_S else None
+
+
+def _measured_share(times: StepTimes) -> float | None:
+    """Of forward and backward; None where either is unknown."""
+    forward_s = _forward_time_s(times)
+    return None if forward_s is None or times.compute_time_s <= 0.0 else forward_s / times.compute_time_s
+
+
+def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
+    """The samples of each evaluation.
+
+    What profiles counted, what is held out, what the data set is known to have, or an assumption.
+    """
+    if test_samples > 0:
+        return EvaluatedOn(float(test_samples), known=True)
     if workload.holdout:
         return EvaluatedOn(np.ceil(train_samples * workload.holdout / (1.0 - workload.holdout)), known=True)
     if workload.test_samples is not None:

@@ -116,7 +116,7 @@ def _fit(
 
 def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:
     """One kind of nodes before any training: models, and what profiles and files say beside them."""
-    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples)
+    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples)
     return Part(name, cluster, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
 
 
 def run_workers(program: str, *arguments: str | Path, timeout_s: float = 120, **environment: str) -> None:
-    """Run a test file as a program, with Python's path and gloo's interface set for it."""
-    paths = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    """Run a test file as a program, with Python's path and gloo's interface set for it; names are given up soon."""
+    settings = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": QUICK_NAMES}
     command = [sys.executable, program, *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=timeout_s, env={**os.environ, **paths, **environment})
+    subprocess.run(command, check=True, timeout=timeout_s, env={**os.environ, **settings, **environment})
 
 
 def fork_workers(workers: int, work: Callable[[int], None]) -> int:
@@ -35,12 +34,3 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
         children.append(child)
     work(0)
     return int(any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
-
-
-def free_ports(count: int) -> list[str]:
-    """One for each process group: a quick worker could still meet the last group's store under the same port."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [str(each.getsockname()[1]) for each in sockets]

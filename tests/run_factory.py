@@ -107,6 +107,7 @@ def measurement(configuration: Configuration, seed: int = 0, **changes: object) 
         compute_time_s=compute_time_s(b),
         optimizer_time_s=0.0025,
         allreduce_time_s=allreduce_time_s(configuration.world_size),
+        forward_time_s=0.3 * compute_time_s(b),
     )
     fields: dict[str, object] = {
         "status": "ok",

@@ -23,6 +23,16 @@ def test_repeats_become_their_median() -> None:
     assert (first.repeats, second.repeats) == (3, 2)
 
 
+def test_repeats_that_do_not_know_a_time_do_not_count_for_its_median() -> None:
+    rows = [ok(1, 32, times=times(1, 32, forward_time_s=forward)) for forward in (0.1, 0.3)]
+    former = ok(1, 32)
+    found, unknown = summarize([*rows, former, ok(1, 64), ok(1, 64)]).profiles
+    assert former.times is not None
+    assert former.times.forward_time_s is None
+    assert found.times.forward_time_s == pytest.approx(0.2)
+    assert unknown.times.forward_time_s is None
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_the_records_does_not_matter(shuffler: random.Random) -> None:
@@ -86,6 +96,12 @@ def test_data_sets_of_different_size_are_a_warning_and_the_majority_counts() -> 
     assert any("20,000, 99,999 samples" in warning for warning in summary.warnings)
     assert summarize(grid()).warnings == ()
     assert any("models" in warning for warning in summarize([ok(1, 8), ok(1, 8, parameters=5)]).warnings)
+
+
+def test_the_test_samples_are_those_of_most_records_that_count_them() -> None:
+    counted = [ok(1, 32, test_samples=count) for count in (500, 500, 9999, -1, 0, 0, 0)]
+    assert summarize(counted).test_samples == 500
+    assert summarize(grid()).test_samples == 0
 
 
 def test_doubts_about_repeats_are_kept() -> None:

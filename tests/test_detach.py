@@ -1,18 +1,24 @@
-"""Controller jobs: one at a time, and an end that is noted before another one looks."""
+"""Controller jobs: one at a time, a guard behind it, and an end that is noted before another one looks."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc import detach
-from tula_hpc.errors import Failure, RunDirectoryError, StageError
+from tula_hpc import detach, slurm
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
 from tula_hpc.jobs import ControlJob
+from tula_hpc.launch import CONTROL, Launcher, StillRunningError, Submitted
 from tula_hpc.records import RunDirectory
+from tula_hpc.slurm import JobState
+from tula_hpc.stages import Sweep
 
 
 @pytest.fixture
@@ -83,3 +89,137 @@ def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.M
     with run.locked(), pytest.raises(SystemExit, match="is in use by process"):
         detach.run_controller(ControlJob(run.root, "report", 0.0))
     assert [event.failure for event in run.events()] == [Failure.BUG, Failure.BUG]
+
+
+class Cluster:
+    """Slurm as far as controllers use it: the jobs that are there, and whose end each of them waits for."""
+
+    def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.monkeypatch = run, monkeypatch
+        self.jobs: dict[str, str] = {}
+        self.submitted = 0
+        self.room = 9
+        monkeypatch.setattr(Launcher, "submit", lambda _, *jobs, **described: self.submit(**described))
+        monkeypatch.setattr(slurm, "queue", self.queue)
+        monkeypatch.setattr(slurm, "cancel", self.cancel)
+        monkeypatch.setattr(slurm, "let_follow", self.let_follow)
+
+    def submit(
+        self, *, after: Sequence[str], data: Sequence[dict[str, str]], patient: bool, **_: Any
+    ) -> list[Submitted]:
+        if len(self.jobs) >= self.room:
+            assert not patient, "a controller would wait for ever"
+            raise SubmitLimitError("a limit of the cluster on submitted jobs is reached")
+        self.submitted += 1
+        job_id = str(self.submitted)
+        self.jobs[job_id] = ",".join(after)
+        self.run.log_event("submitted", CONTROL, job_id=job_id, data=data[0] if data else {})
+        return [Submitted(job_id, self.run.slurm)]
+
+    def queue(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        return {job_id: JobState("PENDING", "Dependency") for job_id in job_ids if job_id in self.jobs}
+
+    def cancel(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            if self.jobs.pop(job_id, None) is None:
+                raise LaunchError("scancel failed: Invalid job id specified")
+
+    def let_follow(self, job_id: str, after: str) -> None:
+        assert job_id in self.jobs
+        self.jobs[job_id] = after
+
+    def step(self, job_id: str, outcome: Callable[[], int], *, dies: bool = False) -> None:
+        """The part of a controller job's life that the run directory is locked for; "" is the command itself."""
+        with self.monkeypatch.context() as patch:
+            patch.setattr(detach, "carry_out", lambda *_: outcome())
+            patch.setattr(detach, "slurm_job_id", lambda: job_id or None)
+            patch.setattr("tula_hpc.launch.slurm_job_id", lambda: job_id or None)
+            detach._step(Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, self.run, detached=True), "report")
+        if job_id and not dies:
+            self.run.log_event("ended", CONTROL, job_id=job_id)
+            del self.jobs[job_id]
+
+
+SLURM = ClusterSpec.model_validate({"executor": "slurm"})
+
+
+@pytest.fixture
+def cluster(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(run, monkeypatch)
+
+
+def left(stage_job: str) -> Callable[[], int]:
+    """A step that leaves a job on its way."""
+
+    def step() -> int:
+        raise StillRunningError([Submitted(stage_job, Path())])
+
+    return step
+
+
+def failed() -> int:
+    raise StageError("plan: too little data")
+
+
+def test_one_guard_moves_along_behind_the_controllers_and_goes_with_the_last(cluster: Cluster) -> None:
+    cluster.step("", left("a"))
+    assert cluster.jobs == {"1": "a", "2": "1"}
+    cluster.step("1", left("b"))
+    assert cluster.jobs == {"2": "3", "3": "b"}
+    cluster.step("3", left("c"))
+    assert cluster.jobs == {"2": "4", "4": "c"}
+    cluster.step("4", lambda: 0)
+    assert cluster.jobs == {}
+
+
+def test_a_sweep_that_fails_for_good_leaves_no_guard(cluster: Cluster) -> None:
+    cluster.step("", left("a"))
+    with pytest.raises(StageError):
+        cluster.step("1", failed)
+    assert cluster.jobs == {"1": "a"}
+
+
+def test_a_guard_takes_the_place_of_a_controller_that_died_and_has_a_guard_itself(cluster: Cluster) -> None:
+    cluster.step("", left("a"))
+    del cluster.jobs["1"]
+    cluster.step("2", left("b"))
+    assert cluster.jobs == {"3": "b", "4": "3"}
+
+
+def test_whenever_a_controller_died_there_is_one_of_each_in_the_end(cluster: Cluster) -> None:
+    """After it had left another: its guard starts beside that one."""
+    cluster.step("", left("a"))
+    cluster.step("1", left("b"), dies=True)
+    cluster.jobs["2"] = "1"  # as if it had died before it moved the guard
+    del cluster.jobs["1"]
+    cluster.step("2", left("b"))
+    assert cluster.jobs == {"3": "b", "4": "3"}
+
+
+def test_a_controller_that_is_requeued_finds_its_successor_and_the_guard(cluster: Cluster) -> None:
+    cluster.step("", left("a"))
+    cluster.step("1", left("b"), dies=True)
+    cluster.step("1", left("b"))
+    assert cluster.jobs == {"2": "3", "3": "b"}
+
+
+def test_where_there_is_no_room_for_a_guard_it_goes_without(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.room = 1
+    cluster.step("", left("a"))
+    assert cluster.jobs == {"1": "a"}
+    assert "without a guard, which would carry on if that one is killed: a limit" in capsys.readouterr().out
+
+
+def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)
+    cluster.step("", left("a"))
+    capsys.readouterr()
+    assert detach.carry_on_detached(sweep, "report") == 0
+    assert "already detached: job 1 carries on" in capsys.readouterr().out
+    detach.take_over(sweep)
+    assert cluster.jobs == {}
+    assert detach.controllers(sweep) == []

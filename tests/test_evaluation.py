@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.planning_data import SAMPLES, cluster, grid, ok, sweep, times
 from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.evaluation import FORWARD_SHARE, LEAST_BATCH, Evaluation, evaluated_on, evaluation_of
+from tula_hpc.analysis.evaluation import CREDIBLE_S, FORWARD_SHARE, LEAST_BATCH, Evaluation, evaluated_on, evaluation_of
 from tula_hpc.analysis.planning import make_plan
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.records import EpochMetrics, Event, Metrics, Plan
+from tula_hpc.records import EpochMetrics, Event, Measurement, Metrics, Plan
 
 WORKLOAD = WorkloadSpec(dataset="synthetic")
 counts = st.integers(1, 512)
@@ -41,6 +41,16 @@ def saved(cost_s: float, time: float = 1.0) -> Event:
     return Event(time=time, event="checkpoint", stage="train", data={"cost_s": cost_s, "interval_s": 100.0})
 
 
+def timed(local_batch: int, forward_s: float, data_s: float = 0.0) -> Measurement:
+    """A profile that timed a forward pass; forward and backward take 0.6 s."""
+    parts = {"compute_time_s": 0.6, "data_time_s": data_s, "forward_time_s": forward_s}
+    return ok(1, local_batch, times=times(1, local_batch, **parts))
+
+
+def of_rows(*rows: Measurement, workload: WorkloadSpec = WORKLOAD, samples: int = 0) -> Evaluation:
+    return evaluation_of(summarize(rows).profiles, workload, SAMPLES, samples)
+
+
 def test_a_forward_pass_over_the_test_set_takes_its_share_of_the_computation() -> None:
     row = ok(1, 128, times=times(1, 128, compute_time_s=0.6, data_time_s=0.0))
     found = evaluation_of(summarize([row]).profiles, WORKLOAD, SAMPLES)
@@ -54,6 +64,51 @@ def test_what_recomputes_in_the_backward_pass_spends_less_of_it_forward() -> Non
     recomputing = WORKLOAD.model_copy(update={"activation_checkpointing": True})
     found = evaluation_of(summarize(grid()).profiles, recomputing, SAMPLES)
     assert predicted(1, 128, found) < predicted(1, 128)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(0.0, 10.0), st.booleans())
+def test_a_timed_forward_pass_goes_before_the_share(forward_s: float, data_s: float, recomputes: bool) -> None:
+    workload = WORKLOAD.model_copy(update={"activation_checkpointing": recomputes})
+    found = of_rows(timed(128, forward_s, data_s), workload=workload)
+    assert predicted(1, 128, found) == pytest.approx(512 / 128 * (forward_s + data_s))
+    assert "timed at profiling" in found.describe()
+    assert "is reckoned as" in of_rows(*grid()).describe()
+
+
+@given(st.integers(1, 64), st.integers(1, 1000), st.integers(1, 1000))
+def test_it_takes_as_long_as_each_workers_share_of_the_samples(workers: int, own: int, more: int) -> None:
+    found, larger = (of_rows(timed(128, 0.2), samples=workers * count) for count in (own, own + more))
+    assert predicted(workers, 128, found) == pytest.approx(own / 128 * 0.2)
+    assert predicted(workers, 128, larger) == pytest.approx((own + more) / own * predicted(workers, 128, found))
+    assert predicted(workers, 128, of_rows(timed(128, 0.4), samples=workers * own)) == pytest.approx(own / 128 * 0.4)
+
+
+@given(st.floats(0.0, 1.0), st.floats(1e-5, 0.1), st.floats(64.0, 512.0))
+def test_an_affine_forward_pass_is_known_between_the_profiled_batches(fixed: float, each: float, batch: float) -> None:
+    found = of_rows(*(timed(profiled, fixed + each * profiled) for profiled in (4, 512)))
+    assert predicted(1, batch, found) == pytest.approx(512 / batch * (fixed + each * batch))
+
+
+def test_rows_of_former_versions_take_the_share_that_the_others_measured() -> None:
+    former = ok(1, 256, times=times(1, 256, compute_time_s=1.0, data_time_s=0.0))
+    found = of_rows(timed(64, 0.06), timed(128, 0.12), timed(512, 0.18), former)
+    assert predicted(1, 256, found) == pytest.approx(512 / 256 * 0.2 * 1.0)
+
+
+@pytest.mark.parametrize("forward_s", [0.0, -0.1, -1e99, 10 * CREDIBLE_S, 1e99])
+def test_a_forward_time_that_cannot_be_true_is_not_used(forward_s: float) -> None:
+    found = of_rows(timed(128, forward_s))
+    assert predicted(1, 128, found) == pytest.approx(512 / 128 * 0.6 * FORWARD_SHARE)
+    assert not found.timed
+
+
+def test_the_plan_evaluates_as_many_samples_as_the_profiles_counted() -> None:
+    rows = [[row.model_copy(update={"test_samples": count}) for row in grid()] for count in (0, 1000, 3000)]
+    spec = sweep("time", workload={"epochs": 5, "dataset": "imagefolder", "data_dir": "/"})
+    assumed, few, many = (make_plan(spec, cluster(), kept) for kept in rows)
+    assert many.chosen.wall_parts_s["evaluation"] == pytest.approx(3 * few.chosen.wall_parts_s["evaluation"], rel=0.01)
+    assert any("(assumed)" in note for note in assumed.notes)
+    assert any("3,000 test samples;" in note for note in many.notes)
 
 
 @given(counts, counts, counts)
@@ -75,6 +130,12 @@ def test_more_workers_never_evaluate_slower_and_small_batches_are_not_used(few: 
 )
 def test_the_size_of_the_test_set(workload: dict[str, Any], samples: int, known: bool) -> None:
     assert evaluated_on(WorkloadSpec.model_validate(workload), 800) == (samples, known)
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_what_profiles_counted_is_the_size_of_the_test_set(holdout: float) -> None:
+    workload = WORKLOAD.model_copy(update={"holdout": holdout})
+    assert evaluated_on(workload, 800, 77) == (77, True)
 
 
 def test_it_is_the_size_of_the_set_that_is_built() -> None:

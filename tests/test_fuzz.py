@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -110,21 +111,15 @@ def test_what_stands_in_the_place_of_a_file_is_neither_waited_for_nor_read_to_it
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1e101", "-1e200", "9" * 30, "9" * 5000])
-@pytest.mark.parametrize("field", ["elapsed_s", "dataset_samples", "noise_scale", "parameters"])
+@pytest.mark.parametrize(
+    "field", ["elapsed_s", "dataset_samples", "test_samples", "noise_scale", "parameters", "forward_time_s"]
+)
 def test_a_number_out_of_all_bounds_is_not_believed(tmp_path: Path, field: str, number: str) -> None:
-    good = measurement(Configuration(1, 1, 32)).model_dump(mode="json")
-    line = (
-        measurement(Configuration(1, 1, 32))
-        .model_dump_json()
-        .replace(f'"{field}":{_json(good[field])}', f'"{field}":{number}')
-    )
+    good = measurement(Configuration(1, 1, 32)).model_dump_json()
+    line = re.sub(rf'"{field}":[^,}}]+', f'"{field}":{number}', good)
     assert number in line
     (tmp_path / "m.jsonl").write_text(line + "\n")
     assert read_records(Measurement, [tmp_path / "m.jsonl"]) == ([], 1)
-
-
-def _json(value: object) -> str:
-    return repr(value) if isinstance(value, int | float) else str(value)
 
 
 @pytest.mark.parametrize("words", ["the loss is NaN", "Infinity", "123456789012345678901234567890", "1e999"])

@@ -18,7 +18,7 @@ from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError, SubmitLimitError
-from tula_hpc.launch import CONTROL, CONTROL_MINUTES, Launcher, Request, StillRunningError
+from tula_hpc.launch import CONTROL, CONTROL_MINUTES, GUARD, Launcher, Request, StillRunningError
 from tula_hpc.records import RunDirectory
 from tula_hpc.sbatch import come_again, find_pickle
 
@@ -226,6 +226,22 @@ def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
     error = SubmitLimitError("a limit of the cluster on submitted jobs is reached")
     with contextlib.nullcontext() if waits else pytest.raises(SubmitLimitError):
         assert launcher(tmp_path, executor="slurm")._fewer(1, error) == 1
+
+
+def test_a_guard_gives_way_before_anybody_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+    monkeypatch.setattr(slurm, "cancel", cancelled.extend)
+    monkeypatch.setattr(slurm, "own_jobs", lambda: 0)
+    there = launcher(tmp_path, executor="slurm")
+    for job_id, data in (("8", {}), ("9", {"role": GUARD})):
+        there.run.log_event("submitted", CONTROL, job_id=job_id, data=data)
+    error = SubmitLimitError("a limit of the cluster on submitted jobs is reached")
+    assert there._fewer(5, error) == 3
+    assert cancelled == []
+    assert there._fewer(1, error) == 1
+    assert cancelled == ["9"]
+    with pytest.raises(SubmitLimitError):
+        there._fewer(1, error)
 
 
 SCONTROL = """#!/bin/sh

@@ -446,6 +446,44 @@ def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
     assert "run the same command again" in told.words
 
 
+@pytest.mark.parametrize(
+    ("controller", "acting", "words"),
+    [
+        (("PENDING", "Dependency"), "8", "waiting in case the controller job is killed"),
+        (("RUNNING", ""), "8", "waiting in case the controller job is killed"),
+        (None, "9", "over, not yet acted on: controller job 9 will"),
+    ],
+)
+def test_a_guard_is_told_apart_and_counts_where_its_controller_is_gone(
+    tmp_path: Path, cluster: FakeSlurm, controller: tuple[str, str] | None, acting: str, words: str
+) -> None:
+    run = new_run(tmp_path / "run")
+    cluster.accounted = None
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "7")
+    submit(run, "8", "control", nodes=1)
+    submit(run, "9", "control", nodes=1, role="guard")
+    cluster.jobs = {"9": ("PENDING", "Dependency"), **({"8": controller} if controller else {})}
+    told = status.status_of(run.root)
+    assert told.state in ("waiting", "running")
+    assert told.detached is not None
+    assert told.detached.job_id == acting
+    assert words in text_of(told)
+    assert re.search(r"^\S*\s+9 +guard +1 node", status_text(told), re.MULTILINE)
+
+
+def test_a_controller_that_failed_says_why_and_its_guard_does_not_hide_it(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    run.log_event("detached", "control", data={"until": "report"})
+    submit(run, "8", "control", nodes=1)
+    submit(run, "9", "control", nodes=1, role="guard")
+    run.log_event("ended", "control", job_id="9")
+    run.log_event("ended", "control", job_id="8", failure=Failure.BUG, detail="plan: too little data")
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    assert "too little data" in told.words
+
+
 # ---- the command, and local runs
 
 HOLD = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_killed_training_that_gets_further_each_time_goes_on(monkeypatch: pyte
 def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scheduler, _ = train(monkeypatch, tmp_path, lambda n: Failure.PREEMPTED if n == 2 else Failure.KILLED)
     assert scheduler.jobs == 5
+
+
+def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def end_of(n: int) -> Failure:
+        if n == 1:
+            run.log_event("finished", "train", job_id="1")
+            shutil.rmtree(run.train().root)
+        return Failure.BUG
+
+    scheduler, error = train(monkeypatch, tmp_path, end_of)
+    assert scheduler.jobs == 2
+    assert error.startswith("train: bug in job 2")
+    assert f"{run.train().root} was deleted: this training begins anew" in capsys.readouterr().err
 
 
 class KilledError(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,6 +153,31 @@ def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) ->
     with pytest.raises(StageError, match="nothing gets as far as its first logged step"):
         run_all(made)
     assert scheduler.jobs <= 5
+
+
+def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_do_not_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its end was seen to, or after it while others run."""
+
+    def fate(label: str, number: int) -> Failure | None:
+        if (label, number) == ("b", 1):
+            (submitted,) = (event for event in run.events() if event.data.get("label") == "b")
+            run.log_event("finished", "train", job_id=submitted.job_id)
+            shutil.rmtree(run.train("b").root)
+            return Failure.BUG
+        if label == "c":
+            shutil.rmtree(run.train("a").root)
+        return None
+
+    made, scheduler = trainings(tmp_path, fate, "abc", most=1)
+    run = made.run_directory
+    assert run_all(made) == {}
+    assert [scheduler.submissions(label) for label in "abc"] == [2, 2, 1]
+    assert all(run.train(label).result_file.exists() for label in "abc")
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"{run.train(label).root} was deleted: this training begins anew" for label in "ba"]
+    assert [event.detail for event in run.events() if event.event == "failed"] == said[:1]
 
 
 def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_good(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from tula_hpc.allocation import place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
@@ -67,10 +71,93 @@ def test_a_profile_times_every_part_and_counts_the_memory() -> None:
     assert measurement.times is not None
     assert min(measurement.times.step_time_s, measurement.times.compute_time_s, measurement.times.update_time_s) > 0
     assert measurement.times.allreduce_time_s == 0
-    assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update"}
+    assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update", "forward"}
+    assert (measurement.dataset_samples, measurement.test_samples) == (1438, 359)
     assert measurement.memory is not None
     assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
     assert measurement.memory.batch_bytes == 64 * (3 * 8 * 8 * 4 + 8)  # images in float32, labels in int64
+
+
+def test_a_forward_pass_of_the_evaluation_is_timed_and_is_part_of_the_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.process_time)  # which other work does not prolong
+    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert measurement.times is not None
+    assert measurement.times.forward_time_s is not None
+    assert 0.0 < measurement.times.forward_time_s < measurement.times.compute_time_s
+    assert len(measurement.samples["forward"]) == PASSES
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in whatever mode it is in, and notes how it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[bool, bool]] = []
+
+    def forward(self, scores: Tensor) -> Tensor:
+        self.calls.append((self.training, torch.is_grad_enabled()))
+        return scores + torch.rand_like(scores)
+
+
+def test_timing_a_forward_pass_leaves_no_trace() -> None:
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert isinstance(worker.model, nn.Sequential)
+    noisy = Noisy()
+    worker.model.append(noisy)
+    frozen = next(module for module in worker.model if isinstance(module, nn.BatchNorm2d)).eval()
+    state = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    batch = next(worker.batches())
+    generator = torch.get_rng_state()
+    assert len(time_forward(worker, *batch)) == PASSES
+    assert noisy.calls == [(False, False)] * PASSES
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(state[name], value) for name, value in worker.model.state_dict().items())
+    assert [module for module in worker.model.modules() if not module.training] == [frozen]
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in worker.parameters)
+
+
+def test_memory_is_read_before_a_forward_pass_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    score, stop = Worker.score, MemoryMeter.stop
+
+    def noted_score(worker: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
+        happened.append("score")
+        return score(worker, inputs, targets)
+
+    def noted_stop(meter: MemoryMeter) -> None:
+        happened.append("read")
+        stop(meter)
+
+    monkeypatch.setattr(Worker, "score", noted_score)
+    monkeypatch.setattr(MemoryMeter, "stop", noted_stop)
+    measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert happened == ["read"] + ["score"] * PASSES
+
+
+def test_a_forward_pass_without_memory_leaves_the_rest_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Worker, "score", fails)
+    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    assert measurement.status == "ok"
+    assert measurement.times is not None
+    assert measurement.times.forward_time_s is None
+    assert measurement.times.compute_time_s > 0
+
+
+def test_any_other_error_of_a_forward_pass_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("shapes do not fit")
+
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    monkeypatch.setattr(Worker, "score", fails)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        time_forward(worker, *next(worker.batches()))
+    assert all(module.training for module in worker.model.modules())
 
 
 def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.rendezvous import meet
 from tula_hpc.worker import COLLECTIVE_TIMEOUT, process_group
 
 
@@ -29,7 +29,7 @@ class Allocation:
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
         self.cluster, self.env, self.patience = cluster, env, patience
-        self.store = _meet() if env.world_size > 1 else None
+        self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
         self._words = 0
         self._nodes = 0  # of the group that was joined last
         self._group = contextlib.ExitStack()
@@ -92,10 +92,3 @@ def place_among(env: WorkerEnvironment, nodes: int, workers_per_node: int) -> Wo
         return None
     rank = node * workers_per_node + local_rank
     return env._replace(rank=rank, world_size=nodes * workers_per_node, hosts=env.hosts[:nodes])
-
-
-def _meet() -> Store:
-    """A store that rank 0 keeps and all others have reached."""
-    store: Store
-    store, _, _ = next(iter(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT)))
-    return store

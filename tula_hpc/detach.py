@@ -2,7 +2,9 @@
 
 The command does what can be done at once and submits the first jobs. Then a small controller job, which Slurm starts
 when they are over (`afterany`: also when they failed), does the same: it sees to what they left, submits what comes
-next, and leaves another controller behind. Every one of them may be killed: whatever it did is on disk.
+next, and leaves another controller behind. Every one of them may be killed: whatever it did is on disk. Where its
+process dies, its batch script has it requeued. Where the whole job dies, a guard takes its place: another controller
+job, which waits for the end of the one that is next, and is moved on behind the next one as long as all goes well.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from tula_hpc import slurm
 from tula_hpc.env import slurm_job_id
-from tula_hpc.errors import Failure, RunDirectoryError, StorageError, TulaError
+from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.jobs import ControlJob
-from tula_hpc.launch import CONTROL, StillRunningError, Submitted
+from tula_hpc.launch import CONTROL, GUARD, StillRunningError, Submitted
 from tula_hpc.pipeline import carry_out
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import Sweep, jobs_left, unsettled
@@ -44,26 +47,62 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
 def _step(sweep: Sweep, until: str) -> int:
     """Do what can be done now; where jobs are on their way, leave a controller that comes after them."""
     try:
-        return carry_out(sweep, until)
+        code = carry_out(sweep, until)
     except StillRunningError as left:
-        there = controllers(sweep)  # where a controller was requeued by Slurm after it had left another
-        controller = there[0] if there else _submit_controller(sweep, left.jobs, until)
-        what = f"{len(left.jobs)} jobs are" if len(left.jobs) > 1 else f"job {left.jobs[0].job_id} is"
-        print(f"detached: job {controller.job_id} carries on when {what} over; see {_status(sweep.run)}")
+        _hand_over(sweep, left.jobs, until)
         return 0
+    except TulaError:
+        sweep.launcher.dismiss_guards()
+        raise
+    sweep.launcher.dismiss_guards()
+    return code
 
 
-def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> Submitted:
+def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
+    there, _ = _on_duty(sweep)  # where a controller was requeued by Slurm after it had left another
+    controller = there[0] if there else _submit_controller(sweep, jobs, until)
+    what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
+    print(f"detached: job {controller.job_id} carries on when {what} over; see {_status(sweep.run)}")
+    try:
+        guard = _post_guard(sweep, controller, until)
+        print(f"if that one is killed, or cancelled alone, job {guard} carries on")
+    except LaunchError as error:
+        print(f"without a guard, which would carry on if that one is killed: {error}")
+
+
+def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str, role: str = "") -> Submitted:
     job = ControlJob(sweep.run.root, until, sweep.started_at)
     launcher = sweep._replace(cluster=sweep.cluster.controller(), detached=False).launcher
-    after = sorted({job.array_id for job in jobs})
-    minutes = sweep.cluster.controller_minutes
-    return launcher.submit([job], stage=CONTROL, nodes=1, minutes=minutes, after=after)[0]
+    data, after = [{"role": role}] if role else [], sorted({job.array_id for job in jobs})
+    minutes, patient = sweep.cluster.controller_minutes, role != GUARD
+    return launcher.submit([job], stage=CONTROL, nodes=1, minutes=minutes, data=data, after=after, patient=patient)[0]
+
+
+def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
+    """Have a guard wait for the end of this controller; returns its id.
+
+    Raises:
+        LaunchError: The scheduler does not want it. One that was left behind an earlier controller starts when that is
+            over, and puts things right.
+    """
+    _, guards = _on_duty(sweep)
+    if not guards:
+        return _submit_controller(sweep, [controller], until, GUARD).job_id
+    slurm.let_follow(guards[0].job_id, controller.job_id)
+    return guards[0].job_id
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
-    """Controller jobs of this run that are not over, without the one that asks."""
-    return [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
+    """Controller jobs of this run that are not over, without the one that asks; guards last."""
+    there, guards = _on_duty(sweep)
+    return [*there, *guards]
+
+
+def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
+    """The same, guards apart."""
+    ids = {event.job_id for event in unsettled(sweep.run, CONTROL) if event.data.get("role") == GUARD}
+    left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
+    return [job for job in left if job.job_id not in ids], [job for job in left if job.job_id in ids]
 
 
 def run_controller(job: ControlJob) -> None:
@@ -124,8 +163,6 @@ def _log_end(run: RunDirectory, words: str) -> None:
 
 def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
-    from tula_hpc import slurm
-
     left = unsettled(sweep.run, CONTROL)
     if sweep.cluster.executor != "slurm" or not left:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.profiler import bare_all_reduce
 from tula_hpc.records import StepParts
+from tula_hpc.timing import seconds_of
 from tula_hpc.worker import Worker
 
 PASSES = 5
@@ -74,14 +74,8 @@ def _all_reduce_s(worker: Worker, passes: int) -> float | None:
 
 
 def _median_s(worker: Worker, step: Callable[[], object], passes: int) -> float:
-    samples = []
-    for _ in range(passes + 1):  # the first one warms up
-        worker.synchronize_device()
-        started = time.perf_counter()
-        step()
-        worker.synchronize_device()
-        samples.append(time.perf_counter() - started)
-    return median(samples[1:])
+    samples = [seconds_of(worker, step) for _ in range(passes + 1)]
+    return median(samples[1:])  # the first one warms up
 
 
 def _by_rank(worker: Worker, mine: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""The only reader of SLURM_*, SUBMITIT_*, RANK, WORLD_SIZE and MASTER_*: who this process is among its peers."""
+"""The only reader of SLURM_*, SUBMITIT_* and MASTER_PORT: who this process is among its peers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ class WorkerEnvironment(NamedTuple):
     restart_count: int  # how often Slurm requeued this job
     hosts: tuple[str, ...]
     on_slurm: bool
+    submission: str = ""  # the folder of the job's pickle; containers that share a network may also share job ids
+    master_port: str = ""  # that the user or the site gives; without one there is a choice
 
 
 def join_job() -> WorkerEnvironment:
-    """Export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE for torch.distributed and say who we are.
+    """Who this process is, in a job that submitit started.
 
-    Call once per process, in a job that submitit started. CUDA_VISIBLE_DEVICES is left as the scheduler set it: the
-    local rank picks the device.
+    Nothing is exported: what this job submits would inherit it. CUDA_VISIBLE_DEVICES is left as the scheduler set it,
+    too: the local rank picks the device.
     """
     from submitit import JobEnvironment
-    from submitit.helpers import TorchDistributedEnvironment
 
     job = JobEnvironment()
-    torch_env = TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     return WorkerEnvironment(
-        rank=torch_env.rank,
-        world_size=torch_env.world_size,
-        local_rank=torch_env.local_rank,
+        rank=job.global_rank,
+        world_size=job.num_tasks,
+        local_rank=job.local_rank,
         node_rank=job.node,
         job_id=str(job.job_id),
         restart_count=restart_count(),
         hosts=tuple(job.hostnames),
         on_slurm=_started_by_slurm(),
+        submission=str(job.paths.folder),
+        master_port=os.environ.get("MASTER_PORT", ""),
     )
 
 

@@ -7,6 +7,7 @@
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   └── RefusedError            the scheduler said no
     │   │       └── SubmitLimitError        because of a limit of the site on submitted jobs
+    │   ├── MeetingError        the workers of a job did not find each other
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
@@ -59,6 +60,10 @@ class RefusedError(LaunchError):
 
 class SubmitLimitError(RefusedError):
     """A limit of the site on submitted jobs is reached: fewer at a time, or later, may be accepted."""
+
+
+class MeetingError(StageError):
+    """The workers of a job did not find each other."""
 
 
 class StorageError(StageError):

@@ -46,7 +46,7 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
 # what a worker says whose peer is gone, or that outlived its own job: another process's end is the reason
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
-    r"failed to recv, got 0 bytes|is a left-over"
+    r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0"
 )
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
 _CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")

@@ -32,7 +32,7 @@ class JobStatus(Record):
     job_id: str
     stage: str
     phase: JobPhase
-    label: str = ""  # of the training
+    label: str = ""  # of the training; of a control job its role
     what: str = ""  # it was to measure
     partition: str = ""
     nodes: int | None = None
@@ -45,6 +45,11 @@ class JobStatus(Record):
     failure: Failure | None = None
     detail: str = ""  # last line of its log
     log_file: str = ""
+
+    @property
+    def kind(self) -> str:
+        """For people: the stage, or `guard`, of a job that carries a detached sweep on where its controller dies."""
+        return self.label if self.stage == "control" and self.label else self.stage
 
 
 class Answer(NamedTuple):
@@ -63,8 +68,11 @@ class Submission(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Of the training; "" for other jobs."""
-        return str(self.event.data.get("label", MAIN_LABEL)) if self.event.stage == "train" else ""
+        """Of the training, or the role of a control job; "" for other jobs."""
+        stage, data = self.event.stage, self.event.data
+        if stage == "train":
+            return str(data.get("label", MAIN_LABEL))
+        return str(data.get("role", "")) if stage == "control" else ""
 
 
 def submissions(events: Iterable[Event]) -> list[Submission]:

@@ -115,6 +115,7 @@ class TrainJob(Requeueable):
         from tula_hpc.stopping import StopRequest
 
         stop = StopRequest().install()  # before torch is imported, which takes seconds
+        RunDirectory(self.root).make_train(self.label)  # it may have been deleted while this job waited
         from tula_hpc.trainer import run_training
 
         return run_training(self, stop)

@@ -20,19 +20,19 @@ from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words
 from tula_hpc.job_ends import classify
+from tula_hpc.job_logs import RUN_MARK, ends, read_logs
 from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
 
 POLL_S = 2.0
 GONE_POLLS = 3  # a requeued job is missing from squeue for a moment: believe its end only when seen so often
 LOG_TAIL_LINES = 15
 LOG_READ_LINES = 100  # of each log, for the reason of an end: before the last lines there may be a long traceback
-RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to the log
-MAX_LOG_BYTES = 200_000
 LARGEST_ARRAY = 1000  # tasks, where the site would allow more
 ROOM_PAUSE_S = 30.0  # between attempts while a limit on submitted jobs holds
 EXEC_POLLS = 25  # of a process without a command line
 SBATCH_S = 20.0  # so long after its start an sbatch whose caller was killed may still be at work
 CONTROL = "control"  # the stage of a detached sweep's controller jobs
+GUARD = "guard"  # the role of one that waits in case another dies with its whole job
 CONTROL_MINUTES = 30 * 24 * 60  # so long one may wait for room below a limit, requeued at each time limit of its own
 TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requeued any more
 NOTICE = "submission.json"
@@ -111,6 +111,7 @@ class Launcher:
         minutes: int,
         data: Sequence[Mapping[str, Any]] = (),
         after: Sequence[str] = (),
+        patient: bool = True,
     ) -> list[Submitted]:
         """Submit as one array, or as few as the site's MaxArraySize allows, one after another.
 
@@ -124,12 +125,13 @@ class Launcher:
             minutes: Time limit of each job.
             data: What the event of each submission says besides.
             after: Ids of jobs that must be over before.
+            patient: Whether to wait for room below a limit of the site.
 
         Returns:
             Those that were accepted, at least one: the first ones, where the site limits how many a user may submit.
 
         Raises:
-            LaunchError: The scheduler refused.
+            LaunchError: The scheduler refused, or, for want of room, could not wait.
         """
         todo = list(zip(jobs, data or [{}] * len(jobs), strict=True))
         most = self._largest_array(len(todo))
@@ -141,6 +143,8 @@ class Launcher:
             except SubmitLimitError as error:
                 if submitted:
                     break
+                if not patient:
+                    raise
                 most = self._fewer(min(most, len(todo)), error)
                 continue
             submitted += accepted
@@ -156,16 +160,32 @@ class Launcher:
     def _fewer(self, most: int, error: SubmitLimitError) -> int:
         """How many to try next after a site's limit refused so many; a single one waits for others of this user.
 
+        A guard gives way first: it may be what there is no room for.
+
         Raises:
             SubmitLimitError: There are no others.
         """
         if most > 1:
             return (most + 1) // 2
+        if self.dismiss_guards():
+            sys.stderr.write(f"{error}; going on without a guard\n")
+            return 1
         if slurm.patiently(slurm.own_jobs) <= (slurm_job_id() is not None):  # a controller job is one of them itself
             raise error
         sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
         time.sleep(ROOM_PAUSE_S)
         return 1
+
+    def dismiss_guards(self) -> bool:
+        """Cancel the guards of this run, but not the job that asks; returns whether there were any."""
+        events = [event for event in self.run.events() if event.stage == CONTROL]
+        gone = {slurm_job_id(), *(event.job_id for event in events if event.event == "ended")}
+        guards = [event.job_id for event in events if event.data.get("role") == GUARD and event.job_id not in gone]
+        for job_id in guards:
+            with contextlib.suppress(LaunchError):  # it is over, or starts in vain
+                slurm.cancel([job_id])
+            self.run.log_event("ended", CONTROL, job_id=job_id)
+        return bool(guards)
 
     def _submit_array(
         self, tasks: Sequence[tuple[Callable[[], Any], Mapping[str, Any]]], request: Request
@@ -206,7 +226,7 @@ class Launcher:
     def _log_submitted(
         self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
     ) -> list[Submitted]:
-        """Enter those of an array's tasks into the events that are not known there; returns them."""
+        """Enter those of a submission's jobs into the events that are not known there; returns them."""
         new = [(job_id, data) for job_id, data in zip(ids, notice.tasks, strict=True) if job_id not in known]
         for job_id, data in new:
             said = {"folder": str(folder.relative_to(self.run.root)), **data}
@@ -219,8 +239,6 @@ class Launcher:
         Raises:
             LaunchError: The controller has not answered for minutes.
         """
-        if self.cluster.executor == "local":
-            return []
         submitted = [event for event in self.run.events() if event.event == "submitted"]
         known = Counter(str(event.data.get("folder")) for event in submitted)
         found: list[Submitted] = []
@@ -231,16 +249,11 @@ class Launcher:
         return found
 
     def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
-        from tula_hpc.sbatch import submissions_named
-
-        time.sleep(max(0.0, path.stat().st_mtime + SBATCH_S - time.time()))  # its sbatch may still be at work
-        ids = sorted({job_id.partition("_")[0] for job_id in known}) or submissions_named(notice.name)
-        if not ids:
+        ids = _begun(path, notice) if self.cluster.executor == "local" else _accepted(path, notice, known)
+        if not any(ids):
             path.rename(path.with_name(REFUSED))
             return []
-        if len(ids) > 1:
-            slurm.cancel(ids[1:])
-        return self._log_submitted(path.parent, notice, slurm.task_ids(ids[0], len(notice.tasks)), known)
+        return self._log_submitted(path.parent, notice, ids, {*known, ""})
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
@@ -296,9 +309,9 @@ class Launcher:
         rows = slurm.steps([job.job_id for job in jobs]) if self.cluster.executor == "slurm" else {}
         ended, full = [], None
         for job in jobs:
-            log_file, logs = _read_logs(job)
-            failure = classify(rows.get(job.job_id, []), _ends(logs, LOG_READ_LINES))
-            tail = _ends(logs, LOG_TAIL_LINES)
+            log_file, logs = read_logs(job.log_files())
+            failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
+            tail = ends(logs, LOG_TAIL_LINES)
             if failure is Failure.BUG:  # or it could not even write down that there is no space
                 full = full_disk(self.run.root) if full is None else full
                 failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
@@ -311,12 +324,16 @@ class Launcher:
         if self.cluster.executor == "slurm" and not slurm.available():
             raise LaunchError("sbatch is not on PATH: run this on a Slurm login node, or with a local cluster file")
         executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
+        # AutoExecutor still translates the parameters
         if self.cluster.executor == "slurm":
             from tula_hpc.sbatch import PatientExecutor
 
             starts = math.ceil(CONTROL_MINUTES / request.minutes) if request.stage == CONTROL else TIME_OUTS
-            # AutoExecutor still translates the parameters
             executor._executor = PatientExecutor(folder, max_num_timeout=starts)
+        else:
+            from tula_hpc.local_jobs import TakingExecutor
+
+            executor._executor = TakingExecutor(folder)
         return executor
 
     def parameters(self, *, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
@@ -382,6 +399,24 @@ class Launcher:
         return str(submitit_slurm._make_sbatch_string(command=command, folder=folder, **parameters))
 
 
+def _begun(path: Path, notice: Notice) -> list[str]:
+    """Ids of the jobs of a submission on this machine; "" for those that never began."""
+    from tula_hpc.local_jobs import begun
+
+    return begun(path.parent, len(notice.tasks))
+
+
+def _accepted(path: Path, notice: Notice, known: Collection[str]) -> list[str]:
+    """Ids of the tasks of an array that Slurm has; none where it has none of that name."""
+    from tula_hpc.sbatch import submissions_named
+
+    time.sleep(max(0.0, path.stat().st_mtime + SBATCH_S - time.time()))  # its sbatch may still be at work
+    ids = sorted({job_id.partition("_")[0] for job_id in known}) or submissions_named(notice.name)
+    if len(ids) > 1:
+        slurm.cancel(ids[1:])
+    return slurm.task_ids(ids[0], len(notice.tasks)) if ids else []
+
+
 def _without_false(options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:
     """Switches that are off are left out: submitit would write `--requeue=False`, which sbatch refuses."""
     return {name: value for name, value in options.items() if value is not False}
@@ -425,33 +460,3 @@ def _local_alive(job_id: str) -> bool:
             return b"submitit" in command
         time.sleep(0.02)  # a process that has just begun has no command yet, and one that ended none any more
     return False
-
-
-def _read_logs(job: Submitted) -> tuple[Path | None, list[str]]:
-    """The log that tells most, and all logs of the last run: a traceback beats a slurmstepd message beats silence."""
-    best: Path | None = None
-    logs: list[str] = []
-    for path in job.log_files():
-        text = _last_run(_last_bytes(path))
-        if best is None or ("Traceback" in text and "Connection closed by peer" not in text):
-            best = path
-        logs.append(text)
-    return best, logs
-
-
-def _last_run(text: str) -> str:
-    _, mark, last = text.rpartition(RUN_MARK)
-    return last.partition("\n")[2] if mark else last
-
-
-def _ends(logs: Sequence[str], lines: int) -> str:
-    """The last lines of each."""
-    tails = ("\n".join(log.splitlines()[-lines:]) for log in logs)
-    return "\n".join(tail for tail in tails if tail)
-
-
-def _last_bytes(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MAX_LOG_BYTES))
-        return file.read().decode(errors="replace")

@@ -16,6 +16,7 @@ from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure
+from tula_hpc.forward_probe import time_forward
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.power import PowerMeter
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
@@ -66,6 +67,7 @@ def measure(
         "memory": _largest(worker, memory.use(worker, profile.batch_bytes)),
         "watts_per_node": power.mean(),
         "dataset_samples": worker.samples,
+        "test_samples": len(worker.workload.test),  # type: ignore[arg-type] # checked when the data was built
         "updates_per_epoch": sweep.updates_per_epoch,
         "parameters": sum(p.numel() for p in worker.model.parameters()),
     }
@@ -127,6 +129,7 @@ class StepProfile:
         if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
+        self.samples["forward"] = time_forward(self.worker, inputs, targets)
 
     def _time_whole_steps(self) -> None:
         waits: list[float] = []
@@ -155,9 +158,9 @@ class StepProfile:
     def times(self) -> StepTimes:
         """Medians, the slowest worker's for the parts that workers do alone. Collective."""
         whole = median_interval(self.samples["step"])
-        parts = ("data", "compute", "optimizer", "allreduce", "update")
-        medians = [median_interval(self.samples[part]).median_s if part in self.samples else 0.0 for part in parts]
-        data, compute, optimizer, allreduce, update = self.worker.agree(*medians)
+        parts = ("data", "compute", "optimizer", "allreduce", "update", "forward")
+        medians = [median_interval(self.samples[part]).median_s if self.samples.get(part) else 0.0 for part in parts]
+        data, compute, optimizer, allreduce, update, forward = self.worker.agree(*medians)
         allreduce = self.shared.setdefault(self.worker.env.world_size, allreduce)
         return StepTimes(
             step_time_s=whole.median_s,
@@ -168,6 +171,7 @@ class StepProfile:
             optimizer_time_s=optimizer,
             allreduce_time_s=allreduce,
             update_time_s=update,
+            forward_time_s=forward or None,
         )
 
 

@@ -37,7 +37,7 @@ class DetachedStatus(Record):
 
     since: float  # Unix time
     until: str  # last stage
-    job_id: str = ""  # of the last controller job
+    job_id: str = ""  # of the last controller job, or of its guard where that has to act
     phase: JobPhase | None = None  # its phase
 
 
@@ -180,7 +180,16 @@ def _parts(facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels:
     study = _study(facts, trainings, jobs, rate_labels) if is_study else None
     profile = None if is_study else _profile(facts, jobs)
     training = None if is_study else trainings.get(MAIN_LABEL)
-    return _Parts(facts, answer, jobs, profile, training, study, _detached(facts, jobs))
+    acting = _without_idle_guards(jobs)
+    return _Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
+
+
+def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """Guards of controllers count only where they have to act."""
+    open_phases = (*ALIVE, JobPhase.UNKNOWN)
+    is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
+    idle = (JobPhase.FINISHED, JobPhase.WAITING, JobPhase.UNKNOWN) if is_led else (JobPhase.FINISHED,)
+    return [job for job in jobs if job.kind == job.stage or job.phase not in idle]
 
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:

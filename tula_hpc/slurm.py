@@ -133,6 +133,11 @@ def cancel(job_ids: Iterable[str]) -> None:
     run_command(["scancel", *job_ids])
 
 
+def let_follow(job_id: str, after: str) -> None:
+    """Let a job that waits start when another one than so far is over, however that ends."""
+    run_command(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{after}"])
+
+
 def available() -> bool:
     """Whether Slurm's commands are here."""
     return shutil.which("sbatch") is not None

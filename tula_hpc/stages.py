@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from tula_hpc.records import (
     Measurement,
     Plan,
     RunDirectory,
+    TrainDirectory,
     TrainResult,
     append_record,
     read_document,
@@ -145,9 +147,10 @@ def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageP
     candidate = _candidate_of(event, plan)
     launcher = sweep.on(candidate.partition).launcher
     end = launcher.wait([submission_of(sweep.run, event)], _training_tick(sweep, label, progress))[0]
-    result_file = sweep.run.train(label).result_file
-    await_result(sweep.run, result_file, end.job)
-    done = result_file.exists()
+    files = sweep.run.train(label)
+    await_result(sweep.run, files.result_file, end.job)
+    done = files.result_file.exists()
+    end = told_of_deletion(files, end)
     events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
     failure = training_failure(events, end)
     end = end._replace(failure=failure)
@@ -170,8 +173,20 @@ def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
     finished = any(event.event == "finished" and event.job_id == job.job_id for event in run.events())
     deadline = time.monotonic() + RESULT_WAIT_S
     while finished and not result_file.exists() and time.monotonic() < deadline:
-        list(result_file.parent.iterdir())  # makes the client look again
+        try:
+            list(result_file.parent.iterdir())  # makes the client look again
+        except FileNotFoundError:  # the whole folder is gone, see `told_of_deletion`
+            return
         time.sleep(1.0)
+
+
+def told_of_deletion(files: TrainDirectory, end: Ended) -> Ended:
+    """The end of a training's job; where the folder, made before that job, is gone, that is the reason, not the log."""
+    if files.root.exists():
+        return end
+    words = f"{files.root} was deleted: this training begins anew"
+    sys.stderr.write(f"{words}\n")
+    return end._replace(failure=Failure.KILLED, log_tail=words)
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
@@ -196,6 +211,7 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
 
 
 def _submit_training(sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress) -> None:
+    sweep.run.make_train(label)
     there = sweep.on(candidate.partition)
     at = candidate.configuration
     job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, label, candidate.partition)

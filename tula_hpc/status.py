@@ -11,7 +11,7 @@ its commands are; where they are not, or do not answer in seconds, the files alo
     words           what that means, and what to do
     exit_code       see --help
     command         process, host, alive (None: cannot be seen from this machine)
-    detached        None, or since, until, job_id and phase of the last controller job
+    detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
     scheduler       executor, answered, words (why not)
     profile         stand, measured, out_of_memory, failed, wanted, jobs; None for a study
     plan            nodes, workers_per_node, local_batch, global_batch, partition, epoch_time_s, train_time_s, cost,
@@ -21,9 +21,10 @@ its commands are; where they are not, or do not answer in seconds, the files alo
     study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
                     failures (why, by label), under_way (as `training`)
     report          whether it is written
-    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label, what,
-                    partition, nodes, submitted_at, folder, state and reason (Slurm's words), waits_for, stuck, failure,
-                    detail (last line of the log), log_file
+    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
+                    training; `guard` of a control job that acts where another is killed), what, partition, nodes,
+                    submitted_at, folder, state and reason (Slurm's words), waits_for, stuck, failure, detail (last line
+                    of the log), log_file
     failures        those of the jobs that nothing has made up for, with their logs
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
                     measurements, events, steps), queue_s

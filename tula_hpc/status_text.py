@@ -188,7 +188,7 @@ def _job_lines(status: RunStatus) -> Iterator[Line]:
 
 
 def _kind(job: JobStatus) -> tuple[str, str, str, str, int]:
-    return job.phase.value, job.stage, job.state, job.reason, job.nodes or 0
+    return job.phase.value, job.kind, job.state, job.reason, job.nodes or 0
 
 
 def _job_row(group: Sequence[JobStatus], status: RunStatus) -> tuple[str, str, str, str]:
@@ -196,7 +196,7 @@ def _job_row(group: Sequence[JobStatus], status: RunStatus) -> tuple[str, str, s
     nodes = plural(first.nodes, "node") if first.nodes else ""
     since = _ago(status.asked_at - min(job.submitted_at for job in group))
     words = f"{_stand(first, status)}; submitted {since}"
-    return short_ids(job.job_id for job in group), first.stage, nodes, words
+    return short_ids(job.job_id for job in group), first.kind, nodes, words
 
 
 def _stand(job: JobStatus, status: RunStatus) -> str:
@@ -209,6 +209,8 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
         return "running" if job.state in ("RUNNING", "") else job.state.lower().replace("_", " ")
     why = f"{job.reason}: {job.waits_for}" if job.waits_for else job.reason
     stuck = "; THIS DOES NOT GO AWAY BY ITSELF" if job.stuck else ""
+    if job.kind == "guard" and not stuck:
+        return "waiting in case the controller job is killed"
     return f"waiting for {why}{stuck}" if why else "waiting"
 
 

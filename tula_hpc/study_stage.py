@@ -22,9 +22,7 @@ from tula_hpc.records import (
     Configuration,
     RateTrial,
     RunDirectory,
-    TrainResult,
     TunedRates,
-    read_document,
     write_atomically,
 )
 from tula_hpc.stages import Sweep
@@ -136,7 +134,9 @@ def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
 
 
 def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
-    result = read_document(TrainResult, run.train(label).result_file)
+    result = run.train(label).read_result()
+    if result is None:
+        raise StageError(f"study: {run.train(label).root} was deleted before a learning rate was chosen")
     top5 = spec.study is not None and spec.study.metric == "top5"
     accuracy = result.test_top5_accuracy if top5 else result.test_accuracy
     return RateTrial(family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy)

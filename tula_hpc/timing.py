@@ -69,16 +69,21 @@ class StoppingRule(NamedTuple):
         return len(samples) >= self.min_steps and median_interval(samples).relative_width <= self.ci_width
 
 
+def seconds_of(worker: Agreement, step: Callable[[], object]) -> float:
+    """Seconds of one call of `step`, the device's work included."""
+    worker.synchronize_device()
+    started = time.perf_counter()
+    step()
+    worker.synchronize_device()
+    return time.perf_counter() - started
+
+
 def time_steps(worker: Agreement, rule: StoppingRule, step: Callable[[], None]) -> list[float]:
     """Seconds of each call of `step`, the device's work included; the slowest worker decides when to stop."""
     samples: list[float] = []
     while True:
         for _ in range(min(CHUNK, rule.max_steps - len(samples))):
-            worker.synchronize_device()
-            started = time.perf_counter()
-            step()
-            worker.synchronize_device()
-            samples.append(time.perf_counter() - started)
+            samples.append(seconds_of(worker, step))
         (unfinished,) = worker.agree(0.0 if rule.done(samples) else 1.0)
         if not unfinished or len(samples) >= rule.max_steps:
             return samples

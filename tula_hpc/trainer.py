@@ -382,28 +382,15 @@ class Trainer:
         optimizer = self.worker.optimizer
         return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
 
-    @torch.no_grad()
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
         """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
         self.worker.share_buffers()
-        model = self.worker.model
-        was_training = model.training
-        model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)  # loss, top 1, top 5, count
-        for inputs, targets in loader:
-            sums += self._score(inputs, targets.to(self.worker.device))
-        model.train(was_training)
+        with self.worker.evaluating():
+            for inputs, targets in loader:
+                sums += self.worker.score(inputs, targets)
         loss, top1, top5, count = self.worker.total(*sums.tolist())
         return Evaluation(loss / count, top1 / count, top5 / count)
-
-    def _score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.worker.autocast():
-            outputs = self.worker.model(self.worker.to_device(inputs)).float()
-        loss = self.worker.workload.loss(outputs, targets) * len(targets)
-        best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]
-        return torch.stack(
-            [loss.double(), best[:, 0].sum().double(), best.sum().double(), loss.new_tensor(len(targets))]
-        )
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.progress

@@ -7,6 +7,7 @@ it has cores for.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from tula_hpc.stages import (
     await_result,
     reason,
     submission_of,
+    told_of_deletion,
     training_failure,
     unsettled,
     why,
@@ -61,13 +63,22 @@ class Trainings:
         """
         self._adopt()
         self._show(progress, "all done" if not (self.waiting or self.running) else "starting")
-        while self.waiting or self.running:
+        while self._goes_on():
             self._submit()
             jobs = [job for job, _ in self.running.values()]
             for end in self.launcher.wait_for_some(jobs, lambda text: self._show(progress, text)):
                 self._settle(end)
         self._show(progress, f"{len(self.failures)} without a result" if self.failures else "all done")
         return self.failures
+
+    def _goes_on(self) -> bool:
+        """Whether there is anything to do; what was done is to be done again where its folder has been deleted."""
+        known = {*self.waiting, *self.failures, *(label for _, label in self.running.values())}
+        for label in self.jobs:
+            if label not in known and not self._is_done(label):
+                sys.stderr.write(f"{self.run_directory.train(label).root} was deleted: this training begins anew\n")
+                self.waiting.append(label)
+        return bool(self.waiting or self.running)
 
     def _show(self, progress: StageProgress, text: str) -> None:
         progress.update(sum(map(self._is_done, self.jobs)), len(self.jobs), text)
@@ -124,10 +135,12 @@ class Trainings:
     def _settle(self, end: Ended) -> None:
         """A job is over: its training is done, waits for another job, or has failed."""
         _, label = self.running.pop(end.job.job_id)
-        await_result(self.run_directory, self.run_directory.train(label).result_file, end.job)
+        files = self.run_directory.train(label)
+        await_result(self.run_directory, files.result_file, end.job)
         if self._is_done(label):
             self._log("ended", label, end)
             return
+        end = told_of_deletion(files, end)
         events = [event for event in self.run_directory.events() if event.job_id == end.job.job_id]
         failure, detail = training_failure(events, end), reason(events, end)
         # before the end counts as seen to: a command that is killed in between writes it down once more

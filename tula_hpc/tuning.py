@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -118,19 +117,16 @@ class Tuning:
         if self.worker.env.rank == 0:
             self.store.keep_only(())
 
-    @torch.no_grad()
     def losses(self) -> list[float]:
         """Of every held-out sample, in a fixed order, whatever the number of workers. Collective."""
         worker = self.worker
         worker.share_buffers()
-        was_training = worker.model.training
-        worker.model.eval()
         own: list[float] = []
-        for inputs, targets in self.samples:
-            with worker.autocast():
-                scores = worker.model(worker.to_device(inputs)).float()
-            own += cross_entropy(scores, targets.to(worker.device), reduction="none").double().tolist()
-        worker.model.train(was_training)
+        with worker.evaluating():
+            for inputs, targets in self.samples:
+                with worker.autocast():
+                    scores = worker.model(worker.to_device(inputs)).float()
+                own += cross_entropy(scores, targets.to(worker.device), reduction="none").double().tolist()
         every = [0.0] * len(self.samples.dataset)  # type: ignore[arg-type] # it has a length: it was split off by index
         every[worker.env.rank :: worker.env.world_size] = own
         return worker.total(*every)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc import resident
@@ -30,6 +30,7 @@ from tula_hpc.optim import (
 )
 from tula_hpc.optim.post_local import PostLocalSGD
 from tula_hpc.records import Configuration
+from tula_hpc.rendezvous import meet
 from tula_hpc.workloads import build_workload, make_train_loader, without_validation
 from tula_hpc.workloads.optimizers import consolidate
 
@@ -140,6 +141,29 @@ class Worker:
             loss = self.workload.loss(self.parallel(inputs), targets) * share
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; afterwards each of its modules is in the mode it was in."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Sums over a batch of test samples as loaded, (4,): loss, hits, hits among the best five, samples."""
+        targets = targets.to(self.device)
+        with self.autocast():
+            outputs = self.model(self.to_device(inputs)).float()
+        loss = self.workload.loss(outputs, targets) * len(targets)
+        best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]
+        return torch.stack(
+            [loss.double(), best[:, 0].sum().double(), best.sum().double(), loss.new_tensor(len(targets))]
+        )
 
     def reference_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:
         """Gradient of a reference batch, the first part of this batch on every worker, all-reduced."""
@@ -292,7 +316,7 @@ def process_group(cluster: ClusterSpec, env: WorkerEnvironment, store: Store | N
     Args:
         cluster: The device.
         env: Who this worker is among those of the group.
-        store: Where the workers meet; None: where the job's environment says.
+        store: That the workers of the group share; None: they meet in one of their own.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     if env.world_size == 1:
@@ -301,8 +325,11 @@ def process_group(cluster: ClusterSpec, env: WorkerEnvironment, store: Store | N
     device = pick_device(cluster, env.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    place: dict[str, Any] = {} if store is None else {"store": store, "rank": env.rank, "world_size": env.world_size}
-    dist.init_process_group(backend_of(cluster), timeout=COLLECTIVE_TIMEOUT, **place)
+    if store is None:
+        store = PrefixStore("group", meet(env, COLLECTIVE_TIMEOUT))
+    dist.init_process_group(
+        backend_of(cluster), timeout=COLLECTIVE_TIMEOUT, store=store, rank=env.rank, world_size=env.world_size
+    )
     yield
     dist.destroy_process_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
 

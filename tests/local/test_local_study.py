@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,7 +157,10 @@ def test_report_and_nothing_more_the_third_time(killed: Killed) -> None:
 
 
 def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_path: Path) -> None:
-    """The rate is chosen first, on held-out samples; then one column cannot load its model."""
+    """The rate is chosen first, on held-out samples; then one column cannot load its model.
+
+    The folder of the first training is deleted before its job comes so far as to look for it.
+    """
     path = tmp_path / "tiny.toml"
     text = SWEEP.replace("seeds = [0, 1]", "seeds = [0]\nbase_lrs = [1e-4, 0.1]").replace(
         "small_batch = 0", "small_batch = 128"
@@ -164,10 +168,13 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     text = text.replace("epochs = 24", "epochs = 4").replace('methods = ["static"]', 'methods = ["lbt"]')
     path.write_text(text.replace("workload.lr = 1e12", 'workload.model = "tests.examples.own_workload:Stripes"'))
     command = [sys.executable, "-m", "tula_hpc.study", str(path), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "study: 1 training without a result:\n  study/wild-b128-s0: bug: " in done.stderr
     run = RunDirectory(tmp_path / "run")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        deleted = delete_the_first_training(run)
+        out, said = process.communicate(timeout=300)
+    assert process.returncode == 1, out + said
+    assert "study: 1 training without a result:\n  study/wild-b128-s0: bug: " in said
+    assert sum(event.data.get("label") == deleted for event in run.events() if event.event == "submitted") == 1
     assert run.train("study/lbt-b128-s0").result_file.exists()
     assert (run.report / "study.html").exists()
     rates = TunedRates.model_validate_json(run.rates_file.read_bytes())
@@ -175,3 +182,14 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     assert len(rates.trials) == 2
     failed = [event for event in run.events() if event.event == "failed"]
     assert len(failed) == 3  # and not for ever
+
+
+def delete_the_first_training(run: RunDirectory) -> str:
+    """As soon as its job is submitted; returns its label."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (submitted := [event for event in run.events() if event.event == "submitted"]):
+        assert time.monotonic() < deadline, "nothing was submitted"
+        time.sleep(0.01)
+    label = str(submitted[0].data["label"])
+    shutil.rmtree(run.train(label).root)
+    return label

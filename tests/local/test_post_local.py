@@ -6,11 +6,9 @@ Run as a program, this file is the two workers.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.forked import fork_workers, free_ports, run_workers
+from tests.forked import fork_workers, run_workers
 from tula_hpc import stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -75,25 +73,18 @@ def trained(worker: Worker) -> Worker:
 # the two workers
 
 
-def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
-    os.environ["RANK"] = str(rank)
-    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+def work(rank: int, folder: Path) -> None:
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(folder))
     pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # this process ends soon: never put back
-    os.environ["MASTER_PORT"] = ports[0]
     assert train(folder / "whole") == "finished"
-    os.environ["MASTER_PORT"] = ports[1]
     train(folder / "stopped", stop_after=STOPPED_AFTER)
     dist.destroy_process_group()  # the trainer has left it to the end of the process
     if rank == 0:
         shutil.copytree(folder / "stopped", folder / "as it stopped")
-    os.environ["MASTER_PORT"] = ports[2]
     assert train(folder / "stopped") == "finished"
-    os.environ["MASTER_PORT"] = ports[3]
     train(folder / "stopped at an epoch's end", stop_after=2 * STEPS_PER_EPOCH)
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = ports[4]
     assert train(folder / "stopped at an epoch's end") == "finished"
-    os.environ["MASTER_PORT"] = ports[5]
     with process_group(ClusterSpec(), env):
         seen = {"polo": local_steps(env), **methods(env)}
     torch.save(seen, folder / f"{rank}.pt")
@@ -144,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("methods")
     for name in ("whole", "stopped", "stopped at an epoch's end"):
         RunDirectory(folder / name).create().train().root.mkdir()
-    run_workers(__file__, folder, *free_ports(6), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
+    run_workers(__file__, folder)
     return folder
 
 
@@ -262,4 +253,4 @@ def test_a_damaged_part_is_named_with_what_to_do(folder: Path, tmp_path: Path) -
 
 
 if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]), ports=sys.argv[2:])))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

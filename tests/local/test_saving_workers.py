@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import fork_workers, free_ports, run_workers
+from tests.forked import fork_workers, run_workers
 from tula_hpc import checkpoint, stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -48,7 +48,7 @@ SWEEP = SweepSpec.model_validate(
 WRITES = 3  # the write that is struck; it is begun in the second epoch at the latest
 
 
-def work(rank: int, folder: Path, port: str) -> None:
+def work(rank: int, folder: Path) -> None:
     """The first process starts the trainings of one worker one after another, then two workers train."""
     if rank == 0:
         for name in ("with the file begun", "after the rename"):
@@ -58,7 +58,6 @@ def work(rank: int, folder: Path, port: str) -> None:
         assert ended(partial(train, folder / "stopped", strike=stop_now)) not in (0, -signal.SIGALRM)
         note_what_was_on_disk(folder / "stopped")
         assert ended(partial(train, folder / "stopped")) == 0
-    os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
     try:
         train(folder / "full disk", rank=rank, workers=2, strike=full_disk if rank == 0 else None)
     except CheckpointError as error:
@@ -81,7 +80,7 @@ def ended(action: Callable[[], object]) -> int:
 def train(
     root: Path, *, rank: int = 0, workers: int = 1, strike: Callable[[], None] | None = None, note: bool = False
 ) -> None:
-    env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False)
+    env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(root))
     patch = pytest.MonkeyPatch()
     patch.setattr(trainer, "join_job", lambda: env)
     patch.setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
@@ -174,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saving")
     for name in (*STRIKES, "whole", "stopped", "full disk"):
         RunDirectory(folder / name).create().train().root.mkdir()
-    run_workers(__file__, folder, *free_ports(1), MASTER_ADDR="127.0.0.1", WORLD_SIZE="2")
+    run_workers(__file__, folder)
     return folder
 
 
@@ -240,4 +239,4 @@ def import_what_a_step_needs() -> None:
 
 if __name__ == "__main__":
     import_what_a_step_needs()
-    sys.exit(fork_workers(2, partial(work, folder=Path(sys.argv[1]), port=sys.argv[2])))
+    sys.exit(fork_workers(2, partial(work, folder=Path(sys.argv[1]))))

@@ -67,6 +67,7 @@ def test_all_configurations_are_measured_and_said_to_be_emulated(finished: RunDi
     assert {m.nodes: m.emulated for m in measured} == {1: False, 2: True}
     assert {m.nodes: m.backend for m in measured} == {1: "none", 2: "gloo"}
     assert all(m.dataset_samples == 512 for m in measured)
+    assert all(m.test_samples == 359 and m.times and (m.times.forward_time_s or 0.0) > 0.0 for m in measured)
 
 
 def test_configurations_of_one_size_share_a_job(finished: RunDirectory) -> None:
@@ -77,7 +78,7 @@ def test_configurations_of_one_size_share_a_job(finished: RunDirectory) -> None:
 def test_the_plan_names_a_candidate_and_training_ran_there(finished: RunDirectory) -> None:
     written = json.loads(finished.plan_file.read_text())
     assert written["schema"] == 1
-    assert written["chosen"]["train_time_s"] == min(c["train_time_s"] for c in written["candidates"] if c["feasible"])
+    assert written["chosen"]["wall_time_s"] == min(c["wall_time_s"] for c in written["candidates"] if c["feasible"])
     result = TrainResult.model_validate_json(finished.train().result_file.read_text())
     assert (result.nodes, result.local_batch) == (written["chosen"]["nodes"], written["chosen"]["local_batch"])
     assert result.samples_seen == result.steps * result.global_batch

@@ -6,10 +6,8 @@ Run as a program, this file is the two workers.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.forked import fork_workers, free_ports, run_workers
+from tests.forked import fork_workers, run_workers
 from tula_hpc import stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -59,17 +57,13 @@ SWEEP = SweepSpec.model_validate(
 )
 
 
-def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
-    os.environ["RANK"] = str(rank)
-    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+def work(rank: int, folder: Path) -> None:
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(folder))
     pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # this process ends soon: never put back
     pytest.MonkeyPatch().setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
-    os.environ["MASTER_PORT"] = ports[0]
     seen = {"whole": train(folder / "whole")}
-    os.environ["MASTER_PORT"] = ports[1]
     train(folder / "stopped", stop_after=STOPPED_AFTER)
     dist.destroy_process_group()  # the trainer has left it to the end of the process
-    os.environ["MASTER_PORT"] = ports[2]
     seen["stopped"] = train(folder / "stopped")
     torch.save(seen, folder / f"{rank}.pt")
 
@@ -104,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuning")
     for name in ("whole", "stopped"):
         RunDirectory(folder / name).create().train().root.mkdir()
-    run_workers(__file__, folder, *free_ports(3), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
+    run_workers(__file__, folder)
     return folder
 
 
@@ -140,4 +134,4 @@ def test_stopped_and_resumed_it_ends_with_the_same_weights(folder: Path, ranks: 
 
 
 if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]), ports=sys.argv[2:])))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import fork_workers, free_ports, run_workers
+from tests.forked import fork_workers, run_workers
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc import drift_probe, noise_probe, trainer
 from tula_hpc import worker as worker_module
@@ -26,6 +25,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.jobs import TrainJob
 from tula_hpc.optim import local_gradient
 from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.rendezvous import LOOPBACK, candidate_ports
 from tula_hpc.stopping import StopRequest
 from tula_hpc.trainer import run_training
 from tula_hpc.worker import Worker, process_group
@@ -50,7 +50,7 @@ def sweep(drift: bool = True) -> SweepSpec:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both workers have trained and probed; see `work`."""
+    """Where both workers have trained and probed, though a port was taken; see `work`."""
     folder = tmp_path_factory.mktemp("two")
     for name in RUNS:
         run = RunDirectory(folder / name).create()
@@ -58,8 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         known = candidate(CONFIGURATION)
         chosen = slowed(known, 1e-5 / known.step_time_s)
         write_plan(run, plan([known] * 4, chosen=chosen))
-    run_workers(__file__, folder, *free_ports(3), MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(WORKERS))
+    taken = candidate_ports(environment(0, folder))[0]
+    with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word
+        run_workers(__file__, folder)
     return folder
+
+
+def environment(rank: int, folder: Path) -> WorkerEnvironment:
+    hosts = ("first", "second")
+    return WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, hosts, on_slurm=False, submission=str(folder))
 
 
 def drift_events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -93,15 +100,13 @@ def test_workers_find_the_same_noise_scale_and_the_slowest_of_them(folder: Path)
     assert first["out of memory"] == second["out of memory"] == [None, [0.0, 0, []]]
 
 
-def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
+def work(rank: int, folder: Path) -> None:
     """One worker. Only rank 0 sees the run directory as it is: what it finds there must hold for both."""
-    os.environ["RANK"] = str(rank)
-    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("first", "second"), on_slurm=False)
+    env = environment(rank, folder)
     stand_in(trainer, "join_job", lambda: env)
     if rank == 1:
         stand_in(worker_module, "local_gradient", slow_gradient)
-    for name, port in zip(RUNS, ports, strict=False):
-        os.environ["MASTER_PORT"] = port
+    for name in RUNS:
         root = folder / name
         if rank == 1:  # a stale view of the network file system: no plan yet
             root = RunDirectory(folder / f"{name} as seen by 1").create().root
@@ -109,7 +114,6 @@ def work(rank: int, folder: Path, ports: Sequence[str]) -> None:
             (root / "train").symlink_to(folder / name / "train")
         job = TrainJob(sweep(drift=name == "watched"), ClusterSpec(), CONFIGURATION, root)
         assert run_training(job, StopRequest()) == "finished"
-    os.environ["MASTER_PORT"] = ports[-1]
     with process_group(ClusterSpec(), env):
         seen = probe(env)  # in a function of its own: its DDP has to go before the process group does
     (folder / f"{rank}.json").write_text(json.dumps(seen))
@@ -143,4 +147,4 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]), ports=sys.argv[2:])))
+    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -67,24 +67,31 @@ class Command:
     def has(self, event: str, stage: str) -> bool:
         return self.run.root.exists() and any((e.event, e.stage) == (event, stage) for e in self.run.events())
 
+    def control(self, role: str | None = None) -> list[str]:
+        """Ids of the controllers, or of their guards."""
+        submitted = [e for e in self.run.events() if (e.event, e.stage) == ("submitted", "control")]
+        return [event.job_id for event in submitted if event.data.get("role") == role]
+
     def submissions(self) -> Counter[str]:
         return Counter(event.stage for event in self.run.events() if event.event == "submitted")
 
 
 @pytest.fixture(scope="session")
 def detached(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """A sweep that was detached, on its way while the other tests run; its first controller is killed."""
+    """A sweep that was detached, on its way while the other tests run; its first controllers are killed."""
     command = Command(tmp_path_factory.mktemp("detached"), slurm_cluster)
     assert command.start("--detach").wait(120) == 0, command.log.read_text()
-    threading.Thread(target=kill_the_controller, args=(command,), daemon=True).start()
+    threading.Thread(target=kill_controllers, args=(command,), daemon=True).start()
     return command
 
 
-def kill_the_controller(command: Command) -> None:
-    """As soon as it runs."""
-    job_id = next(e.job_id for e in command.run.events() if (e.event, e.stage) == ("submitted", "control"))
-    command.cluster.wait_for(lambda: command.cluster.task_pids(job_id), 300, "the controller job")
-    command.cluster.kill_task(job_id, 0)
+def kill_controllers(command: Command) -> None:
+    """Each as soon as it runs: of the first its process, of the second the whole job."""
+    cluster = command.cluster
+    cluster.wait_for(lambda: cluster.task_pids(command.control()[0]), 300, "the controller job")
+    cluster.kill_task(command.control()[0], 0)
+    cluster.wait_for(lambda: len(command.control()) > 1 and cluster.task_pids(command.control()[1]), 300, "the next")
+    cluster.kill_job(command.control()[1])
 
 
 def test_a_command_that_is_killed_at_any_moment_goes_on_and_does_nothing_twice(
@@ -130,12 +137,15 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     assert "detached: job" in said
     assert "tula_hpc.status" in said
     assert detached.run.train().result_file.exists()
-    first, *_ = sorted(detached.run.slurm.glob("control-*"))
+    first = next(detached.run.slurm.glob(f"control-*/{detached.control()[0]}_submitted.pkl")).parent
     assert (first / "killed").read_text() == "137\n"
     assert "--- restart 1" in "".join(path.read_text() for path in first.glob("*.err"))
     submitted = detached.submissions()
     assert (submitted["profile"], submitted["train"]) == (2, 1)
-    assert submitted["control"] >= 3
+    assert len(detached.control()) >= 2
+    assert len(detached.control("guard")) >= 2, "the first one acted, and left another"
+    assert slurm_cluster.job_state(detached.control()[1]) == "FAILED"
+    assert slurm_cluster.job_state(detached.control("guard")[0]) == "COMPLETED"
     assert set(Counter(m.configuration for m in detached.run.measurements().records).values()) == {1}
     slurm_cluster.wait_for(lambda: not _alive(slurm_cluster, detached.run), 60, "the end of the controllers")
 

@@ -21,6 +21,7 @@ class StepTimes(Record):
     optimizer_time_s: float  # the optimizer's step alone, measured apart
     allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
     update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
+    forward_time_s: float | None = None  # a local batch as evaluation takes it, measured apart; None: unknown
 
 
 class MemoryUse(Record):
@@ -54,13 +55,14 @@ class Measurement(Record):
     exclusive: bool = True  # the nodes were the task's alone
     emulated: bool = False  # several "nodes" shared one machine (local executor)
     dataset_samples: int = 0  # training samples in an epoch, D
+    test_samples: int = 0  # that an evaluation takes; 0: unknown
     updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
     parameters: int = 0
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default={})
-    # per-step seconds: step, data, compute, optimizer, update, allreduce
+    # per-step seconds: step, data, compute, optimizer, update, allreduce, forward
     samples: dict[str, list[float]] = Field(default={})
     job_id: JobId = ""
     finished_at: float = 0.0  # Unix time

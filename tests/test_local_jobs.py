@@ -1,0 +1,186 @@
+"""Jobs on this machine whose command is killed while it submits them: each runs once, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+from submitit.local.local import LocalExecutor
+
+from tests import planning_data
+from tests.run_factory import measurement
+from tula_hpc import profile_stage
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.jobs import ProfileJob
+from tula_hpc.launch import REFUSED, Launcher
+from tula_hpc.local_jobs import begun, take_pickle
+from tula_hpc.pipeline import carry_out
+from tula_hpc.records import RunDirectory
+from tula_hpc.stages import Sweep, submission_of
+
+SWEEP = SweepSpec.model_validate(
+    {
+        "name": "killed",
+        "workload": {"dataset": "digits", "samples": 512},
+        "search": {
+            "cluster_sizes": [1],
+            "min_batch": 32,
+            "max_batch": 32,
+            "mode": "full",
+            "pack": "never",
+            "estimate": False,
+        },
+    }
+)
+
+
+def note(path: Path) -> Callable[[], None]:
+    """A job that adds a line to a file. An inner function, because those are pickled by value."""
+
+    def job() -> None:
+        with path.open("a") as file:
+            file.write("ran\n")
+
+    return job
+
+
+def records(job: ProfileJob) -> Callable[[], None]:
+    """One that writes down a measurement that is made up."""
+    (configuration,) = job.configurations
+    made_up = measurement(configuration, memory=planning_data.memory(configuration.local_batch))
+    line, output = made_up.model_dump_json() + "\n", job.output
+
+    def task() -> None:
+        with output.open("a") as file:
+            file.write(line)
+
+    return task
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), SIGKILL)
+
+
+def before_any_process() -> None:
+    LocalExecutor._submit_command = die  # type: ignore[assignment,method-assign] # in a process of its own
+
+
+def after_the_first_process() -> None:
+    submit = LocalExecutor._submit_command
+
+    def submit_once(self: LocalExecutor, command: str) -> None:
+        submit(self, command)
+        deadline = time.monotonic() + 20
+        while not list(Path(self.folder).glob("*_submitted.pkl")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        die()
+
+    LocalExecutor._submit_command = submit_once  # type: ignore[assignment,method-assign] # in a process of its own
+
+
+def before_the_first_event() -> None:
+    Launcher._log_submitted = die  # type: ignore[assignment,method-assign] # in a process of its own
+
+
+def after_the_first_event() -> None:
+    log = RunDirectory.log_event
+
+    def log_once(self: RunDirectory, event: str, stage: str, **fields: Any) -> None:
+        log(self, event, stage, **fields)
+        die()
+
+    RunDirectory.log_event = log_once  # type: ignore[method-assign] # in a process of its own
+
+
+def kill(at: Callable[[], None], work: Callable[[], object]) -> None:
+    """Have a process do this until it is killed at that point."""
+    child = os.fork()
+    if not child:
+        try:
+            at()
+            work()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -SIGKILL
+
+
+class Command:
+    """What submits two jobs to a run directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, RunDirectory(folder / "run").create()
+        self.launcher = Launcher(ClusterSpec(), self.run, "tula-killed")
+
+    def submit(self, labels: Iterable[str]) -> None:
+        jobs, data = [note(self.folder / label) for label in labels], [{"label": label} for label in labels]
+        self.launcher.submit(jobs, stage="train", nodes=1, minutes=1, data=data)
+
+    def labels(self) -> list[str]:
+        return [str(event.data["label"]) for event in self.run.events()]
+
+
+def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tmp_path: Path) -> None:
+    expected = {after_the_first_process: "0", after_the_first_event: "01"}
+    commands = {at: Command(tmp_path / at.__name__) for at in expected}
+    for at, command in commands.items():
+        kill(at, partial(command.submit, "01"))
+        command.launcher.find_lost()
+        assert command.labels() == list(expected[at])
+        command.submit(sorted({"0", "1"} - set(expected[at])))
+    for at, command in commands.items():
+        command.launcher.wait([submission_of(command.run, event) for event in command.run.events()])
+        assert [(command.folder / label).read_text() for label in "01"] == ["ran\n"] * 2, at
+        assert command.launcher.find_lost() == []
+
+
+def test_where_no_process_was_started_there_is_nothing_to_find_later(tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    kill(before_any_process, partial(command.submit, "01"))
+    assert command.launcher.find_lost() == []
+    (folder,) = command.run.slurm.iterdir()
+    assert [path.name for path in folder.iterdir()] == [REFUSED]
+
+
+@pytest.mark.parametrize("at", [after_the_first_process, before_the_first_event])
+def test_the_same_command_measures_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Callable[[], None]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    make = profile_stage._job
+    monkeypatch.setattr(profile_stage, "_job", lambda *described: records(make(*described)))
+
+    def command() -> None:
+        carry_out(Sweep(SWEEP, ClusterSpec(), run, time.time()), "profile")
+
+    kill(at, command)
+    command()
+    assert len(run.measurements().records) == 1
+    assert [event.event for event in run.events()] == ["submitted", "ended"]
+
+
+def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    for index in range(2):
+        (folder / f"task-{index}.pkl").write_text(str(index))
+
+    def start(index: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["sh", "-c", " && ".join([*take_pickle(folder, index), "true"])])
+        process.wait(60)
+        return process
+
+    first = start(1)
+    assert first.returncode == 0
+    assert (folder / f"{first.pid}_submitted.pkl").read_text() == "1"
+    assert begun(folder, 2) == ["", str(first.pid)]
+    late = start(0)
+    assert late.returncode != 0
+    assert not (folder / f"{late.pid}_submitted.pkl").exists()

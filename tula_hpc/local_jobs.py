@@ -1,0 +1,50 @@
+"""Jobs on this machine through submitit's local executor; none is lost where the command is killed meanwhile.
+
+submitit starts a process and then renames the pickle that it waits for: a command that is killed in between leaves a
+process that waits in vain, and one that is killed a little later a job that nobody knows. Here a job takes its pickle
+itself, by a rename that says which job of the submission it is, and of which process. Where somebody else has taken
+the pickle away before, the job never runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit import Job
+from submitit.core.utils import DelayedSubmission
+from submitit.local.local import LocalExecutor
+
+
+def take_pickle(folder: Path, index: int) -> list[str]:
+    """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which submitit looks for it."""
+    place = shlex.quote(str(folder))
+    return [
+        f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
+        f"ln -s {index}-$$.pkl {place}/$$_submitted.pkl",
+    ]
+
+
+def begun(folder: Path, count: int) -> list[str]:
+    """Ids of a submission's jobs, for a command that goes on; "" for each that has not begun, and now never will."""
+    for index in range(count):
+        (folder / f"task-{index}.pkl").unlink(missing_ok=True)
+    ids = dict(path.stem.split("-") for path in folder.glob("[0-9]*-[0-9]*.pkl"))
+    return [ids.get(str(index), "") for index in range(count)]
+
+
+class TakingExecutor(LocalExecutor):
+    """submitit's executor for jobs that take their pickles themselves; all are there before the first job starts."""
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        for index, delayed in enumerate(delayed_submissions):
+            delayed.set_timeout(self.parameters["timeout_min"], self.max_num_timeout)
+            delayed.dump(Path(self.folder) / f"task-{index}.pkl")
+        setup = self.parameters["setup"]
+        return [self._start(index, setup) for index in range(len(delayed_submissions))]
+
+    def _start(self, index: int, setup: Sequence[str]) -> Job[Any]:
+        self.parameters["setup"] = [*take_pickle(Path(self.folder), index), *setup]
+        return self._submit_command(self._submitit_command_str)
