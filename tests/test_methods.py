@@ -409,8 +409,8 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
     assert sweep("ags", apply="update").step_copies == 1
 
 
-def test_by_default_gradients_are_held_against_half_the_batch_that_the_rate_is_for() -> None:
+def test_by_default_gradients_are_held_against_a_quarter_of_the_batch_that_the_rate_is_for() -> None:
     batches = [TrainingSpec.model_validate({"base_batch": batch}).ags.small_batch for batch in (1, 128, 1000)]
-    assert batches == [1, 64, 500]
-    assert TrainingSpec.model_validate({"base_batch": 128, "small_batch": 32}).ags.small_batch == 32
+    assert batches == [1, 32, 250]
+    assert TrainingSpec.model_validate({"base_batch": 128, "small_batch": 64}).ags.small_batch == 64
     assert TrainingSpec.model_validate({"base_batch": 512, "preset": "paper"}).ags.small_batch == 32

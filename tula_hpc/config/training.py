@@ -73,7 +73,7 @@ class TrainingSpec(Spec):
         paper = self.preset == "paper" or self.method == "static"
         preset = PAPER if paper else DEFAULT
         if not paper:
-            preset = preset._replace(small_batch=max(1, self.base_batch // 2))
+            preset = preset._replace(small_batch=max(1, self.base_batch // 4))
         given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
         if given.get("reference") == "pass":
             preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
