@@ -31,7 +31,16 @@ SHORT = timedelta(seconds=0.2)
 def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of addresses, and by torch strangers that hung up: a thread goes on with that while other tests run."""
     monkeypatch.setenv("RES_OPTIONS", QUICK_NAMES)
-    monkeypatch.setattr(rendezvous, "LOOK_UP", timedelta(seconds=5))
+    monkeypatch.setattr(rendezvous, "LOOK_UP", timedelta(seconds=3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_visits_are_over() -> Iterator[None]:
+    """At the end: a thread that comes back from torch while Python shuts down would end the process with an error."""
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, rendezvous._Visit):
+            thread.join(timeout=30)
 
 
 @pytest.fixture
@@ -192,16 +201,19 @@ def test_on_one_machine_nobody_waits_long_for_one_that_died(
         meet(job._replace(rank=rank), timedelta(minutes=10))
 
 
-def test_a_job_knows_its_place_and_leaves_no_trace_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it submits would inherit that."""
+def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of the port: what the job submits would inherit that."""
     place = {"JOB_ID": "12", "NTASKS": "4", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "3", "LOCALID": "3"}
     for key, value in place.items():
         monkeypatch.setenv(f"SUBMITIT_LOCAL_{key}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     monkeypatch.setenv("SUBMITIT_FOLDER", "/run/train")
     monkeypatch.setenv("MASTER_PORT", "29500")
+    told = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
+    for key in told:
+        monkeypatch.setenv(key, "of the job that submitted this one")
     before = dict(os.environ)
     assert join_job() == WorkerEnvironment(
         3, 4, 3, 0, "12", 0, (socket.gethostname(),), on_slurm=False, submission="/run/train", master_port="29500"
     )
-    assert dict(os.environ) == before
+    assert dict(os.environ) == before | told

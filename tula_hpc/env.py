@@ -28,12 +28,13 @@ class WorkerEnvironment(NamedTuple):
 def join_job() -> WorkerEnvironment:
     """Who this process is, in a job that submitit started.
 
-    Nothing is exported: what this job submits would inherit it. CUDA_VISIBLE_DEVICES is left as the scheduler set it,
-    too: the local rank picks the device.
+    RANK, LOCAL_RANK and WORLD_SIZE are exported, as torchrun does, for users' own models. MASTER_PORT is not: what this
+    job submits would inherit it. CUDA_VISIBLE_DEVICES is left as the scheduler set it: the local rank picks the device.
     """
     from submitit import JobEnvironment
 
     job = JobEnvironment()
+    os.environ |= {"RANK": str(job.global_rank), "LOCAL_RANK": str(job.local_rank), "WORLD_SIZE": str(job.num_tasks)}
     return WorkerEnvironment(
         rank=job.global_rank,
         world_size=job.num_tasks,
