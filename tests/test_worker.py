@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -119,20 +121,26 @@ def test_timing_a_forward_pass_leaves_no_trace() -> None:
     assert all(p.grad is None for p in worker.parameters)
 
 
-def test_memory_is_read_before_a_forward_pass_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def noted(monkeypatch: pytest.MonkeyPatch, methods: Mapping[str, tuple[type, str]]) -> list[str]:
+    """The calls of these methods from now on, in order, by the given words; they do what they did."""
     happened: list[str] = []
-    score, stop = Worker.score, MemoryMeter.stop
 
-    def noted_score(worker: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
-        happened.append("score")
-        return score(worker, inputs, targets)
+    def note(word: str, owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-    def noted_stop(meter: MemoryMeter) -> None:
-        happened.append("read")
-        stop(meter)
+        def noting(*arguments: Any) -> Any:
+            happened.append(word)
+            return method(*arguments)
 
-    monkeypatch.setattr(Worker, "score", noted_score)
-    monkeypatch.setattr(MemoryMeter, "stop", noted_stop)
+        monkeypatch.setattr(owner, name, noting)
+
+    for word, (owner, name) in methods.items():
+        note(word, owner, name)
+    return happened
+
+
+def test_memory_is_read_before_a_forward_pass_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = noted(monkeypatch, {"score": (Worker, "score"), "read": (MemoryMeter, "stop")})
     measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     assert happened == ["read"] + ["score"] * PASSES
 
@@ -161,19 +169,7 @@ def test_any_other_error_of_a_forward_pass_is_not_hidden(monkeypatch: pytest.Mon
 
 
 def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[str] = []
-    train_step, start = Worker.train_step, MemoryMeter.start
-
-    def noted_step(worker: Worker, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        happened.append("step")
-        return train_step(worker, inputs, targets)
-
-    def noted_start(meter: MemoryMeter) -> None:
-        happened.append("meter")
-        start(meter)
-
-    monkeypatch.setattr(Worker, "train_step", noted_step)
-    monkeypatch.setattr(MemoryMeter, "start", noted_start)
+    happened = noted(monkeypatch, {"step": (Worker, "train_step"), "meter": (MemoryMeter, "start")})
     measurement = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert happened[happened.index("meter") :].count("step") == measurement.steps + 1
 

@@ -19,10 +19,10 @@ from tula_hpc import slurm
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.jobs import ControlJob
-from tula_hpc.launch import CONTROL, GUARD, StillRunningError, Submitted
+from tula_hpc.launch import CONTROL, GUARD, StillRunningError, Submitted, guards, unsettled
 from tula_hpc.pipeline import carry_out
 from tula_hpc.records import RunDirectory
-from tula_hpc.stages import Sweep, jobs_left, unsettled
+from tula_hpc.stages import Sweep, jobs_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,22 +85,22 @@ def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
         LaunchError: The scheduler does not want it. One that was left behind an earlier controller starts when that is
             over, and puts things right.
     """
-    _, guards = _on_duty(sweep)
-    if not guards:
+    _, idle = _on_duty(sweep)
+    if not idle:
         return _submit_controller(sweep, [controller], until, GUARD).job_id
-    slurm.let_follow(guards[0].job_id, controller.job_id)
-    return guards[0].job_id
+    slurm.let_follow(idle[0].job_id, controller.job_id)
+    return idle[0].job_id
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
     """Controller jobs of this run that are not over, without the one that asks; guards last."""
-    there, guards = _on_duty(sweep)
-    return [*there, *guards]
+    there, idle = _on_duty(sweep)
+    return [*there, *idle]
 
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
     """The same, guards apart."""
-    ids = {event.job_id for event in unsettled(sweep.run, CONTROL) if event.data.get("role") == GUARD}
+    ids = guards(sweep.run)
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
     return [job for job in left if job.job_id not in ids], [job for job in left if job.job_id in ids]
 

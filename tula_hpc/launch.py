@@ -21,7 +21,7 @@ from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, Su
 from tula_hpc.files import full_disk, in_words
 from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import RUN_MARK, ends, read_logs
-from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
+from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 
 POLL_S = 2.0
 GONE_POLLS = 3  # a requeued job is missing from squeue for a moment: believe its end only when seen so often
@@ -79,6 +79,18 @@ class Ended(NamedTuple):
     failure: Failure  # meaningful only where the records are missing
     log_tail: str
     log_file: Path | None
+
+
+def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
+    """The submissions of these stages whose jobs' ends have not been seen to, oldest first."""
+    events = [event for event in run.events() if event.stage in stages]
+    ended = {event.job_id for event in events if event.event == "ended"}
+    return [event for event in events if event.event == "submitted" and event.job_id not in ended]
+
+
+def guards(run: RunDirectory) -> list[str]:
+    """Ids of the run's guards whose end has not been seen to."""
+    return [event.job_id for event in unsettled(run, CONTROL) if event.data.get("role") == GUARD]
 
 
 class StillRunningError(Exception):
@@ -178,14 +190,12 @@ class Launcher:
 
     def dismiss_guards(self) -> bool:
         """Cancel the guards of this run, but not the job that asks; returns whether there were any."""
-        events = [event for event in self.run.events() if event.stage == CONTROL]
-        gone = {slurm_job_id(), *(event.job_id for event in events if event.event == "ended")}
-        guards = [event.job_id for event in events if event.data.get("role") == GUARD and event.job_id not in gone]
-        for job_id in guards:
+        idle = [job_id for job_id in guards(self.run) if job_id != slurm_job_id()]
+        for job_id in idle:
             with contextlib.suppress(LaunchError):  # it is over, or starts in vain
                 slurm.cancel([job_id])
             self.run.log_event("ended", CONTROL, job_id=job_id)
-        return bool(guards)
+        return bool(idle)
 
     def _submit_array(
         self, tasks: Sequence[tuple[Callable[[], Any], Mapping[str, Any]]], request: Request

@@ -11,7 +11,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.errors import StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
-from tula_hpc.launch import Ended
+from tula_hpc.launch import Ended, unsettled
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Configuration,
@@ -24,7 +24,7 @@ from tula_hpc.records import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.stages import Sweep, failed_measurement, submission_of, unsettled, why
+from tula_hpc.stages import Sweep, failed_measurement, submission_of, why
 
 HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
 

@@ -13,7 +13,7 @@ from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.job_ends import telling_line
 from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Launcher, Submitted
+from tula_hpc.launch import Ended, Launcher, Submitted, unsettled
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Candidate,
@@ -71,13 +71,6 @@ def failed_measurement(
         finished_at=time.time(),
         partition=partition,
     )
-
-
-def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
-    """The submissions of these stages whose jobs' ends have not been seen to, oldest first."""
-    events = [event for event in run.events() if event.stage in stages]
-    ended = {event.job_id for event in events if event.event == "ended"}
-    return [event for event in events if event.event == "submitted" and event.job_id not in ended]
 
 
 def submission_of(run: RunDirectory, event: Event) -> Submitted:
@@ -184,9 +177,14 @@ def told_of_deletion(files: TrainDirectory, end: Ended) -> Ended:
     """The end of a training's job; where the folder, made before that job, is gone, that is the reason, not the log."""
     if files.root.exists():
         return end
+    return end._replace(failure=Failure.KILLED, log_tail=say_deleted(files))
+
+
+def say_deleted(files: TrainDirectory) -> str:
+    """Tell the user of a folder that somebody has deleted; returns the words."""
     words = f"{files.root} was deleted: this training begins anew"
     sys.stderr.write(f"{words}\n")
-    return end._replace(failure=Failure.KILLED, log_tail=words)
+    return words
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:

@@ -7,7 +7,6 @@ it has cores for.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Submitted
+from tula_hpc.launch import Ended, Submitted, unsettled
 from tula_hpc.progress import StageProgress
 from tula_hpc.records import Event
 from tula_hpc.stages import (
@@ -23,10 +22,10 @@ from tula_hpc.stages import (
     Sweep,
     await_result,
     reason,
+    say_deleted,
     submission_of,
     told_of_deletion,
     training_failure,
-    unsettled,
     why,
 )
 
@@ -76,7 +75,7 @@ class Trainings:
         known = {*self.waiting, *self.failures, *(label for _, label in self.running.values())}
         for label in self.jobs:
             if label not in known and not self._is_done(label):
-                sys.stderr.write(f"{self.run_directory.train(label).root} was deleted: this training begins anew\n")
+                say_deleted(self.run_directory.train(label))
                 self.waiting.append(label)
         return bool(self.waiting or self.running)
 

@@ -95,12 +95,13 @@ class NormRatios:
         Returns:
             For each parameter the 0-dim ratio of its unit, which is the same object for all of them; None if excluded.
         """
-        self.averages = self._averaged(small, large)
+        known = (small + large).isfinite()  # of infinities of either sign the sum is not finite either
+        self.averages = self._averaged(small, large, known)
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
         if self.spike_guard:
-            means = torch.stack([means[0], torch.where(_known(small, large), torch.maximum(means[1], large), means[1])])
+            means = torch.stack([means[0], torch.where(known, torch.maximum(means[1], large), means[1])])
         per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)
         ratios = norm_ratio(per_unit[0], per_unit[1], self.exponent, units.dtype).unbind()
         return [None if unit is None else ratios[unit] for unit in units.of]
@@ -117,12 +118,12 @@ class NormRatios:
         """Replace the averages by a copy on `device`."""
         self.averages = None if averages is None else averages.to(device, copy=True)
 
-    def _averaged(self, small: Tensor, large: Tensor) -> Tensor:
+    def _averaged(self, small: Tensor, large: Tensor, known: Tensor) -> Tensor:
         new = torch.stack([small, large, torch.ones_like(small)])
         old = torch.zeros_like(new)
         if self.averages is not None:
             old[:, : self.averages.shape[1]] = self.averages
-        return torch.where(_known(small, large), self.smoothing * old + (1 - self.smoothing) * new, old)
+        return torch.where(known, self.smoothing * old + (1 - self.smoothing) * new, old)
 
     def _units_of(self, parameters: Sequence[Tensor], device: torch.device) -> _Units:
         """Made once for each number of parameters: they are only ever added, and copying to a device waits for it."""
@@ -144,11 +145,6 @@ class NormRatios:
         shared = [[places[p] for p in layer if p in places] for layer in layers]
         taken = {place for unit in shared for place in unit}
         return [unit for unit in shared if unit] + [[place] for place in places.values() if place not in taken]
-
-
-def _known(small: Tensor, large: Tensor) -> Tensor:
-    """Which pairs are finite; of infinities of either sign the sum is not finite either."""
-    return (small + large).isfinite()
 
 
 def _kind(parameters: Sequence[Tensor]) -> torch.dtype:
