@@ -229,35 +229,36 @@ def _percents(value: Spread | None) -> tuple[float | None, float | None]:
 
 
 def latex(table: StudyTable) -> str:
-    """A booktabs table: the best of each batch bold, the worst underlined; train accuracy in small print."""
-    head = " & ".join(["$B$", *(_escaped(name) for name in table.columns)])
+    """A booktabs table, a line for each method: the best of each batch bold, the worst underlined."""
+    head = " & ".join(["method", *(f"$B = {batch}$" for batch in table.batches)])
     lines = [
         r"% needs \usepackage{booktabs}; test accuracy in %, mean and deviation over seeds; train accuracy below",
-        rf"\begin{{tabular}}{{r{'c' * len(table.columns)}}}",
+        rf"\begin{{tabular}}{{l{'c' * len(table.batches)}}}",
         r"\toprule",
         rf"{head} \\",
         r"\midrule",
-        *(line for batch in table.batches for line in _latex_rows(table, batch)),
         *_latex_reference(table),
+        *(line for name in table.columns for line in _latex_rows(table, name)),
         r"\bottomrule",
         r"\end{tabular}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _latex_rows(table: StudyTable, batch: int) -> Iterator[str]:
-    row = table.row(batch)
-    yield " & ".join([str(batch), *map(_latex_cell, row)]) + r" \\"
-    if any(entry.train for entry in row):
-        yield " & ".join(["", *(rf"\footnotesize {_latex_number(entry.train)}" for entry in row)]) + r" \\"
+def _latex_rows(table: StudyTable, name: str) -> Iterator[str]:
+    entries = [table.entries[name, batch] for batch in table.batches]
+    yield " & ".join([_escaped(name), *map(_latex_cell, entries)]) + r" \\"
+    if any(entry.train for entry in entries):
+        yield " & ".join(["", *(rf"\footnotesize {_latex_number(entry.train)}" for entry in entries)]) + r" \\"
 
 
 def _latex_reference(table: StudyTable) -> Iterator[str]:
     small = table.reference
     if small is not None:
         text = f"{_latex_number(small.test)} (train {_latex_number(small.train)})"
+        label = f"{_escaped(small.column)}, $B = {small.batch}$"
+        yield rf"{label} & \multicolumn{{{len(table.batches)}}}{{l}}{{{text}}} \\"
         yield r"\midrule"
-        yield rf"{small.batch} & \multicolumn{{{len(table.columns)}}}{{l}}{{{_escaped(small.column)}: {text}}} \\"
 
 
 def _latex_cell(entry: Entry) -> str:
@@ -270,8 +271,8 @@ def _latex_cell(entry: Entry) -> str:
 def _latex_number(value: Spread | None) -> str:
     if value is None:
         return "--"
-    deviation = "" if value.deviation is None else rf"\,$\pm$\,{100 * value.deviation:.2f}"
-    return f"{100 * value.mean:.2f}{deviation}"
+    deviation = "" if value.deviation is None else rf"\,$\pm$\,{100 * value.deviation:.1f}"
+    return f"{100 * value.mean:.1f}{deviation}"
 
 
 def _escaped(name: str) -> str:
