@@ -78,6 +78,15 @@ def test_its_end_is_noted_before_another_may_look_who_is_left(
     assert [(event.event, event.job_id, event.failure) for event in run.events()] == [("ended", "17", None)]
 
 
+def test_a_controller_whose_inputs_are_gone_says_so(run: RunDirectory) -> None:
+    run.sweep_file.unlink()
+    with pytest.raises(SystemExit, match=r"sweep\.toml"):
+        detach.run_controller(ControlJob(run.root, "report", 0.0))
+    (event,) = run.events()
+    assert (event.event, event.failure) == ("ended", Failure.BUG)
+    assert "sweep.toml" in event.detail
+
+
 def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise StageError("plan: too little data")

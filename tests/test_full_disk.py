@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -287,6 +288,16 @@ def test_the_lock_says_who_holds_it_or_why_that_cannot_be_said(tmp_path: Path) -
         assert f"process {os.getpid()} on" in (run.root / ".lock").read_text()
         with pytest.raises(RunDirectoryError, match=f"is in use by process {os.getpid()}"), run.locked():
             pass
+
+
+def test_where_nothing_can_be_locked_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    run = RunDirectory(tmp_path / "run").create()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match=rf"{run.root}/\.lock: cannot be locked: .*with flock"), run.locked():
+        pass
 
 
 def test_whatever_else_the_system_refuses_is_a_line_with_the_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,21 @@ from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError, SubmitLimitError
-from tula_hpc.launch import CONTROL, CONTROL_MINUTES, GUARD, Launcher, Request, StillRunningError
+from tula_hpc.launch import (
+    CONTROL,
+    CONTROL_MINUTES,
+    GUARD,
+    NOTICE,
+    REFUSED,
+    Launcher,
+    Notice,
+    Request,
+    StillRunningError,
+    Submitted,
+    events_of,
+    unsettled,
+)
+from tula_hpc.local_alive import is_alive
 from tula_hpc.records import RunDirectory
 from tula_hpc.sbatch import come_again, find_pickle
 
@@ -69,19 +83,68 @@ def test_job_folders_are_unique_to_the_submission(tmp_path: Path) -> None:
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
 
 
-def test_a_killed_job_ends_the_wait(tmp_path: Path) -> None:
+def processes_of(job: Submitted) -> list[int]:
+    """All that runs for a job."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(job.folder).encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_path: Path, sent: signal.Signals) -> None:
     local = launcher(tmp_path)
-    jobs = local.submit([sleeper()], stage="train", nodes=1, minutes=1)
-    assert local.active([jobs[0].job_id])
-    os.kill(int(jobs[0].job_id), signal.SIGKILL)
-    ended = local.wait(jobs)
-    assert ended[0].failure is Failure.BUG
-    for child in Path("/proc").glob("[0-9]*"):  # the task outlives its controller: end it too
-        try:
-            if str(jobs[0].folder).encode() in (child / "cmdline").read_bytes():
-                os.kill(int(child.name), signal.SIGKILL)
-        except OSError:
-            continue
+    (job,) = local.submit([sleeper()], stage="train", nodes=1, minutes=1)
+    lock, deadline = job.folder / f"{job.job_id}.lock", time.monotonic() + 20
+    while not (lock.exists() and len(processes_of(job)) > 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(int(job.job_id), sent)
+    os.waitpid(int(job.job_id), 0)
+    assert local.active([job])
+    for process in processes_of(job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    (end,) = local.wait([job])
+    assert end.failure is Failure.BUG
+
+
+def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit", str(tmp_path / "other")])
+    try:
+        assert not is_alive(tmp_path / "mine", str(other.pid))
+        assert is_alive(tmp_path / "other", str(other.pid))
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_ids_of_jobs_return(tmp_path: Path) -> None:
+    """As process numbers do, and those of a controller that has lost its state."""
+    run = RunDirectory(tmp_path / "run").create()
+    run.log_event("submitted", "train", job_id="7", data={"label": "first"})
+    run.log_event("oom", "train", job_id="7")
+    run.log_event("ended", "train", job_id="7")
+    assert unsettled(run, "train") == []
+    run.log_event("submitted", "train", job_id="7", data={"label": "second"})
+    assert [event.data["label"] for event in unsettled(run, "train")] == ["second"]
+    assert [event.event for event in events_of(run, "7")] == ["submitted"]
+
+
+def test_what_an_sbatch_that_was_given_up_submits_late_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tula_hpc.launch.SBATCH_S", 0.0)
+    monkeypatch.setattr("tula_hpc.sbatch.SETTLE_S", 0.0)
+    monkeypatch.setattr(slurm, "named", lambda name: [])
+    there = launcher(tmp_path, executor="slurm")
+    folder = there.run.slurm / "train-1"
+    folder.mkdir(mode=0o700)
+    (folder / NOTICE).write_text(Notice(name="x", stage="train", tasks=[{}]).model_dump_json())
+    (folder / "task-0.pkl").touch()
+    assert there.find_lost() == []
+    assert [path.name for path in folder.iterdir()] == [REFUSED]
 
 
 def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
@@ -197,6 +260,23 @@ def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyP
     with outside_of_job():
         assert {name for name in os.environ if name.startswith(("SLURM", "SUBMITIT"))} == {"SLURM_CONF"}
     assert dict(os.environ) == before
+
+
+def test_sbatch_follows_the_script_and_not_the_users_variables_unless_the_script_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PARTITION", "ACCOUNT", "JOB_NAME", "TIMELIMIT", "ARRAY_INX", "WAIT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "mine")
+    with outside_of_job(["partition", "job_name", "time"]):
+        assert {name for name in os.environ if name.startswith("SBATCH_")} == {"SBATCH_ACCOUNT"}
+
+
+def test_what_a_user_has_squeue_leave_out_is_not_left_out_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    seen = slurm.run_command(["env"])
+    assert "SQUEUE_" not in seen
+    assert "SLURM_CONF=/etc/slurm.conf" in seen
 
 
 @pytest.mark.parametrize("minutes", [2, 30, 60 * 24 * 40])

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from tests.forked import QUICK_NAMES
 from tula_hpc import rendezvous
-from tula_hpc.env import WorkerEnvironment, join_job
+from tula_hpc.env import RUN_MARK, WorkerEnvironment, join_job
 from tula_hpc.errors import InputError, MeetingError
 from tula_hpc.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
 
@@ -217,3 +217,19 @@ def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.
         3, 4, 3, 0, "12", 0, (socket.gethostname(),), on_slurm=False, submission="/run/train", master_port="29500"
     )
     assert dict(os.environ) == before | told
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", ""), ("3", f"{RUN_MARK}2\n")])
+def test_every_run_of_a_requeued_job_begins_anew_in_the_log_of_each_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, said: str
+) -> None:
+    """In that of rank 0 the batch script says so."""
+    place = {"JOB_ID": "12", "NTASKS": "4", "JOB_NUM_NODES": "1", "NODEID": "0", "PROCID": rank, "LOCALID": rank}
+    for key, value in {**place, "JOB_NODELIST": "here", "RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SUBMITIT_FOLDER", "/run/train")
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(key, "")
+    join_job()
+    assert capsys.readouterr().err == said

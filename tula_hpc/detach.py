@@ -114,12 +114,12 @@ def run_controller(job: ControlJob) -> None:
     from tula_hpc.config import load_cluster, load_sweep
 
     run = RunDirectory(job.root)
-    sweep = Sweep(load_sweep(run.sweep_file), load_cluster(run.cluster_file), run, job.started_at, detached=True)
     try:
+        sweep = Sweep(load_sweep(run.sweep_file), load_cluster(run.cluster_file), run, job.started_at, detached=True)
         with _in_turn(run):
             words = _try_step(sweep, job.until)
             _log_end(run, words)  # before another controller looks whether one is left
-    except TulaError as error:  # another command has it, or the disk is full
+    except (TulaError, OSError) as error:  # another command has it, the disk is full, a folder was deleted
         words = str(error)
         with contextlib.suppress(StorageError):
             _log_end(run, words)
@@ -151,7 +151,7 @@ def _try_step(sweep: Sweep, until: str) -> str:
     """Do what can be done now; returns why that failed."""
     try:
         _step(sweep, until)
-    except TulaError as error:
+    except (TulaError, OSError) as error:
         return str(error) or type(error).__name__
     return ""
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
+USERS_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 class WorkerEnvironment(NamedTuple):
@@ -34,6 +38,9 @@ def join_job() -> WorkerEnvironment:
     from submitit import JobEnvironment
 
     job = JobEnvironment()
+    if _started_by_slurm() and job.global_rank > 0:  # rank 0's log begins with what the batch script says
+        sys.stderr.write(f"{RUN_MARK}{restart_count()}\n")
+        sys.stderr.flush()
     os.environ |= {"RANK": str(job.global_rank), "LOCAL_RANK": str(job.local_rank), "WORLD_SIZE": str(job.num_tasks)}
     return WorkerEnvironment(
         rank=job.global_rank,
@@ -74,14 +81,22 @@ def slurm_job_id() -> str | None:
 
 
 @contextlib.contextmanager
-def outside_of_job() -> Iterator[None]:
+def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if it is in one, from what it submits meanwhile.
 
-    sbatch hands its environment on, and srun in the new job would take the old one's memory or CPUs for its own.
+    sbatch hands its environment on, and srun in the new job would take the old one's memory or CPUs for its own. Where
+    SBATCH_* says something else than the script does, sbatch follows the former: of these only a user's account,
+    partition and the like stay, as far as they are not `given`.
+
+    Args:
+        given: Names of sbatch's options that the script sets.
     """
-    kept = {"SLURM_CONF", "SLURM_CLUSTERS"}
+    wanted = {f"SBATCH_{name.upper()}" for name in USERS_DEFAULTS if name not in given}
+    kept = {"SLURM_CONF", "SLURM_CLUSTERS", *wanted}
     hidden = {
-        key: value for key, value in os.environ.items() if key.startswith(("SLURM_", "SUBMITIT_")) and key not in kept
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(("SLURM_", "SUBMITIT_", "SBATCH_")) and key not in kept
     }
     for key in hidden:
         del os.environ[key]
@@ -89,6 +104,12 @@ def outside_of_job() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def without_filters() -> dict[str, str]:
+    """The environment without what would have squeue and its like leave out jobs, ask back, or print in another way."""
+    filters = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT")
+    return {key: value for key, value in os.environ.items() if not key.startswith(filters)}
 
 
 def _started_by_slurm() -> bool:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to the log
+from tula_hpc.env import RUN_MARK
+
 MAX_LOG_BYTES = 200_000
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
 import sys
 import time
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import slurm_job_id
+from tula_hpc.env import RUN_MARK, slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
-from tula_hpc.files import full_disk, in_words
+from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
-from tula_hpc.job_logs import RUN_MARK, ends, read_logs
+from tula_hpc.job_logs import ends, read_logs
+from tula_hpc.local_alive import is_alive
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 
 POLL_S = 2.0
@@ -29,7 +29,6 @@ LOG_TAIL_LINES = 15
 LOG_READ_LINES = 100  # of each log, for the reason of an end: before the last lines there may be a long traceback
 LARGEST_ARRAY = 1000  # tasks, where the site would allow more
 ROOM_PAUSE_S = 30.0  # between attempts while a limit on submitted jobs holds
-EXEC_POLLS = 25  # of a process without a command line
 SBATCH_S = 20.0  # so long after its start an sbatch whose caller was killed may still be at work
 CONTROL = "control"  # the stage of a detached sweep's controller jobs
 GUARD = "guard"  # the role of one that waits in case another dies with its whole job
@@ -82,10 +81,24 @@ class Ended(NamedTuple):
 
 
 def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
-    """The submissions of these stages whose jobs' ends have not been seen to, oldest first."""
-    events = [event for event in run.events() if event.stage in stages]
-    ended = {event.job_id for event in events if event.event == "ended"}
-    return [event for event in events if event.event == "submitted" and event.job_id not in ended]
+    """The submissions of these stages whose jobs' ends have not been seen to, oldest first. Ids of jobs may return."""
+    left: dict[str, Event] = {}
+    for event in run.events():
+        if event.stage in stages and event.event == "submitted":
+            left.pop(event.job_id, None)
+            left[event.job_id] = event
+        elif event.stage in stages and event.event == "ended":
+            left.pop(event.job_id, None)
+    return list(left.values())
+
+
+def events_of(run: RunDirectory, job_id: str) -> list[Event]:
+    """A job's own events: those before the latest submission of that id are another's."""
+    own: list[Event] = []
+    for event in run.events():
+        if event.job_id == job_id:
+            own = [event] if event.event == "submitted" else [*own, event]
+    return own
 
 
 def guards(run: RunDirectory) -> list[str]:
@@ -202,7 +215,7 @@ class Launcher:
     ) -> list[Submitted]:
         key = uuid.uuid4().hex[:6]
         folder = self.run.slurm / f"{request.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{key}"
-        folder.mkdir(mode=0o700)
+        make_private(folder)
         notice = Notice(
             name=f"{self.name}-{request.stage}-{key}",
             stage=request.stage,
@@ -261,6 +274,8 @@ class Launcher:
     def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
         ids = _begun(path, notice) if self.cluster.executor == "local" else _accepted(path, notice, known)
         if not any(ids):
+            for pickled in path.parent.glob("task-*.pkl"):  # an sbatch that is still at work must not start them later
+                pickled.unlink(missing_ok=True)
             path.rename(path.with_name(REFUSED))
             return []
         return self._log_submitted(path.parent, notice, ids, {*known, ""})
@@ -282,7 +297,7 @@ class Launcher:
         started, looked = time.monotonic(), 0
         while True:
             looked += 1
-            active = self.active([job.job_id for job in jobs])
+            active = self.active(jobs)
             for job_id in missing:
                 missing[job_id] = 0 if job_id in active else missing[job_id] + 1
             over = [job for job in jobs if missing[job.job_id] >= self._gone_polls]
@@ -301,11 +316,11 @@ class Launcher:
     def _gone_polls(self) -> int:
         return GONE_POLLS if self.cluster.executor == "slurm" else 1
 
-    def active(self, job_ids: Sequence[str]) -> dict[str, slurm.JobState]:
+    def active(self, jobs: Sequence[Submitted]) -> dict[str, slurm.JobState]:
         """Those of the jobs that are not over. A controller that does not answer for a while is waited out."""
         if self.cluster.executor == "local":
-            return {job_id: slurm.JobState("RUNNING", "") for job_id in job_ids if _local_alive(job_id)}
-        states = slurm.patiently(lambda: slurm.queue(job_ids))
+            return {job.job_id: slurm.JobState("RUNNING", "") for job in jobs if is_alive(job.folder, job.job_id)}
+        states = slurm.patiently(lambda: slurm.queue([job.job_id for job in jobs]))
         return {job_id: state for job_id, state in states.items() if not state.is_over}
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
@@ -361,7 +376,7 @@ class Launcher:
             "timeout_min": minutes,
             # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell.
             # INT: a terminal sends Ctrl-C to the jobs too, which are in the same process group; they are to go on
-            "local_setup": [*self.setup_lines(), "trap : EXIT", "trap '' INT"],
+            "local_setup": ["trap : EXIT", "trap '' INT", *self.setup_lines()],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
@@ -420,7 +435,8 @@ def _accepted(path: Path, notice: Notice, known: Collection[str]) -> list[str]:
     """Ids of the tasks of an array that Slurm has; none where it has none of that name."""
     from tula_hpc.sbatch import submissions_named
 
-    time.sleep(max(0.0, path.stat().st_mtime + SBATCH_S - time.time()))  # its sbatch may still be at work
+    submitted_s = max(0.0, time.time() - path.stat().st_mtime)  # by two clocks, where a server keeps the file
+    time.sleep(max(0.0, SBATCH_S - submitted_s))  # its sbatch may still be at work
     ids = sorted({job_id.partition("_")[0] for job_id in known}) or submissions_named(notice.name)
     if len(ids) > 1:
         slurm.cancel(ids[1:])
@@ -453,20 +469,3 @@ def _describe(active: Mapping[str, slurm.JobState]) -> str:
         reason = f" ({state.reason})" if state.state == "PENDING" and state.reason not in ("", "None") else ""
         words[state.state.lower() + reason] = words.get(state.state.lower() + reason, 0) + 1
     return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"
-
-
-def _local_alive(job_id: str) -> bool:
-    """Whether submitit's local controller lives; a child of ours that ended is reaped on the way."""
-    if not job_id.isdecimal():  # a damaged event
-        return False
-    for _ in range(EXEC_POLLS):
-        with contextlib.suppress(ChildProcessError, OverflowError):  # started by an earlier run of the same command
-            os.waitpid(int(job_id), os.WNOHANG)
-        try:
-            command = Path(f"/proc/{job_id}/cmdline").read_bytes()
-        except OSError:
-            return False
-        if command:
-            return b"submitit" in command
-        time.sleep(0.02)  # a process that has just begun has no command yet, and one that ended none any more
-    return False

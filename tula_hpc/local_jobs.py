@@ -17,6 +17,8 @@ from submitit import Job
 from submitit.core.utils import DelayedSubmission
 from submitit.local.local import LocalExecutor
 
+from tula_hpc.local_alive import hold_lock
+
 
 def take_pickle(folder: Path, index: int) -> list[str]:
     """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which submitit looks for it."""
@@ -46,5 +48,6 @@ class TakingExecutor(LocalExecutor):
         return [self._start(index, setup) for index in range(len(delayed_submissions))]
 
     def _start(self, index: int, setup: Sequence[str]) -> Job[Any]:
-        self.parameters["setup"] = [*take_pickle(Path(self.folder), index), *setup]
+        folder = Path(self.folder)
+        self.parameters["setup"] = [*take_pickle(folder, index), *setup, *hold_lock(folder)]
         return self._submit_command(self._submitit_command_str)

@@ -136,8 +136,10 @@ class _Visit(threading.Thread):
         """Leave the store in `self.store` if it is the one."""
         place = _host(self.env), self.port
         with contextlib.suppress(OSError, RuntimeError):  # nobody there; nobody who speaks as a store does
-            socket.create_connection(place, CONNECT_S).close()  # torch would log and try again
-            store = TCPStore(*place, wait_for_workers=False, timeout=LOOK_UP)
+            # torch would log and try again; and of several addresses it might take one from which no answer comes
+            with socket.create_connection(place, CONNECT_S) as there:
+                address = there.getpeername()[0]
+            store = TCPStore(address, self.port, wait_for_workers=False, timeout=LOOK_UP)
             if self._is_welcome(store):
                 self.store = store
 

@@ -214,15 +214,6 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def is_alive_here(job_id: str, folder: str) -> bool:
-    """Whether a job of the local executor lives on this machine: its process, and not another's that has its number."""
-    try:
-        command = Path(f"/proc/{int(job_id)}/cmdline").read_bytes()
-    except (OSError, ValueError):
-        return False
-    return b"submitit" in command and Path(folder).name.encode() in command
-
-
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
     """The log that tells most of a job's end, and its last line; "" without one. A traceback beats all else."""
     best = ("", "")

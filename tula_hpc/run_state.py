@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -153,8 +154,8 @@ def describe(
     state, words = verdict(parts)
     holder = facts.holder
     return RunStatus(
-        name=facts.spec.name if facts.spec else facts.run.root.name,
-        run_directory=str(facts.run.root),
+        name=facts.spec.name if facts.spec else _readable(facts.run.root.name),
+        run_directory=_readable(facts.run.root),
         asked_at=facts.now,
         state=state,
         words=words,
@@ -328,6 +329,11 @@ def _is_tried_again(job: JobStatus, jobs: int, max_requeues: int) -> bool:
 def _failure_words(job: JobStatus) -> str:
     kind = job.failure.value.replace("_", " ") if job.failure else "ended"
     return f"{kind}: {job.detail}" if job.detail else kind
+
+
+def _readable(path: str | os.PathLike[str]) -> str:
+    """A path whose bytes are no text would not fit into JSON."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def verdict(parts: _Parts) -> tuple[State, str]:

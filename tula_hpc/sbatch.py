@@ -82,7 +82,7 @@ class PatientExecutor(SlurmExecutor):
             if tried and (found := submissions_named(self.parameters["job_name"])):
                 return found[0]
             try:
-                with outside_of_job():
+                with outside_of_job([*self.parameters, *self.parameters.get("additional_parameters", {})]):
                     job_id = str(self._submit_command(self._submitit_command_str).job_id)
             except FailedJobError as error:
                 words, tried = _last_line(str(error)), True

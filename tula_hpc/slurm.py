@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from tula_hpc.env import without_filters
 from tula_hpc.errors import LaunchError
 
 COMMAND_TIMEOUT_S = 60
@@ -41,14 +42,20 @@ class StepState(NamedTuple):
 
 
 def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Standard output of one of Slurm's commands.
+    """Standard output of one of Slurm's commands, without the filters that a user may have set for squeue.
 
     Raises:
         LaunchError: It failed or did not answer; the message holds its own words.
     """
     try:
         done = subprocess.run(
-            arguments, capture_output=True, text=True, check=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            arguments,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            env=without_filters(),
         )
     except FileNotFoundError:
         raise LaunchError(f"{arguments[0]} is not on PATH: is this a Slurm login node?") from None

@@ -13,7 +13,7 @@ from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.job_ends import telling_line
 from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Launcher, Submitted, unsettled
+from tula_hpc.launch import Ended, Launcher, Submitted, events_of, unsettled
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
     Candidate,
@@ -81,7 +81,7 @@ def submission_of(run: RunDirectory, event: Event) -> Submitted:
 def jobs_left(sweep: Sweep, *stages: str) -> list[Submitted]:
     """Every job of these stages that is not over."""
     jobs = [submission_of(sweep.run, event) for event in unsettled(sweep.run, *stages)]
-    active = sweep.launcher.active([job.job_id for job in jobs])
+    active = sweep.launcher.active(jobs)
     return [job for job in jobs if job.job_id in active]
 
 
@@ -144,7 +144,7 @@ def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageP
     await_result(sweep.run, files.result_file, end.job)
     done = files.result_file.exists()
     end = told_of_deletion(files, end)
-    events = [event for event in sweep.run.events() if event.job_id == end.job.job_id]
+    events = events_of(sweep.run, end.job.job_id)
     failure = training_failure(events, end)
     end = end._replace(failure=failure)
     if not done:  # before the end counts as seen to: a command that is killed in between writes it down once more
@@ -163,7 +163,7 @@ def _candidate_of(event: Event, plan: Plan) -> Candidate:
 
 def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
     """A job that says it finished left a result, even if a network file system shows it a minute later."""
-    finished = any(event.event == "finished" and event.job_id == job.job_id for event in run.events())
+    finished = any(event.event == "finished" for event in events_of(run, job.job_id))
     deadline = time.monotonic() + RESULT_WAIT_S
     while finished and not result_file.exists() and time.monotonic() < deadline:
         try:

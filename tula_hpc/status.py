@@ -125,15 +125,15 @@ def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
 
 def _ask_this_machine(facts: Facts) -> Answer:
     from tula_hpc.job_status import Answer, undecided
-    from tula_hpc.run_facts import is_alive_here
+    from tula_hpc.local_alive import is_alive
     from tula_hpc.slurm import JobState
 
     host, here = facts.holder.host, os.uname().nodename
     jobs = undecided(facts)
     if jobs and host not in ("", here):
         return Answer(None, f"its jobs are processes of {host}, and this is {here}")
-    folders = {job.event.job_id: str(job.event.data.get("folder") or "") for job in jobs}
-    alive = [job_id for job_id, folder in folders.items() if is_alive_here(job_id, folder)]
+    folders = {job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs}
+    alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
 
 

@@ -14,7 +14,7 @@ from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Submitted, unsettled
+from tula_hpc.launch import Ended, Submitted, events_of, unsettled
 from tula_hpc.progress import StageProgress
 from tula_hpc.records import Event
 from tula_hpc.stages import (
@@ -140,7 +140,7 @@ class Trainings:
             self._log("ended", label, end)
             return
         end = told_of_deletion(files, end)
-        events = [event for event in self.run_directory.events() if event.job_id == end.job.job_id]
+        events = events_of(self.run_directory, end.job.job_id)
         failure, detail = training_failure(events, end), reason(events, end)
         # before the end counts as seen to: a command that is killed in between writes it down once more
         self._log("failed", label, end, failure, detail)

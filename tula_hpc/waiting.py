@@ -40,7 +40,7 @@ _KINDS = (
     _Kind("Nodes required for job are .*", "nodes that it needs are down, drained or kept for other jobs"),
     _Kind("NodeDown", "a node that it needs is down"),
     _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),
-    _Kind("PartitionNodeLimit", "asks for more nodes than its partition has or allows", stuck=True),
+    _Kind("PartitionNodeLimit", "asks for more nodes than its partition allows, or some of its nodes are down"),
     _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
     _Kind("PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"),
     _Kind("BadConstraints", "no node is as it asks for", stuck=True),

@@ -100,6 +100,9 @@ class RunDirectory:
             except BlockingIOError:
                 owner = file.read(200).strip() or "another command"
                 raise RunDirectoryError(f"is in use by {owner}", source=self.root) from None
+            except OSError as error:  # as on NFS without its lock service
+                message = f"{path}: cannot be locked: {in_words(error)}; put the run on a file system with flock"
+                raise StorageError(message) from None
             _note_owner(path, descriptor)
             yield
 
