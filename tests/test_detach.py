@@ -221,12 +221,24 @@ def test_where_there_is_no_room_for_a_guard_it_goes_without(
     assert "without a guard, which would carry on if that one is killed: a limit" in capsys.readouterr().out
 
 
+def test_who_detaches_again_to_another_stage_is_followed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)
+    monkeypatch.setattr(detach, "carry_out", lambda *_: left("a")())
+    for until, jobs in (("plan", {"1", "2"}), ("plan", {"1", "2"}), ("report", {"3", "4"})):
+        assert detach.carry_on_detached(sweep, until) == 0
+        assert set(cluster.jobs) == jobs
+    assert "controller job 1 is cancelled" in capsys.readouterr().out
+
+
 def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)
     cluster.step("", left("a"))
     capsys.readouterr()
+    cluster.run.log_event("detached", CONTROL, data={"until": "report"})
     assert detach.carry_on_detached(sweep, "report") == 0
     assert "already detached: job 1 carries on" in capsys.readouterr().out
     detach.take_over(sweep)

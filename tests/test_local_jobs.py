@@ -18,6 +18,7 @@ from tests import planning_data
 from tests.run_factory import measurement
 from tula_hpc import profile_stage
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import ProfileJob
 from tula_hpc.launch import REFUSED, Launcher
 from tula_hpc.local_jobs import begun, take_pickle
@@ -164,6 +165,34 @@ def test_the_same_command_measures_once(
     command()
     assert len(run.measurements().records) == 1
     assert [event.event for event in run.events()] == ["submitted", "ended"]
+
+
+def complains(job: ProfileJob) -> Callable[[], None]:
+    """A job whose user's model is wrong."""
+
+    def task() -> None:
+        from tula_hpc.errors import InputError
+
+        raise InputError("cannot be called with (classes, image_size)", key="workload.model")
+
+    return task
+
+
+def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    make = profile_stage._job
+    monkeypatch.setattr(profile_stage, "_job", lambda *described: complains(make(*described)))
+    with pytest.raises(StageError) as caught:
+        carry_out(Sweep(SWEEP, ClusterSpec(), run, time.time()), "profile")
+    sentence, log = str(caught.value).splitlines()
+    assert sentence == (
+        "profile: nothing could be measured; workload.model: cannot be called with (classes, image_size)"
+    )
+    assert log.startswith(f"log: {run.slurm}")
+    assert [(event.event, event.failure) for event in run.events()] == [
+        ("submitted", None),
+        ("ended", Failure.BAD_INPUT),
+    ]
 
 
 def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("arguments", "words"),
     [
         (["--set", "search.min_batch=128"], "search.min_batch: 128 is above max_batch = 64"),
+        (["--set", "objective.max_global_batch=1"], "objective.max_global_batch: 1 is below search.min_batch"),
         (["--set", "search.cluster_sizes=[0]"], "search.cluster_sizes.0"),
         (["--set", "workload.model=resnet19"], "did you mean 'resnet18'"),
         (["--set", "workload.dataset=imagenet"], "workload.data_dir"),
@@ -68,17 +70,44 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
     assert [path.name for path in sweep_file.parent.iterdir()] == ["small.toml"]
 
 
-def test_other_inputs_are_refused_with_the_difference(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_other_inputs_are_refused_with_the_difference(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]
+) -> None:
     from tula_hpc.command import load_inputs, open_run
     from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
     open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root)
-    assert main([str(sweep_file), "--run-dir", str(root), "--set", "workload.epochs=99"]) == 2
+    again = [str(sweep_file), "--run-dir", str(root), *dry]
+    assert main([*again, "--set", "workload.epochs=99"]) == 2
     error = capsys.readouterr().err
     assert "made from other inputs" in error
-    assert "-epochs = 10" in error
-    assert "+epochs = 99" in error
+    assert "workload.epochs: 10 there, 99 now" in error
+    assert "plan again" not in error
+    assert main([*again, "--set", "objective.budget=99"]) == 2
+    error = capsys.readouterr().err
+    assert "objective.budget: not set there, 99.0 now" in error
+    assert f"python -m tula_hpc.analysis.plan {root} --set KEY=VALUE --write" in error
+
+
+def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistake = [str(sweep_file), "--set", "workload.dataset=imagenet", "--set", "workload.data_dir=/nowhere/at/all"]
+    assert main(mistake) == 2
+    words = capsys.readouterr().err
+    assert "/nowhere/at/all" in words
+    assert main([*mistake, "--dry-run"]) == 0
+    assert capsys.readouterr().err == f"warning: {words}"
+
+
+def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
+    here = Path(__file__).parents[1]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, words = process.communicate(timeout=60)
+    assert (process.returncode, words) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

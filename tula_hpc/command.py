@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tula_hpc.errors import InputError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, in_words
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
+    from tula_hpc.records import RunDirectory
     from tula_hpc.stages import Sweep
 
 SHOWN_LINES = 40  # of what differs between inputs
@@ -51,13 +53,18 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         signal.SIGTERM, signal.default_int_handler
     )  # a killed login session ends like Ctrl-C: nothing is lost
     try:
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except TulaError as error:
         sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
         return 1
+    except BrokenPipeError:  # whoever read the output has heard enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+        return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"{where}{in_words(error)}\nMend the cause and run the same command again.\n")
@@ -74,9 +81,12 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     """
     from tula_hpc.config import ClusterSpec, check_together, load_cluster, load_sweep
 
+    dry = getattr(options, "dry_run", False)
     mine = [text for text in options.set if not text.startswith("cluster.")]
     others = [text.removeprefix("cluster.") for text in options.set if text.startswith("cluster.")]
-    spec = load_sweep(options.sweep, mine)
+    spec = load_sweep(options.sweep, mine, check_paths=not dry)
+    if dry:
+        _warn_of_paths(options.sweep, mine)
     if options.cluster is None and others:
         raise InputError("cluster.* needs --cluster", source="--set")
     cluster = ClusterSpec() if options.cluster is None else load_cluster(options.cluster, others)
@@ -84,6 +94,15 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
     return spec, cluster
+
+
+def _warn_of_paths(path: Path, overrides: Sequence[str]) -> None:
+    from tula_hpc.config import load_sweep
+
+    try:
+        load_sweep(path, overrides)
+    except InputError as error:  # all else was right before
+        sys.stderr.write(f"warning: {error}\n")
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
@@ -105,14 +124,11 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     Raises:
         RunDirectoryError: It is something else, or was made from other inputs.
     """
-    from tula_hpc.records import RunDirectory
+    from tula_hpc.records import RunDirectory, write_atomically
     from tula_hpc.stages import Sweep
 
     run = RunDirectory(root)
-    if run.root.exists() and not run.root.is_dir():
-        raise RunDirectoryError("is not a folder", source=run.root)
-    if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
-        raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
+    _refuse_other_folder(run)
     try:
         run.create()
     except OSError as error:
@@ -120,9 +136,41 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
         raise RunDirectoryError(message, source=error.filename or run.root) from None
-    for path, frozen in ((run.sweep_file, _frozen(spec)), (run.cluster_file, _frozen(cluster))):
-        _freeze(path, frozen)
+    for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
+        if path.exists():
+            _refuse_other_inputs(path, inputs, run.root)
+        else:
+            write_atomically(path, _frozen(inputs))
     return Sweep(spec, cluster, run, started_at=time.time())
+
+
+def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
+    """Whether a run directory may be made there, or continued with these inputs; makes nothing.
+
+    Raises:
+        RunDirectoryError: It is something else, or was made from other inputs.
+    """
+    from tula_hpc.records import RunDirectory
+
+    run = RunDirectory(root)
+    _refuse_other_folder(run)
+    if run.root.is_dir():
+        run.check_owner()
+    for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
+        if path.exists():
+            _refuse_other_inputs(path, inputs, run.root)
+
+
+def _refuse_other_folder(run: RunDirectory) -> None:
+    if run.root.exists() and not run.root.is_dir():
+        raise RunDirectoryError("is not a folder", source=run.root)
+    if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
+        raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
+
+
+def _refuse_other_inputs(path: Path, inputs: SweepSpec | ClusterSpec, root: Path) -> None:
+    if (old := _keys(_read_frozen(path))) != (new := _keys(_frozen(inputs))):
+        raise RunDirectoryError(_other_inputs(old, new, root), source=path)
 
 
 def _is_fresh(root: Path) -> bool:
@@ -131,18 +179,6 @@ def _is_fresh(root: Path) -> bool:
         path.name.startswith(".sweep.toml.") or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
         for path in root.iterdir()
     )
-
-
-def _freeze(path: Path, text: str) -> None:
-    from tula_hpc.records import write_atomically
-
-    if not path.exists():
-        write_atomically(path, text)
-        return
-    before = _read_frozen(path)
-    if before != text:
-        message = "was made from other inputs; use another --run-dir or the same inputs:\n"
-        raise RunDirectoryError(message + _difference(before, text), source=path)
 
 
 def _read_frozen(path: Path) -> str:
@@ -155,12 +191,37 @@ def _read_frozen(path: Path) -> str:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
 
 
-def _difference(before: str, text: str) -> str:
-    """The lines that differ, as far as a screen holds them; a file that was damaged may differ in all."""
-    old, new = before.splitlines()[: 100 * SHOWN_LINES], text.splitlines()
-    changed = [line[:200] for line in difflib.unified_diff(old, new, "run directory", "now", lineterm="", n=0)]
-    lines = [line if line.isprintable() else ascii(line) for line in changed if not line.startswith("@@")]
-    return "\n".join([*lines[:SHOWN_LINES], *(["..."] if len(lines) > SHOWN_LINES else [])])
+def _other_inputs(old: Mapping[str, Any], new: Mapping[str, Any], root: Path) -> str:
+    """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
+    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    lines = [_shown(f"  {key}: {old.get(key, 'not set')} there, {new.get(key, 'not set')} now") for key in differing]
+    more = ["  ..."] if len(lines) > SHOWN_LINES else []
+    if all(key.startswith(("objective.", "pricing.")) for key in differing):
+        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(root))} --set KEY=VALUE --write"
+        more.append(f"To plan again over the same measurements: {again}")
+    words = "was made from other inputs; use another --run-dir or the same inputs:"
+    return "\n".join([words, *lines[:SHOWN_LINES], *more])
+
+
+def _shown(line: str) -> str:
+    return line[:200] if line.isprintable() else ascii(line)[:200]
+
+
+def _keys(toml: str) -> dict[str, Any]:
+    """Every value by its dotted key; none of what is no TOML any more."""
+    import tomllib
+
+    def flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    try:
+        return dict(flat(tomllib.loads(toml), ""))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
 
 
 def _frozen(spec: SweepSpec | ClusterSpec) -> str:

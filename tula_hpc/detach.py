@@ -36,12 +36,20 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     Raises:
         StageError: What could be done at once failed.
     """
+    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
     waiting = controllers(sweep)
-    if waiting:
+    if waiting and _detached_until(sweep.run) == until:
         print(f"already detached: job {waiting[0].job_id} carries on; see {_status(sweep.run)}")
         return 0
+    take_over(sweep)  # from those that were to go to another stage
     sweep.run.log_event("detached", CONTROL, data={"until": until})
     return _step(sweep._replace(detached=True), until)
+
+
+def _detached_until(run: RunDirectory) -> str:
+    """The stage that the controllers of the run go to."""
+    said = [str(event.data.get("until", "")) for event in run.events() if event.event == "detached"]
+    return said[-1] if said else ""
 
 
 def _step(sweep: Sweep, until: str) -> int:
@@ -163,13 +171,16 @@ def _log_end(run: RunDirectory, words: str) -> None:
 
 def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
+    if sweep.cluster.executor != "slurm":
+        return
+    sweep.launcher.find_lost()
     left = unsettled(sweep.run, CONTROL)
-    if sweep.cluster.executor != "slurm" or not left:
+    if not left:
         return
     waiting = controllers(sweep)
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
-        print(f"controller job {waiting[0].job_id} is cancelled: this command carries on instead")
+        print(f"controller job {waiting[0].job_id} is cancelled: this command carries on instead", flush=True)
     for event in left:
         sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
 

@@ -97,6 +97,7 @@ class Failure(StrEnum):
     KILLED = "killed"  # a process vanished without a word: SIGKILL from outside, or its node went down
     NO_SPACE = "no_space"  # a disk is full, or a quota or file size limit reached
     CANCELLED = "cancelled"
+    BAD_INPUT = "bad_input"  # the user's model, data or settings are wrong; the log's last line says which
     BUG = "bug"  # an exception in user code or ours; the log's last lines say which
 
     @property

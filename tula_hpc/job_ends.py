@@ -29,6 +29,7 @@ _SIGNS = (
     _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
     _Sign(Failure.PREEMPTED, frozenset({"PREEMPTED"}), r"DUE TO PREEMPTION"),
     _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
+    _Sign(Failure.BAD_INPUT, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.InputError: "),
 )
 
 
@@ -36,7 +37,7 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
     """Why a job ended without a result, from its steps' states and the end of its log."""
     states = {"OUT_OF_MEMORY" if row.exit_code == "0:125" else row.state for row in rows}
     for sign in _SIGNS:
-        if states & sign.states or re.search(sign.words, log):
+        if states & sign.states or re.search(sign.words, log, re.MULTILINE):
             return sign.failure
     if rows and rows[0].state == "CANCELLED":
         return Failure.CANCELLED
@@ -73,7 +74,8 @@ def telling_line(log: str) -> str:
     telling = "|".join([_KILLED.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
     said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
-    return next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")[:500]
+    best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")
+    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:500]  # these are sentences
 
 
 def _exceptions(log: str) -> list[str]:

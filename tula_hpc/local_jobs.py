@@ -24,6 +24,7 @@ def take_pickle(folder: Path, index: int) -> list[str]:
     """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which submitit looks for it."""
     place = shlex.quote(str(folder))
     return [
+        f"exec </dev/null >>{place}/$$_shell.out 2>&1",  # the command's own would stay open until the job ends
         f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
         f"ln -s {index}-$$.pkl {place}/$$_submitted.pkl",
     ]

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.errors import StageError
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
 from tula_hpc.launch import Ended, unsettled
@@ -38,8 +38,9 @@ def profile_stage(sweep: Sweep) -> None:
     with stage_progress("profile") as progress:
         failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
         measured = sweep.run.measurements().records
-        progress.update(len(measured), len(measured), f"{len(measured)} measurements")
-    if not any(m.status == "ok" for m in measured):
+        good = sum(m.status == "ok" for m in measured)
+        progress.update(len(measured), len(measured), f"{good} measurements" if good else "nothing was measured")
+    if not good:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 
 
@@ -57,7 +58,8 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        hopeless = not _measured_anything(part) and _broken_rounds(part) >= HOPELESS_ROUNDS
+        wrong = any(failure.failure is Failure.BAD_INPUT for failure in failures)
+        hopeless = not _measured_anything(part) and (wrong or _broken_rounds(part) >= HOPELESS_ROUNDS)
         proposed = [] if hopeless else propose_on(part, trusted_batch)
         if not proposed:
             return failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.drift import describe_drift, in_force
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import Failure, InfeasibleError, StageError
 from tula_hpc.job_ends import telling_line
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted, events_of, unsettled
@@ -93,7 +94,14 @@ def plan_stage(sweep: Sweep) -> Plan:
 
     measured = sweep.run.measurements()
     footprints = sweep.run.footprints(sweep.cluster.part_names())
-    plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
+    try:
+        plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
+    except StageError as error:
+        sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
+        if not isinstance(error, InfeasibleError):
+            raise
+        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(sweep.run.root))} --set objective.KEY=VALUE --write"
+        raise InfeasibleError(f"{error}\nOther constraints, over the same measurements: {again}") from None
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
 
@@ -314,6 +322,8 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     first = failures[0]
     words = (failure or first.failure).value.replace("_", " ")
     log = f"\nlog: {first.log_file}" if first.log_file else ""
+    if (failure or first.failure) is Failure.BAD_INPUT:
+        return f"{last_line(first.log_tail)}{log}"
     return f"{words} in job {first.job.job_id}\n{first.log_tail}{log}"
 
 

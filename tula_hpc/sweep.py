@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, work
+from tula_hpc.command import add_input_options, check_run, exit_code_of, load_inputs, open_run, run_root, work
 from tula_hpc.errors import InputError
 from tula_hpc.pipeline import STAGES
 
@@ -43,6 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         from tula_hpc.dry_run import describe_submission
 
+        check_run(spec, cluster, root)
         sys.stdout.write(describe_submission(spec, cluster, root))
         return 0
     return work(open_run(spec, cluster, root), options.until, detach=options.detach)

@@ -167,7 +167,8 @@ class Trainings:
 
     def _refuse_hopeless(self, end: Ended, failure: Failure) -> None:
         logged = (self.run_directory.train(label).metrics_file.exists() for label in self.jobs)
-        if failure is Failure.BUG and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
+        wrong = failure in (Failure.BUG, Failure.BAD_INPUT)
+        if wrong and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
             raise StageError(f"train: nothing gets as far as its first logged step; {why([end], failure)}")
 
 

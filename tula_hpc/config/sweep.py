@@ -27,6 +27,13 @@ class SweepSpec(Spec):
     study: StudySpec | None = None  # the sweep is a study then: nothing is profiled or planned
 
     @model_validator(mode="after")
+    def _some_batch_is_left(self) -> SweepSpec:
+        most, least = self.objective.max_global_batch, self.search.min_batch
+        if most is not None and most < least:
+            raise ValueError(f"objective.max_global_batch: {most} is below search.min_batch = {least}: no batch is left")
+        return self
+
+    @model_validator(mode="after")
     def _method_fits(self) -> SweepSpec:
         method, work = self.training.method, self.workload
         needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)
