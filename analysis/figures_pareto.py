@@ -95,9 +95,13 @@ def _title(plan: Plan) -> str:
     if fastest == cheapest:
         where = f"{plural(fastest.nodes, 'node')} with batch {fastest.global_batch:,}"
         return f"{where}: no other candidate is faster, and none is cheaper"
-    times, costs = (_time_s(fastest), _time_s(cheapest)), (fastest.cost, cheapest.cost)
-    what = f"The front runs from {format_money(costs[1], chosen.currency)} in {format_duration(times[1])}"
-    return f"{what} to {format_money(costs[0], chosen.currency)} in {format_duration(times[0])}"
+    times = [format_duration(_time_s(item)) for item in (cheapest, fastest)]
+    costs = [format_money(item.cost, chosen.currency) for item in (cheapest, fastest)]
+    if times[0] == times[1]:
+        return f"The cheapest of the front costs {costs[0]} and is as fast as any: {times[0]}"
+    if costs[0] == costs[1]:
+        return f"The fastest of the front takes {times[1]} and is as cheap as any: {costs[1]}"
+    return f"The front runs from {costs[0]} in {times[0]} to {costs[1]} in {times[1]}"
 
 
 def _caption(plan: Plan) -> str:

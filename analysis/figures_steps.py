@@ -72,14 +72,23 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
         if any(bar.allreduce_s for bar in bars):
             keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
         style.legend(axes, keys, columns=3, left=-0.22)
-    caption = (
+    return Drawing("step_breakdown", title, _breakdown_caption(bars), figure, _breakdown_table(bars))
+
+
+def _breakdown_caption(bars: Sequence[Bar]) -> str:
+    text = (
         "One bar per profiled configuration, as shares of its step; the step's time stands at the right. Forward and "
         "backward, optimizer and the bare all-reduce of the gradients are measured apart; the rest is what remains "
-        "of the whole step, with several workers mostly synchronization that is not hidden. The diamond stands where "
-        "the step would end if none of the all-reduce were hidden behind the backward pass: the farther to the right "
-        "of its bar, the more is hidden. Bars may end beyond 100 %, as their parts are measured apart."
+        "of the whole step, with several workers mostly synchronization that is not hidden. "
     )
-    return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
+    if any(bar.allreduce_s for bar in bars):
+        text += (
+            "The diamond adds to the other parts, in place of the rest, the bare all-reduce: there the step would end "
+            "if none of it were hidden behind the backward pass and nothing else held the step up. Right of its bar's "
+            "end, that much is hidden; left of it, the step takes longer than its parts and the all-reduce together, "
+            "as where workers wait for the slowest. "
+        )
+    return f"{text}Bars may end beyond 100 %, as their parts are measured apart."
 
 
 def _bar(configuration: Configuration, times: StepTimes) -> Bar:
@@ -139,19 +148,31 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
 
 
 def _breakdown_title(bars: Sequence[Bar]) -> str:
-    """Name the part, other than computing, that costs most somewhere."""
-    part, worst = max(((part, bar) for bar in bars for part in (0, 2, 3)), key=lambda item: item[1].share(item[0]))
+    """Name the part, other than computing, that costs most somewhere. One worker's rest has no name: it shares none."""
+    named = [(part, bar) for bar in bars for part in _named_parts(bar)]
+    part, worst = max(named, key=lambda item: item[1].share(item[0]))
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
-        return f"Computing fills every step: no other part takes more than {share}"
+        return _calm_title(bars, share)
     subject = ("Waiting for data", "", "The optimizer", "Exchanging gradients")[part]
     title = f"{subject} takes {share} of a step at {_short(worst.configuration)}"
-    shared = [bar for bar in bars if part != 3 or bar.configuration.world_size > 1]
-    least = min(shared, key=lambda bar: bar.share(part))
+    least = min((bar for other, bar in named if other == part), key=lambda bar: bar.share(part))
     if least.share(part) > 0.8 * worst.share(part):
         return title
     share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
     return f"{title}, but {share} at {_short(least.configuration)}"
+
+
+def _named_parts(bar: Bar) -> tuple[int, ...]:
+    return (0, 2, 3) if bar.configuration.world_size > 1 else (0, 2)
+
+
+def _calm_title(bars: Sequence[Bar], share: str) -> str:
+    """Where no named part takes more than that share of a step."""
+    if all(bar.share(3) < NOTABLE for bar in bars):
+        return f"Computing fills every step: no other part takes more than {share}"
+    exchange = " nor exchanging gradients" if any(bar.configuration.world_size > 1 for bar in bars) else ""
+    return f"Neither data nor the optimizer{exchange} takes more than {share} of a step"
 
 
 def _short(configuration: Configuration) -> str:

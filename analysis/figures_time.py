@@ -12,7 +12,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_money, format_number, format_percent, plural
 from tula_hpc.analysis.pricing import FOREVER_S
-from tula_hpc.analysis.report_data import Interval, RunContents, find_candidate, measured_epoch, predicted
+from tula_hpc.analysis.report_data import Interval, RunContents, cost_at, find_candidate, measured_epoch, predicted
 from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
@@ -104,7 +104,7 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
     caption = (
         f"What the whole training of {plural(run.plan.epochs, 'epoch')} costs. Lower is better. More nodes finish "
         "sooner, but pay for the time in which they wait for one another. Measured points are measured step times at "
-        "the plan's price. "
+        "the plan's price; evaluation and start-up cost what the plan says. "
     )
     return _draw(run, curves, quantity, _cost_title(run.plan), caption + _reading(curves))
 
@@ -117,11 +117,12 @@ def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
 
 
 def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
-    """The measured epoch time of a configuration at the price per second that the plan found for it."""
+    """What the plan says, had it known the measured epoch time of a configuration."""
     candidate = find_candidate(plan, item.configuration)
     epoch = measured_epoch(item, item.dataset_samples or plan.dataset_samples)
     if candidate and epoch and candidate.train_time_s > 0:
-        yield Point(item.configuration, epoch.times(plan.epochs * candidate.cost / candidate.train_time_s))
+        relative = epoch.times(plan.epochs / candidate.train_time_s)
+        yield Point(item.configuration, Interval(*(cost_at(candidate, pace) for pace in relative)))
 
 
 def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, caption: str) -> Drawing:
@@ -313,16 +314,21 @@ def _time_title(curves: Curves) -> str:
 
 def _cost_title(plan: Plan) -> str:
     chosen = plan.chosen
-    title = f"The chosen configuration costs {format_money(chosen.cost, chosen.currency)}"
     cheapest = min((item for item in plan.candidates if item.feasible), key=lambda item: item.cost, default=chosen)
-    if cheapest.cost >= chosen.cost * 0.995:
-        return f"{title}; none is cheaper"
+    price, least = (format_money(item.cost, item.currency) for item in (chosen, cheapest))
+    title = f"The chosen configuration costs {price}"
+    if cheapest.cost >= chosen.cost or least == price:
+        return f"{title}, as cheap as any"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
-    time = format_duration(cheapest.train_time_s)
-    price = format_money(cheapest.cost, cheapest.currency)
-    return (
-        f"{title}; the cheapest ({where}) {price}, but takes {time} instead of {format_duration(chosen.train_time_s)}"
-    )
+    return f"{title}; the cheapest ({where}) {least}, {_against(cheapest.train_time_s, chosen.train_time_s)}"
+
+
+def _against(time_s: float, chosen_s: float) -> str:
+    """How the time of another one compares, as far as the digits that are shown tell."""
+    time, chosen = format_duration(time_s), format_duration(chosen_s)
+    if time == chosen:
+        return "and is as fast"
+    return f"{'but' if time_s > chosen_s else 'and'} takes {time} instead of {chosen}"
 
 
 def _table(curves: Curves, quantity: Quantity) -> Table:

@@ -17,6 +17,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_number, format_percent, plural
 from tula_hpc.analysis.report_data import RunContents, Training
+from tula_hpc.config import Gate, TrainingSpec
 from tula_hpc.records import Event, Metrics, StepMetrics
 
 EVENT_NAMES = {
@@ -183,14 +184,31 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
         why = "training logged no gradient scale" if run.trainings else "training has not started yet"
         return Missing("sensitivity", "gradient sensitivity and scale", why)
     steps = _scaled_steps(training)
-    delta = run.sweep.training.ags.delta if run.sweep else None
-    title = _sensitivity_title(steps, delta)
+    gate = _gate(run.sweep.training) if run.sweep else UNKNOWN_GATE
+    title = _sensitivity_title(steps, gate)
     with style.styled():
         figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
-        _draw_sensitivity(panels[0], steps, delta)
+        _draw_sensitivity(panels[0], steps, gate.delta)
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
-    return Drawing("sensitivity", title, _sensitivity_caption(delta), figure, _sensitivity_table(steps))
+    return Drawing("sensitivity", title, _sensitivity_caption(gate), figure, _sensitivity_table(steps))
+
+
+class _Gate(NamedTuple):
+    """Which steps are scaled."""
+
+    kind: Gate | None  # None: the run's settings are not known
+    delta: float | None  # threshold of Δ(G); None where none counts, or none is known
+
+
+UNKNOWN_GATE = _Gate(None, None)
+
+
+def _gate(training: TrainingSpec) -> _Gate:
+    options = training.ags
+    if training.method == "adascale" or options.gate == "none":  # AdaScale has no gate, whatever the keys of AGS say
+        return _Gate("none", None)
+    return _Gate(options.gate, options.delta)
 
 
 def _scaled_steps(training: Training) -> list[StepMetrics]:
@@ -252,25 +270,40 @@ def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     axes.set_xlabel("optimizer steps")
 
 
-def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str:
+def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
     known = [row.sensitivity for row in steps if row.sensitivity is not None]
     means = [row.scale_mean for row in steps if row.scale_mean is not None]
-    scale = f"gradients were scaled by {format_number(statistics.fmean(means), 3)} on average" if means else ""
-    if delta is None or not known:
-        return scale[:1].upper() + scale[1:] or "Gradient sensitivity over training"
-    calm = sum(value < delta for value in known) / len(known)
-    title = f"Gradients were calm (Δ below {format_number(delta)}) in {format_percent(calm)} of the logged steps"
-    return f"{title} and {scale.removeprefix('gradients were ')}" if scale else title
+    by = f"by {'up to ' if gate.kind == 'smooth' else ''}{format_number(statistics.fmean(means), 3)}" if means else ""
+    if gate.delta is None or not known:
+        return f"Gradients were scaled {by} on average" if by else "Gradient sensitivity over training"
+    calm = sum(value < gate.delta for value in known) / len(known)
+    title = f"Gradients were calm (Δ below {format_number(gate.delta)}) in {format_percent(calm)} of the logged steps"
+    return f"{title} and scaled {by} on average" if by else title
 
 
-def _sensitivity_caption(delta: float | None) -> str:
-    threshold = "a threshold δ" if delta is None else f"the dashed threshold δ = {format_number(delta)}"
+def _sensitivity_caption(gate: _Gate) -> str:
+    norm = "the moving average of the gradient's squared norm"
     return (
-        "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. Middle: the factor "
-        "by which gradients are multiplied (mean over all parameters, band from the smallest to the largest), which "
-        f"makes a large batch step like a small one. It is applied only while Δ(G) is below {threshold}; where "
-        "gradients change faster, training is in a sensitive phase and they are left alone. Below: the share of steps "
-        "that were scaled."
+        f"Above: Δ(G), how much {norm if gate.kind == 'smoothed' else 'the squared norm of the gradient'} changed from "
+        "one step to the next. Middle: the factor by which gradients are multiplied (mean over all parameters, band "
+        f"from the smallest to the largest), which makes a large batch step like a small one. {_gate_in_words(gate)} "
+        f"Below: the share of steps that {'used some of it' if gate.kind == 'smooth' else 'were scaled'}."
+    )
+
+
+def _gate_in_words(gate: _Gate) -> str:
+    if gate.delta is None:
+        unknown = "Whether Δ(G) decides at which steps it is applied is not known here."
+        return unknown if gate.kind is None else "It is applied at every step, whatever Δ(G) is."
+    threshold = f"the dashed threshold δ = {format_number(gate.delta)}"
+    if gate.kind == "smooth":
+        return (
+            "The faster gradients change, the less of it is applied: the share 1 − Δ(G)/δ, and nothing from "
+            f"{threshold} on."
+        )
+    return (
+        f"It is applied only while Δ(G) is below {threshold}; where gradients change faster, training is in a "
+        "sensitive phase and they are left alone."
     )
 
 

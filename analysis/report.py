@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.analysis.report RUN`: figures, tables and the report of a run, from its files alone.
+"""`python -m tula_hpc.analysis.report RUN`: figures, tables and the report of a run or study, from its files alone.
 
 Works at any stage: over measurements alone, over a plan, during training and after it, on any machine.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.formatting import keep_units
-from tula_hpc.analysis.report_data import RunContents, read_run
+from tula_hpc.analysis.report_data import RunContents, holds_study, read_run
 from tula_hpc.analysis.report_tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
@@ -51,17 +51,21 @@ SUFFIXES = ("svg", "png", "csv")
 
 
 def write_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report anew: report.html, report.pdf, and each figure as SVG, PNG and CSV.
+    """Write RUN/report anew: report.html, report.pdf, and each figure as SVG, PNG and CSV; of a study its own report.
 
     Figures that have no data yet are left out, and the report says so. Every file is replaced as a whole.
 
     Returns:
-        The files, report.html first.
+        The files, report.html (study.html) first.
 
     Raises:
         RunDirectoryError: There is no such directory, or it holds no run.
         OSError: The folder cannot be written.
     """
+    if holds_study(run):
+        from tula_hpc.analysis.study import write_study_report  # which imports this module
+
+        return write_study_report(run)
     from tula_hpc.analysis import figures  # matplotlib takes half a second; the tables do without
 
     contents = read_run(run)

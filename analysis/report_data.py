@@ -21,6 +21,7 @@ from tula_hpc.records import (
     Candidate,
     Configuration,
     Event,
+    JobNote,
     Measurement,
     Metrics,
     Plan,
@@ -73,6 +74,7 @@ class RunContents(NamedTuple):
     plan: Plan | None
     events: list[Event]
     trainings: list[Training]
+    job_notes: list[JobNote]  # what profile jobs said of themselves
     notes: list[str]  # what could not be read
 
     @property
@@ -140,8 +142,15 @@ def read_run(run: RunDirectory) -> RunContents:
         plan=_read_plan(run, notes),
         events=run.events(),
         trainings=list(_read_trainings(run, notes)),
+        job_notes=run.job_notes(),
         notes=notes,
     )
+
+
+def holds_study(run: RunDirectory) -> bool:
+    """Whether its trainings are those of a study, which has a report of its own."""
+    sweep = _read_sweep(run.sweep_file, [])
+    return sweep is not None and sweep.study is not None
 
 
 def _refuse_empty(run: RunDirectory) -> None:
@@ -251,14 +260,20 @@ def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -
 
 
 _TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
-_SAME_SPREAD = {**dict.fromkeys(_TIMES, _TIMES), "cost": ("cost", *_TIMES)}
+_SAME_SPREAD = dict.fromkeys(_TIMES, _TIMES)
+_FIXED = ("evaluation", "starts")  # of `Candidate.wall_parts_s`: what takes no longer where steps do
 
 
 def predicted(candidate: Candidate, quantity: str) -> Interval:
     """A predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
-    Step, epoch and training time and cost are multiples of one another: the interval of one gives those of the others.
+    Step, epoch and training time are multiples of one another: the interval of one gives those of the others, and
+    that of the cost.
     """
+    if quantity == "cost":
+        time = predicted(candidate, "train_time_s")
+        known = time.value > 0
+        return Interval(*(cost_at(candidate, seconds / time.value if known else 1.0) for seconds in time))
     value = float(getattr(candidate, quantity))
     for known in (quantity, *_SAME_SPREAD.get(quantity, ())):
         base = float(getattr(candidate, known, 0.0))
@@ -266,6 +281,18 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
             low, high = candidate.interval_90[known]
             return Interval(value, value * low / base, value * high / base)
     return Interval(value, value, value)
+
+
+def cost_at(candidate: Candidate, pace: float) -> float:
+    """Cost if steps took `pace` times as long as predicted.
+
+    With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) · pace)`: what is paid
+    follows the wall time. Plans that do not tell its parts have steps alone.
+    """
+    parts = candidate.wall_parts_s
+    whole_s = sum(parts.values())
+    fixed = sum(parts.get(name, 0.0) for name in _FIXED) / whole_s if whole_s > 0 else 0.0
+    return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 
 def find_candidate(plan: Plan | None, configuration: Configuration) -> Candidate | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tula_hpc.analysis import cautions
+from tula_hpc.analysis import cautions, checkpoints
 from tula_hpc.analysis.aggregate import is_out_of_memory, summarize
 from tula_hpc.analysis.formatting import (
     format_bytes,
@@ -14,6 +14,7 @@ from tula_hpc.analysis.formatting import (
     format_percent,
     plural,
 )
+from tula_hpc.analysis.job_runs import job_runs
 from tula_hpc.analysis.parts import name_of, of_part, prefixed
 from tula_hpc.analysis.plan_text import background, wall_time_s
 from tula_hpc.analysis.report_data import (
@@ -101,7 +102,17 @@ def _expected(chosen: Candidate) -> str:
 
 def about_plan(run: RunContents) -> list[str]:
     """What the plan's choice excludes and assumes, a sentence each; empty before there is a plan."""
-    return [] if run.plan is None else background(run.plan)
+    if run.plan is None:
+        return []
+    outdated = _outdated_notes(run)
+    return background(run.plan.model_copy(update={"notes": [note for note in run.plan.notes if note not in outdated]}))
+
+
+def _outdated_notes(run: RunContents) -> set[str]:
+    """What the plan had to assume until a training measured it."""
+    if run.cluster is None or checkpoints.measured_cost(run.events) is None:
+        return set()
+    return {checkpoints.describe(None, part.pricing) for part in run.cluster.parts()}
 
 
 def _outcome(run: RunContents, training: Training) -> Iterator[str]:
@@ -204,21 +215,29 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
 
 
 def profiling_cost(run: RunContents) -> str:
-    """Node-seconds of all profiles, and their price where nodes are paid by the hour."""
-    profiles = [item for item in run.measurements if item.stage == "profile"]
-    node_seconds = sum(map(_node_seconds, profiles))
+    """Node-seconds of all profile jobs, and their price where nodes are paid by the hour."""
+    used = _used_by_profiling(run)
+    node_seconds = sum(used.values())
     text = (
         f"{format_number(node_seconds)} node-seconds ({format_number(node_seconds / SECONDS_PER_HOUR, 2)} node-hours)"
     )
     prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
-    if profiles and all(item.partition in prices for item in profiles):
-        usd = sum(_node_seconds(item) / SECONDS_PER_HOUR * prices[item.partition] for item in profiles)
-        text += f", {format_money(usd)}"
+    if used and all(name in prices for name in used):
+        text += f", {format_money(sum(seconds / SECONDS_PER_HOUR * prices[name] for name, seconds in used.items()))}"
     return text
 
 
-def _node_seconds(item: Measurement) -> float:
-    return item.node_seconds or item.elapsed_s * item.nodes
+def _used_by_profiling(run: RunContents) -> dict[str, float]:
+    """Node-seconds by partition: of whole jobs, start-up included; where none left notes, of what they measured."""
+    where = {item.job_id: item.partition for item in run.measurements}
+    used = [(where.get(job.job_id, ""), job.node_seconds) for job in job_runs(run.job_notes, run.measurements)]
+    if not used:
+        profiles = [item for item in run.measurements if item.stage == "profile"]
+        used = [(item.partition, item.node_seconds or item.elapsed_s * item.nodes) for item in profiles]
+    total: dict[str, float] = {}
+    for name, node_seconds in used:
+        total[name] = total.get(name, 0.0) + node_seconds
+    return total
 
 
 def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:

@@ -18,6 +18,7 @@ from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec
+from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Candidate
 
 Array = NDArray[np.float64]
@@ -116,7 +117,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
     epoch = step * (part.summary.dataset_samples // grid.global_batch)
-    epoch += sweep.updates_per_epoch * models.update_time_s.predict(workers)
+    epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
     evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
     usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
@@ -136,7 +137,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         evaluation_s=evaluation,
         saving_s=paid.saving_s,
         peak_bytes=peak,
-        why=_why_not(part, grid, peak + _on_top(part, sweep), paid.wall_time_s),
+        why=_why_not(part, grid, peak + _on_top(part, sweep, workers), paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
 
@@ -153,12 +154,26 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
     return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
 
 
-def _on_top(part: Part, sweep: SweepSpec) -> int:
+def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array | float:
+    """Updates that take a pass, where one was timed; see `methods.pass_interval`."""
+    training, samples = sweep.training, part.summary.dataset_samples
+    if not training.free_reference:
+        return sweep.updates_per_epoch
+    taken = np.minimum(max(2, training.reference_batch), grid.global_batch)
+    interval = np.ceil(taken / (PASS_SHARE * grid.global_batch))
+    epochs = training.ags.update_interval_epochs
+    updates = 1.0 / epochs if epochs else samples // grid.global_batch / interval
+    return np.where(grid.nodes * grid.workers_per_node == 1, updates, 0.0)
+
+
+def _on_top(part: Part, sweep: SweepSpec, workers: Array) -> Array:
     """Bytes per worker that a training needs beside what was profiled.
 
     While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a checkpoint is written from.
     """
-    scaling = sweep.training.gradient_copies * max(row.memory.gradient_bytes for row in part.summary.profiles)
+    passes = (workers == 1) & (part.models.update_time_s.predict(workers) > 0)  # where norms are wanted for free
+    copies = np.where(sweep.training.free_reference, passes, sweep.training.gradient_copies).astype(np.float64)
+    scaling = copies * max(row.memory.gradient_bytes for row in part.summary.profiles)
     copied = checkpoint_copy(part) if part.cluster.device == "cpu" else 0
     return scaling + -(-copied // part.cluster.workers_per_node)  # one worker has it; the limit is the whole node's
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.planning_data import cluster, grid, memory, peak_bytes, sweep
+from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
 from tula_hpc.analysis.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.config import TrainingSpec
+from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Footprint, RunDirectory
 
 COUNTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes_per_sample", "fixed_bytes")
@@ -38,6 +39,31 @@ def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() ->
     specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]
     largest = [max(c.local_batch for c in make_plan(s, limited, grid()).candidates if c.feasible) for s in specs]
     assert largest == [128, 64]
+
+
+@pytest.mark.parametrize("training", [{}, {"method": "adascale"}, {"update_interval_epochs": 0.5}])
+def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(training: dict[str, object]) -> None:
+    """Where an update was timed there, since the model has BatchNorm."""
+    spec = sweep("time").model_copy(update={"training": TrainingSpec.model_validate(training)})
+    rows = [
+        [*grid((2, 4)), *(ok(1, batch, times=times(1, batch, update_time_s=update_s)) for batch in (32, 64, 256, 1024))]
+        for update_s in (0.0, 0.5)
+    ]
+    plain, passing = (make_plan(spec, cluster(), measured) for measured in rows)
+    before = {(c.nodes, c.local_batch): c.epoch_time_s for c in plain.candidates}
+    for candidate in passing.candidates:
+        passes = (candidate.epoch_time_s - before[candidate.nodes, candidate.local_batch]) / 0.5
+        if candidate.nodes > 1:
+            assert passes == pytest.approx(0.0, abs=0.01)
+        elif "update_interval_epochs" in training:
+            assert passes == pytest.approx(2.0, rel=0.01)
+        else:
+            seen = min(spec.training.reference_batch, candidate.local_batch) * passes
+            assert 0.2 < seen / (PASS_SHARE * SAMPLES) < 1.001
+    limit_gb = ((peak_bytes(128) + checkpoint_copy_bytes([memory(128)], [1])) / 0.9 + 1) / 1024**3
+    plans = [make_plan(spec, cluster(memory_gb=limit_gb), measured) for measured in rows]
+    largest = [[max(c.local_batch for c in p.candidates if c.feasible and c.nodes == n) for n in (1, 2)] for p in plans]
+    assert largest == [[128, 64], [64, 64]]
 
 
 def test_damaged_estimates_are_none(tmp_path: Path) -> None:

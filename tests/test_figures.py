@@ -32,9 +32,11 @@ from tula_hpc.analysis.figures_steps import parts_of
 from tula_hpc.analysis.figures_style import SIZES, size_style
 from tula_hpc.analysis.figures_training import training_marks
 from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
-from tula_hpc.records import Candidate, Configuration, Event, Knee, RunDirectory, StepTimes, append_record
+from tula_hpc.config import TrainingSpec
+from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
 
 SVG = "{http://www.w3.org/2000/svg}"
+CONFIGURATION_COLUMNS = ("nodes", "workers_per_node", "local_batch_samples")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,62 @@ def test_measured_cost_is_measured_time_at_the_plans_price(run: RunContents, dra
         assert float(row["cost_usd"]) == pytest.approx(hours * item.nodes * 2.48)
 
 
+def with_start_up(item: Candidate) -> Candidate:
+    """The same with evaluation and starts that take as long, and cost as much, as the steps."""
+    steps_s, cost = item.train_time_s, 2 * item.cost
+    parts = {"steps": steps_s, "evaluation": 0.2 * steps_s, "starts": 0.8 * steps_s}
+    ends = {"cost": (0.93 * cost, 1.08 * cost)}  # scaled as the step time's, start-up included
+    changes = {"wall_time_s": 2 * steps_s, "wall_parts_s": parts, "cost": cost}
+    return item.model_copy(update={**changes, "interval_90": item.interval_90 | ends})
+
+
+def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> None:
+    assert run.plan is not None
+    started = [with_start_up(item) for item in run.plan.candidates]
+    dearer = run._replace(plan=run.plan.model_copy(update={"candidates": started}))
+    steps = {item.configuration: item.cost for item in run.plan.candidates}
+    for before, after in zip(rows(drawn(run, "cost")), rows(drawn(dearer, "cost")), strict=True):
+        if before["mark"] != "out_of_memory":
+            where = Configuration(*(int(before[name]) for name in CONFIGURATION_COLUMNS))
+            for column in ("cost_usd", "low_cost_usd", "high_cost_usd"):
+                assert float(after[column]) == pytest.approx(float(before[column]) + steps[where])
+
+
+@pytest.mark.parametrize(
+    ("cost", "pace", "ending"),
+    [
+        (0.99, 2.0, "0.99 USD, but takes 4.0 s instead of 2.0 s"),
+        (0.99, 0.5, "0.99 USD, and takes 1.0 s instead of 2.0 s"),
+        (0.99, 1.01, "0.99 USD, and is as fast"),
+        (0.999, 0.5, "costs 1.00 USD, as cheap as any"),
+        (1.5, 0.5, "costs 1.00 USD, as cheap as any"),
+    ],
+)
+def test_the_cheapest_is_told_by_the_digits_that_are_shown(
+    run: RunContents, cost: float, pace: float, ending: str
+) -> None:
+    chosen = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 2.0})
+    other = candidate(Configuration(1, 1, 32)).model_copy(update={"cost": cost, "train_time_s": 2.0 * pace})
+    assert drawn(run._replace(plan=plan([chosen, other], chosen=chosen)), "cost").title.endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("cost", "time_s", "title"),
+    [
+        (2.0, 62.3, "The cheapest of the front costs 1.00 USD and is as fast as any: 1 min 2 s"),
+        (1.001, 31.0, "The fastest of the front takes 31.0 s and is as cheap as any: 1.00 USD"),
+        (2.0, 31.0, "The front runs from 1.00 USD in 1 min 2 s to 2.00 USD in 31.0 s"),
+    ],
+)
+def test_the_front_is_told_by_the_digits_that_are_shown(
+    run: RunContents, cost: float, time_s: float, title: str
+) -> None:
+    cheapest = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 62.4})
+    fastest = candidate(Configuration(2, 1, 32)).model_copy(update={"cost": cost, "train_time_s": time_s})
+    made = plan([cheapest, fastest], chosen=cheapest)
+    assert drawn(run._replace(plan=made), "pareto").title == title
+
+
 def test_out_of_memory_is_in_time_cost_and_memory(run: RunContents, drawings: dict[str, Drawing]) -> None:
     assert run.out_of_memory
     for name in ("epoch_time", "cost", "memory"):
@@ -218,6 +276,44 @@ def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> No
         assert sum(parts) == pytest.approx(total)
         share = 100 * parts[3] / float(row["step_time_s"])
         assert float(row["exposed_synchronization_percent"]) == pytest.approx(share)
+
+
+def profiled(where: Configuration, rest: float, optimizer: float = 0.01) -> Measurement:
+    """A profile of which the rest of a step, and the optimizer, are such shares."""
+    times = {"data_time_s": 0.0, "compute_time_s": 1.0 - rest - optimizer, "optimizer_time_s": optimizer}
+    whole = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), 1.0)
+    allreduce = {"allreduce_time_s": 0.1 if where.world_size > 1 else 0.0}
+    return measurement(where, times=StepTimes.model_validate(whole | times | allreduce))
+
+
+ALONE, ALONE_64, PAIR = Configuration(1, 1, 32), Configuration(1, 1, 64), Configuration(2, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "title"),
+    [
+        ([profiled(ALONE, 0.3)], "Neither data nor the optimizer takes more than 1.0 % of a step"),
+        ([profiled(ALONE, 0.3, 0.1)], "The optimizer takes 10.0 % of a step at N = 1, B = 32"),
+        ([profiled(ALONE, 0.02)], "Computing fills every step: no other part takes more than 1.0 %"),
+        (
+            [profiled(ALONE, 0.3), profiled(PAIR, 0.02)],
+            "Neither data nor the optimizer nor exchanging gradients takes more than 2.0 % of a step",
+        ),
+        (
+            [profiled(ALONE, 0.4), profiled(ALONE_64, 0.0), profiled(PAIR, 0.3)],
+            "Exchanging gradients takes 30.0 % of a step at N = 2, B = 64",
+        ),
+    ],
+)
+def test_one_worker_exchanges_no_gradients(run: RunContents, rows: list[Measurement], title: str) -> None:
+    drawing = drawn(run._replace(measurements=rows, plan=None), "step_breakdown")
+    assert drawing.title == title
+
+
+def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
+    for where in (ALONE, PAIR):
+        caption = drawn(run._replace(measurements=[profiled(where, 0.3)]), "step_breakdown").caption
+        assert ("left of it" in caption) == ("diamond" in caption) == (where == PAIR)
 
 
 def test_exposed_synchronization_is_never_negative() -> None:
@@ -277,7 +373,47 @@ def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str
     steps = run.trainings[0].metrics.steps
     assert [float(row["sensitivity"]) for row in table] == [item.sensitivity for item in steps]
     assert [float(row["scale_max"]) for row in table] == [item.scale_max for item in steps]
-    assert "δ = 0.5" in drawings["sensitivity"].caption
+
+
+GATES = {
+    "paper": ("only while Δ(G) is below the dashed threshold δ = 0.5", "(Δ below 0.5)", "by 1.84 on"),
+    "smoothed": ("how much the moving average", "(Δ below 0.5)", "by 1.84 on"),
+    "smooth": ("1 − Δ(G)/δ, and nothing from the dashed threshold δ = 0.5 on", "(Δ below 0.5)", "by up to 1.84 on"),
+    "none": ("at every step, whatever Δ(G) is", "Gradients were scaled", "by 1.84 on"),
+}
+
+
+def sensitivity_of(run: RunContents, **training: object) -> Drawing:
+    assert run.sweep is not None
+    spec = TrainingSpec.model_validate({"delta": 0.5, **training})
+    return drawn(run._replace(sweep=run.sweep.model_copy(update={"training": spec})), "sensitivity")
+
+
+def dashed(drawing: Drawing) -> int:
+    """How many lines lie across the whole panel of the sensitivity."""
+    return sum(len(line.get_xdata()) == 2 for line in lines_of(drawing))
+
+
+@pytest.mark.parametrize("gate", list(GATES))
+def test_sensitivity_tells_of_the_gate_that_the_training_had(run: RunContents, gate: str) -> None:
+    drawing = sensitivity_of(run, gate=gate)
+    caption, *title = GATES[gate]
+    assert caption in drawing.caption
+    assert all(words in drawing.title for words in title)
+    assert dashed(drawing) == (gate != "none")
+    assert ("δ" in drawing.caption) == (gate != "none")
+
+
+def test_adascale_has_no_gate_whatever_the_keys_say(run: RunContents) -> None:
+    drawing = sensitivity_of(run, method="adascale", gate="paper")
+    assert "at every step" in drawing.caption
+    assert not dashed(drawing)
+
+
+def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
+    drawing = drawn(run._replace(sweep=None), "sensitivity")
+    assert "is not known here" in drawing.caption
+    assert not dashed(drawing)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> Non
     assert tiny.largest_local_batch == 0
 
 
+def test_a_lone_worker_may_have_to_take_passes_for_norms_that_are_free_elsewhere() -> None:
+    alone = sweep().model_copy(update={"search": sweep().search.model_copy(update={"cluster_sizes": (1, 2)})})
+    found = [estimate_footprint(spec, ClusterSpec()) for spec in (alone, sweep())]
+    assert [estimate.scaling_bytes for estimate in found] == [found[0].gradient_bytes, 0]
+
+
 class Branching(nn.Module):
     """A model that looks at values."""
 

@@ -57,8 +57,8 @@ RULES: dict[str, set[str]] = {
     "allocation": {"config", "env", "rendezvous", "worker"},
     "session": {"agenda", "allocation", "env", "jobs", "memory_errors", "profiler", "records"},
     "profiler": {
-        "config", "env", "errors", "forward_probe", "noise_probe", "power", "records", "resident", "timing", "worker",
-        "workloads",
+        "config", "env", "errors", "forward_probe", "methods", "noise_probe", "power", "records", "resident", "timing",
+        "worker", "workloads",
     },
     "trainings": {"config", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
     "tuner": set(),

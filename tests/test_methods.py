@@ -404,7 +404,7 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
         assert more.fixed == counts.fixed
     extra = {method: sweep(method, preset="paper") for method in get_args(Method)}
     assert {method for method, spec in extra.items() if spec.training.gradient_copies} == {"ags", "polo"}
-    assert sweep("ags").training.gradient_copies == 0  # no pass
+    assert sweep("ags").training.gradient_copies == 0  # no pass, but see `analysis.table` on a single worker
     assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
     assert sweep("ags", apply="update").step_copies == 1
 

@@ -506,16 +506,39 @@ def test_state_of_the_first_version_still_loads(granularity: str) -> None:
     assert restored.statistics()[:6] == optimizer.statistics()[:6]
 
 
-def test_averages_of_other_parameters_are_refused_before_anything_changes() -> None:
+@pytest.mark.parametrize("shape", [(3, 7), (2, 4), (3,), (3, 4, 1)])
+def test_averages_of_other_parameters_are_refused_before_anything_changes(shape: tuple[int, ...]) -> None:
     model = make_model()
     optimizer = wrap(model, granularity="tensor")
     train(model, optimizer, range(1))
     state = optimizer.state_dict()
-    state[STATE_KEY]["averages"] = torch.zeros(3, 7)
+    state[STATE_KEY]["averages"] = torch.zeros(shape)
     target = wrap(make_model(), granularity="tensor")
     with pytest.raises(ValueError, match="averages belong to other parameters"):
         target.load_state_dict(state)
     assert target.steps == 0
+
+
+@pytest.mark.parametrize("large_batch", [LARGE, LARGE // 2])
+def test_a_state_taken_before_an_added_groups_first_update_goes_on_as_it_was(large_batch: int) -> None:
+    seen = []
+    saved: dict[str, Any] = {}
+    for resumed in (False, True):
+        model = make_model()
+        optimizer = wrap(model, SGD(model[0].parameters(), lr=0.1), granularity="tensor", smoothing=0.5)
+        if not resumed:
+            train(model, optimizer, range(3))
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        if resumed:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        else:
+            saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        optimizer.set_batch(large_batch)
+        train(model, optimizer, range(3, 6))
+        seen.append(weights(model))
+        assert None not in optimizer.gradscale
+    assert torch.equal(seen[0], seen[1])
 
 
 SQUARE, TRACE = 3.0, 400.0

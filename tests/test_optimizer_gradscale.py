@@ -98,11 +98,20 @@ def test_set_batch_keeps_an_explicit_s_max() -> None:
 
 
 def test_a_refused_set_batch_changes_nothing() -> None:
-    optimizer = build(1, s_min=3.0)
-    for large in (16, 64):  # below small_batch; s_max = √2 below s_min
-        with pytest.raises(ValueError, match=r"small_batch|s_min"):
-            optimizer.set_batch(large)
+    optimizer = build(1)
+    with pytest.raises(ValueError, match="small_batch"):
+        optimizer.set_batch(16)
     assert (optimizer.large_batch, optimizer.s_max) == (512, 4.0)
+
+
+def test_the_default_s_max_never_falls_below_s_min() -> None:
+    optimizer = build(1, s_min=3.0)
+    optimizer.update_gradscale([torch.ones(1) * 100], [torch.ones(1)])
+    for large in (64, 32):  # as after running out of memory; √(b_large / b_small) is √2 and 1
+        optimizer.set_batch(large)
+        assert (optimizer.s_max, present(optimizer)[0].item()) == (3.0, 3.0)
+    optimizer.set_batch(512)
+    assert optimizer.s_max == 4.0
 
 
 def test_none_keeps_the_old_factor() -> None:
@@ -207,7 +216,9 @@ def test_scaling_piece_by_piece_gives_the_same(name: str, limit: int, monkeypatc
         ({"granularity": "row"}, "granularity: expected one of element, tensor, layer, model; got 'row'"),
         ({"small_batch": 0}, "small_batch"),
         ({"small_batch": 1024}, "small_batch"),
-        ({"s_min": 5.0}, "s_min"),
+        ({"s_min": 5.0, "s_max": 4.0}, "s_min"),
+        ({"s_min": math.inf}, "s_min"),
+        ({"s_min": math.nan}, "s_min"),
         ({"s_min": -1.0}, "s_min"),
         ({"s_max": 0.0}, "s_min"),
         ({"static_scale": 0.0}, "static_scale"),

@@ -172,12 +172,47 @@ def test_the_guard_holds_a_sudden_length_against_the_average_and_leaves_the_rest
             assert all(mine == pytest.approx(other, rel=1e-9) for mine, other in both)
 
 
+def observe(optimizer: TulaOptimizer, small: Sequence[float], large: Sequence[float]) -> None:
+    """A step with these squared norms, the small ones at b_small."""
+    params = optimizer.parameters()
+    give(params, [torch.full_like(p, math.sqrt(square / p.numel())) for p, square in zip(params, large, strict=True)])
+    optimizer.observe_small(torch.tensor(small, dtype=torch.float64), SMALL)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("granularity", "shared"), [("layer", (0, 1)), ("model", (0, 1, 2, 3))])
+def test_the_guard_compares_a_unit_as_a_whole(granularity: str, shared: tuple[int, ...]) -> None:
+    """Length that only moves from one of its tensors to another is no spike."""
+    guarded, plain = (
+        wrap(parameters(), granularity=granularity, smoothing=0.9, s_max=99.0, spike_guard=g) for g in (True, False)
+    )
+    for step in range(30):
+        moved = [1.9, 0.1] if step % 2 else [0.1, 1.9]
+        for optimizer in (guarded, plain):
+            observe(optimizer, [4.0] * 4, [*moved, 1.0, 1.0])
+    assert [factors(guarded)[place] for place in shared] == pytest.approx([factors(plain)[place] for place in shared])
+    observe(guarded, [4.0] * 4, [1.9, 1.9, 1.0, 1.0])
+    observe(plain, [4.0] * 4, [1.9, 1.9, 1.0, 1.0])
+    assert all(factors(guarded)[place] < 0.95 * factors(plain)[place] for place in shared)
+
+
+def test_one_pass_is_no_spike_for_the_steps_that_follow() -> None:
+    seen = []
+    for guard in (True, False):
+        optimizer = wrap(parameters(), granularity="tensor", smoothing=0.9, s_max=99.0, spike_guard=guard)
+        for length in (1.0, 1.0, 30.0):
+            small, large = ([scale * length * gradient for gradient in gradients(0)] for scale in (2.0, 1.0))
+            optimizer.update_gradscale(small, large)
+        seen.append(factors(optimizer))
+    assert seen[0] == seen[1] == pytest.approx([2.0] * 4)
+
+
 def test_without_an_average_the_guard_changes_nothing() -> None:
     seen = []
     for guard in (True, False):
         optimizer = wrap(parameters(), granularity="tensor", spike_guard=guard)
         for length in (1.0, 30.0):
-            optimizer.update_gradscale(gradients(1), [length * gradient for gradient in gradients(2)])
+            observe(optimizer, squares_of(gradients(1)), [length**2 * s for s in squares_of(gradients(2))])
         seen.append(factors(optimizer))
     assert seen[0] == seen[1]
 

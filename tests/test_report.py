@@ -21,8 +21,10 @@ from tests.run_factory import (
     write_plan,
     write_training,
 )
+from tula_hpc.analysis import checkpoints
 from tula_hpc.analysis.figures import FIGURES
 from tula_hpc.analysis.formatting import format_duration
+from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report import main, summary_rows, write_report
 from tula_hpc.analysis.report_data import read_run
 from tula_hpc.analysis.report_tables import (
@@ -32,9 +34,10 @@ from tula_hpc.analysis.report_tables import (
     summary_cells,
     summary_table,
 )
-from tula_hpc.analysis.report_text import answer, how_measured, warnings
+from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
+from tula_hpc.config import PricingSpec
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record
+from tula_hpc.records import Configuration, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.summary import print_summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -375,6 +378,33 @@ def test_profiling_cost_is_node_seconds(finished: Written) -> None:
     contents = read_run(finished.run)
     total = sum(item.elapsed_s * item.nodes for item in contents.measurements)
     assert dict(how_measured(contents))["what profiling cost"].startswith(f"{round(total):,} node-seconds")
+
+
+def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    for name, nodes in (("a", 4), ("b", 1)):
+        path = run.profile / f"{name}.jsonl"
+        (row,) = (item for item in run.measurements().records if item.partition == name)
+        path.unlink()
+        append_record(path, row.model_copy(update={"job_id": name}))
+        for note, at in (("began", 1000.0), ("ready", 1100.0), ("ended", 4600.0)):
+            told = {"note": note, "time": at, "began_at": 1000.0, "job_id": name, "allocated_nodes": nodes}
+            append_record(path.with_suffix(".notes"), JobNote.model_validate(told))
+    contents = read_run(run)
+    assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 18_000.0
+    said = dict(how_measured(contents))["what profiling cost"]
+    assert said == "18,000 node-seconds (5 node-hours), 14.00 USD"  # 4 hours at 1 USD, 1 at 10 USD
+
+
+def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assumed = checkpoints.describe(None, PricingSpec())
+    write_plan(run, run.read_plan().model_copy(update={"notes": [assumed, "prices are guesses"]}))
+    assert f"Note: {assumed}." in about_plan(read_run(run))
+    run.log_event("checkpoint", "train", data={"cost_s": 0.01})
+    said = about_plan(read_run(run))
+    assert not any("checkpoint" in sentence for sentence in said)
+    assert "Note: prices are guesses." in said
 
 
 def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) -> None:

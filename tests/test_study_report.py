@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.study_factory import SWEEP, make_study
+from tula_hpc.analysis import report
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_scale import BINS, ONE
 from tula_hpc.analysis.figures_study_delta import delta_groups
@@ -115,6 +116,15 @@ def test_a_failed_training_is_told_with_its_reason_until_it_is_submitted_again(t
     assert (outcome.status, outcome.why) == ("failed", "host oom: killed")
     run.log_event("submitted", "train", data={"label": label})
     assert next(o for o in read_study(run).outcomes if o.cell.label == label).status == "missing"
+
+
+def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_study(tmp_path / "run")
+    for path in (run.root / "train").rglob("*.json*"):
+        path.unlink()
+    assert report.main([str(run.root)]) == 0
+    assert capsys.readouterr().out == f"{run.report / 'study.html'}\n"
+    assert {path.name for path in run.report.iterdir()} == {"study.html", "study_table.tex", "study_runs.csv"}
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

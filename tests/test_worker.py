@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +20,9 @@ from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
-from tula_hpc.profiler import MemoryMeter, NodePower, measure
+from tula_hpc.profiler import MemoryMeter, NodePower, StepProfile, _stopping_rule, _without_updates, measure
 from tula_hpc.records import Configuration
+from tula_hpc.timing import StoppingRule
 from tula_hpc.worker import Worker
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
@@ -175,8 +177,6 @@ def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(monkeypatch: 
 
 
 def test_a_profile_changes_no_weight() -> None:
-    from tula_hpc.profiler import StepProfile, _stopping_rule
-
     spec = sweep()
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     before = [p.detach().clone() for p in worker.parameters]
@@ -184,6 +184,60 @@ def test_a_profile_changes_no_weight() -> None:
     for _ in range(3):
         worker.train_step(*next(profile.batches))
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    "training", [{}, {"reference": "pass"}, {"method": "static", "static_scale": 1e9, "gate": "none"}]
+)
+def test_timing_the_optimizer_lets_no_gradient_grow(
+    monkeypatch: pytest.MonkeyPatch, training: dict[str, object]
+) -> None:
+    """Each of the many steps would scale what the one before has scaled, beyond all numbers."""
+    spec = sweep(model="tests.examples.own_workload:perceptron", lr=0.1)
+    fields = {"small_batch": 4, "exponent": 4.0, "smoothing": 0.0, "s_min": 30.0, **training}
+    spec = spec.model_copy(update={"training": TrainingSpec.model_validate(fields)})
+    worker = Worker(_without_updates(spec), ClusterSpec(), CONFIGURATION, ALONE)
+    before = [p.detach().clone() for p in worker.parameters]
+    looked_at = noted_gradients(monkeypatch)
+    profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02))
+    profile.run(MemoryMeter(ClusterSpec()), NodePower(ClusterSpec(), worker))
+    assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in worker.parameters)
+    assert profile.noise.noise_scale > 0
+    assert bool(looked_at) == bool(profile.samples.get("update"))
+    assert all(0.0 < norm < 100.0 for norm in looked_at)
+
+
+@pytest.mark.parametrize("method", ["ags", "adascale"])
+def test_a_lone_worker_with_batchnorm_is_measured_with_the_passes_that_it_takes(method: str) -> None:
+    """Though norms are wanted for free; without BatchNorm there is nothing to time."""
+    spec = SweepSpec.model_validate(sweep().model_dump() | {"training": {"method": method, "base_batch": 16}})
+    worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    passes, batches = 0, worker.batches()
+    for _ in range(2 * (worker.samples // 64)):
+        passes += worker.optimizer.update_due
+        worker.train_step(*next(batches))
+    measurement = measure(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    assert 2 * measurement.updates_per_epoch == pytest.approx(passes, abs=1)
+    assert measurement.samples["update"]
+    workload = spec.workload.model_copy(update={"model": "tests.examples.own_workload:perceptron"})
+    plain = measure(spec.model_copy(update={"workload": workload}), ClusterSpec(), CONFIGURATION, ALONE)
+    assert plain.updates_per_epoch == 0.0
+    assert "update" not in plain.samples
+
+
+def noted_gradients(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Norms of the large gradients that factors are estimated from."""
+    norms: list[float] = []
+    update = TulaOptimizer.update_gradscale
+
+    def note(optimizer: TulaOptimizer, small: list[Tensor | None], large: list[Tensor | None]) -> None:
+        norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in large if gradient is not None)))
+        update(optimizer, small, large)
+
+    monkeypatch.setattr(TulaOptimizer, "update_gradscale", note)
+    return norms
 
 
 @given(st.integers(1, 4096), st.sampled_from([1, 2, 4, 16, 64]), st.sampled_from([1, 8, 32, 512]))

@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec
+from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.post_local import EpochAverager, PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.layers import layers, norms_and_biases
 from tula_hpc.workloads.optimizers import base_optimizer, shards
 
-PASS_SHARE = 0.02  # of the training's samples, in passes for the reference gradient
 SYNCHRONOUS_EPOCHS = 5  # of post-local SGD, as in the paper
 
 

@@ -17,6 +17,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure
 from tula_hpc.forward_probe import time_forward
+from tula_hpc.methods import pass_interval
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.power import PowerMeter
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
@@ -68,7 +69,7 @@ def measure(
         "watts_per_node": power.mean(),
         "dataset_samples": worker.samples,
         "test_samples": len(worker.workload.test),  # type: ignore[arg-type] # checked when the data was built
-        "updates_per_epoch": sweep.updates_per_epoch,
+        "updates_per_epoch": _updates_per_epoch(sweep, worker),
         "parameters": sum(p.numel() for p in worker.model.parameters()),
     }
     del worker, profile, power
@@ -89,6 +90,13 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
         "noise_samples": profile.noise.samples,
         "noise_terms": profile.noise.terms,
     }
+
+
+def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
+    if worker.norms is not None or not sweep.training.free_reference:
+        return sweep.updates_per_epoch
+    steps = worker.samples // worker.configuration.global_batch
+    return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
 
 
 def _without_updates(sweep: SweepSpec) -> SweepSpec:
@@ -123,8 +131,10 @@ class StepProfile:
         inputs, targets = next(self.batches)
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
-        self._time("optimizer", self._optimizer_step, briefly=True)
-        if self.worker.sweep.training.method == "ags" and self.worker.norms is None:  # else no update takes a pass
+        self._time_optimizer()
+        method = self.worker.sweep.training.method
+        if method in ("ags", "adascale") and self.worker.norms is None:  # else no update takes a pass
+            self._compute(inputs, targets)  # the update looks at the gradients of a backward pass
             self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
         if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
@@ -152,8 +162,11 @@ class StepProfile:
         self.worker.optimizer.zero_grad(set_to_none=True)
         self.worker.forward_backward(inputs, targets, synchronize=False)
 
-    def _optimizer_step(self) -> None:
-        self.worker.optimizer.step()
+    def _time_optimizer(self) -> None:
+        for parameter in self.worker.parameters:  # or each step would scale, in place, what the one before has scaled
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self._time("optimizer", self.worker.optimizer.step, briefly=True)
 
     def times(self) -> StepTimes:
         """Medians, the slowest worker's for the parts that workers do alone. Collective."""

@@ -21,7 +21,7 @@ class AgsOptions(NamedTuple):
     gate: Gate  # which steps are scaled: Δ < δ; all; the less the larger Δ/δ is; Δ of smoothed norms < δ
     exclude_norms: bool  # normalization layers and biases keep the factor 1
     apply: Literal["gradient", "update"]  # scale the gradient, or what the base optimizer makes of it
-    spike_guard: bool  # a gradient longer than its moving average is scaled by its own length
+    spike_guard: bool  # a gradient longer than its moving average is scaled by its own length; without passes only
     lr_scaling: LrScaling  # of the rate, on top, from base_batch to the global batch
     reference: Literal["pass", "free"]  # small gradient: an extra pass; or from the workers' own gradients, no pass
     update_interval_epochs: float  # between two passes, should there be any; 0: as often as 2 % of the samples allow

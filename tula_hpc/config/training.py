@@ -10,6 +10,7 @@ from tula_hpc.config.ags import DEFAULT, PAPER, AgsOptions, Gate, Granularity, L
 from tula_hpc.config.spec import Spec
 
 CHECKPOINT_MINUTES = 5.0  # at most between two checkpoints, unless saving costs too much
+PASS_SHARE = 0.02  # of the training's samples, in passes that a single worker takes though norms are wanted for free
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
 
@@ -33,7 +34,7 @@ class TrainingSpec(Spec):
     lr_scaling: LrScaling | None = None
     reference: Literal["pass", "free"] | None = None
     update_interval_epochs: float | None = Field(default=None, ge=0)
-    s_max: float | None = Field(default=None, gt=0)  # None: (global batch / small_batch)^(exponent / 2)
+    s_max: float | None = Field(default=None, gt=0)  # None: (global batch / small_batch)^(exponent / 2), at least s_min
     s_min: float = Field(default=0.0, ge=0)
     static_scale: float = Field(default=2.0, gt=0)  # the s of method = "static"
     layer_wise: bool = False  # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it

@@ -28,15 +28,17 @@ def require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def checked_bounds(batches: Batches, s_min: float, s_max: float | None, exponent: float) -> tuple[float, float]:
-    """(s_min, s_max) with the default filled in.
+    """(s_min, s_max) with the default filled in, which is not below s_min.
 
     Raises:
         ValueError: The batches or bounds do not fit together.
     """
     small, large = batches
     require(1 <= small <= large, f"small_batch: expected 1 <= small_batch <= large_batch, got {small} and {large}")
-    s_max = default_s_max(small, large, exponent) if s_max is None else s_max
-    require(0 <= s_min <= s_max and s_max > 0, f"s_min: expected 0 <= s_min <= s_max, got {s_min} and {s_max}")
+    # batches change within a training: a default that follows them must not fall below what was asked for
+    s_max = max(default_s_max(small, large, exponent), s_min) if s_max is None else s_max
+    fits = 0 <= s_min <= s_max and s_max > 0 and s_min < math.inf
+    require(fits, f"s_min: expected 0 <= s_min <= s_max, got {s_min} and {s_max}")
     return s_min, s_max
 
 

@@ -50,7 +50,8 @@ class Estimates:
             self.scale.update_elements(parameters, small, large)
         else:
             place = parameters[0].device
-            self.scale.update_norms(parameters, squares(norms[0], place), squares(norms[1], place), present)
+            both_squares = squares(norms[0], place), squares(norms[1], place)
+            self.scale.update_norms(parameters, *both_squares, present, guard=False)  # many steps will use one pass
         both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
         if both:  # both norms are there anyway
             sums = [sum_of_squares([pair[which] for pair in both], both[0][1].device) for which in (0, 1)]
@@ -91,7 +92,8 @@ class Estimates:
         if large is None:
             large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
         wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
-        self.scale.update_norms(parameters, wanted, large, [parameter in norms for parameter in parameters])
+        present = [parameter in norms for parameter in parameters]
+        self.scale.update_norms(parameters, wanted, large, present, guard=True)
         known = ~(small.isnan() | large.isnan())
         sums = [torch.where(known, values, 0.0).sum() for values in (small, large)]
         overflow_is_no_pair = torch.where(norm_squared.isfinite(), sums[1], torch.nan)
@@ -114,14 +116,17 @@ class Estimates:
         }
 
     def check_state(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
-        """Raise ValueError where a state belongs to other parameters."""
+        """Raise ValueError where a state belongs to other parameters.
+
+        Parameters that were added since the last update are not in the averages yet.
+        """
         factors, averages = state["gradscale"], state.get("averages")
         fits = len(factors) == len(parameters) and all(
             factor is None or factor.shape in (parameter.shape, torch.Size())
             for factor, parameter in zip(factors, parameters, strict=True)
         )
         require(fits, "state_dict: gradscale belongs to other parameters")
-        fits = averages is None or averages.shape == (3, len(parameters))
+        fits = averages is None or averages.shape in [(3, count) for count in range(len(parameters) + 1)]
         require(fits, "state_dict: averages belong to other parameters")
 
     def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:

@@ -93,9 +93,11 @@ class GradScale:
                 ratio = element_ratio(s.detach().to(p.device), g.detach().to(p.device), self.exponent)
                 self._set(p, self._smoothed(p, ratio))
 
-    def update_norms(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, present: Sequence[bool]) -> None:
+    def update_norms(
+        self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, present: Sequence[bool], *, guard: bool
+    ) -> None:
         """New factors from squared norms, as `NormRatios.update` takes them; where not `present` the old one stays."""
-        ratios = self.norms.update(parameters, small, large)
+        ratios = self.norms.update(parameters, small, large, guard=guard)
         shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
         if not shared:
             return

@@ -7,9 +7,11 @@ With the squared norms ŝ at b_small and l̂ at b_large, summed over the tensors
 Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain of AdaScale (T. Johnson et al. 2020,
 "AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both norms are means.
 
-With the spike guard l̂ is the larger of the average and this update's own squared norm. An average knows nothing yet of
-a gradient that has just become many times as long, and a step along it, lengthened as the ones before, is what networks
-without normalization layers do not recover from; with exponent 2 such a step is shorter than the ones before.
+With the spike guard l̂ is the larger of the average and this update's own squared norm, where every step brings norms of
+its own. An average knows nothing yet of a gradient that has just become many times as long, and a step along it,
+lengthened as the ones before, is what networks without normalization layers do not recover from; with exponent 2 and an
+average of b_small's norms that has not followed, such a step is shorter than the ones before. Norms from a pass say
+nothing of the steps until the next pass, which their fluctuation would all shorten: there is no guard for them.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class NormRatios:
         smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
         layers: Parameters that share a factor; one that is in none is a unit of its own.
         exclude: Parameters of no unit.
-        spike_guard: Hold the average of b_small's norms against this update's at b_large where that is above its own.
+        spike_guard: Hold a unit's average at b_small against this update's own norm at b_large where that is above its
+            average, in updates that ask for it.
 
     Raises:
         ValueError: A parameter is in two layers, or there are none though they are asked for.
@@ -84,13 +87,14 @@ class NormRatios:
         self.averages: Tensor | None = None  # (3, n), float64: small, large, and the weight that both have so far
         self._units: dict[int, _Units] = {}  # by number of parameters
 
-    def update(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor) -> list[Tensor | None]:
+    def update(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, *, guard: bool) -> list[Tensor | None]:
         """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
 
         Args:
             parameters: In the optimizer's order; later calls may have more of them at the end.
             small: (n,), float64, at b_small; may be an estimate below 0.
             large: (n,), float64, on the same device.
+            guard: Whether the spike guard may act: these are the norms of the one step that comes.
 
         Returns:
             For each parameter the 0-dim ratio of its unit, which is the same object for all of them; None if excluded.
@@ -100,10 +104,10 @@ class NormRatios:
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
-        if self.spike_guard:
-            means = torch.stack([means[0], torch.where(known, torch.maximum(means[1], large), means[1])])
+        if guard and self.spike_guard:
+            means = torch.stack([*means, torch.where(known, large, means[1])])
         per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)
-        ratios = norm_ratio(per_unit[0], per_unit[1], self.exponent, units.dtype).unbind()
+        ratios = norm_ratio(per_unit[0], per_unit[1:].amax(0), self.exponent, units.dtype).unbind()
         return [None if unit is None else ratios[unit] for unit in units.of]
 
     def carry(self, old: tuple[int, int], new: tuple[int, int]) -> None:

@@ -73,7 +73,7 @@ class TulaOptimizer(WrappingOptimizer):
         delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its gradient is left as it is. `math.inf` turns the gate off.
         granularity: "element": a factor for each element. "tensor": one for each tensor, the ratio of norms. "layer":
             one for the tensors of each of `layers`. "model": one for all.
-        s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None.
+        s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None, but not below `s_min`.
         s_min: Lower bound of the factors. The convergence lemma needs it above 0.
         static_scale: Use this constant s instead of adaptive factors (the paper's static scaling); bounds do not apply.
         update_interval: `update_due` turns true after so many steps; None: never.
@@ -88,7 +88,7 @@ class TulaOptimizer(WrappingOptimizer):
             factor before that would cancel out. Takes a copy of the parameters during the step.
         layers: For granularity "layer": the parameters that share a factor. One that is in none has its own.
         spike_guard: A gradient that is longer than its moving average is scaled by its own length, see `norm_ratio.py`;
-            without effect at "element" and where `smoothing` is 0.
+            for norms that `observe_small` gives, without effect at "element" and where `smoothing` is 0.
 
     Raises:
         TypeError: `base` is not an optimizer.

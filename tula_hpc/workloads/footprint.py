@@ -71,7 +71,9 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     counts = counts.with_step_copies(sweep.step_copies)
     batches = _local_batches(sweep, cluster)
     peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
-    scaling = counts.gradients * sweep.training.gradient_copies
+    # a single worker takes passes though norms are wanted for free, where its model turns out to have BatchNorm
+    copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
+    scaling = counts.gradients * copies
     limit = cluster.memory_limit_bytes
     allowed = None if limit is None else int(limit * (1.0 - cluster.memory_margin))
     copied = _checkpoint_copy(counts, sweep.workload, world)
