@@ -91,7 +91,7 @@ def ranked(table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ..
 def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None) -> Choice:
     knee = knee_of(table.take(np.flatnonzero(feasible)), nominal, drawn)
     if knee is None:
-        return _near_least_time(table, feasible, None, f"a knee needs {MIN_BATCHES} feasible global batches")
+        return _near_least_time(table, feasible, None, f"no knee: it needs {MIN_BATCHES} feasible global batches")
     if knee.global_batch is None:
         return _near_least_time(table, feasible, knee, "the curve has no knee")
     octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(np.float64)
@@ -106,4 +106,4 @@ def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: K
     ranking = ranked(table, feasible & near, (table.global_batch.astype(np.float64),))
     ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time,))])
     rule = "the smallest global batch whose training time is within 10 % of the least"
-    return Choice(ranking, f"it has {rule}", knee, (f"no knee: {why}; taken is {rule}",))
+    return Choice(ranking, f"it has {rule}", knee, (f"{why}; taken is {rule}",))

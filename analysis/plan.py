@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
     options = _parser().parse_args(arguments)
     try:
-        print(_answer(options))
+        _print(_answer(options))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -37,6 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{error.filename or options.run}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _print(text: str) -> None:
+    """Whoever reads it may have heard enough, as `head` has."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="a key of the sweep or the cluster file, for example objective.deadline_hours=12 or pricing.basis=spot",
+        help="a key of the sweep or the cluster file that changes nothing that was measured, for example "
+        "objective.deadline_hours=12 or pricing.basis=spot",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")
@@ -69,8 +79,7 @@ def _answer(options: argparse.Namespace) -> str:
     mine, others = split_overrides(options.set)
     if options.objective:
         mine.append(f"objective.kind={options.objective}")
-    sweep = load_sweep(run.sweep_file, mine, check_paths=False)
-    cluster = load_cluster(run.cluster_file, others)
+    sweep, cluster = _inputs(run, mine, others)
     read = run.measurements()
     footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
     try:
@@ -81,6 +90,25 @@ def _answer(options: argparse.Namespace) -> str:
     if options.write:
         write_atomically(run.plan_file, text)
     return text if options.json else _as_text(plan, sweep, cluster, read.records, run)
+
+
+def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec]:
+    """The run's own with overrides of either file.
+
+    Raises:
+        InputError: A mistake, nothing to plan, or an override for which the run's measurements do not hold.
+    """
+    from tula_hpc.analysis.measured_inputs import refuse_other_cluster, refuse_other_sweep
+
+    sweep, cluster = load_sweep(run.sweep_file, mine, check_paths=False), load_cluster(run.cluster_file, others)
+    if sweep.study is not None:
+        words = "is a study, which has no plan; python -m tula_hpc.analysis.study writes its report, report/study.html"
+        raise InputError(words, source=run.root)
+    if mine:
+        refuse_other_sweep(run.sweep_file, load_sweep(run.sweep_file, check_paths=False), sweep)
+    if others:
+        refuse_other_cluster(run.cluster_file, load_cluster(run.cluster_file), cluster)
+    return sweep, cluster
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

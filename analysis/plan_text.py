@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from tula_hpc.analysis.formatting import format_bytes, format_duration, format_money, format_number, format_percent
 from tula_hpc.analysis.parts import name_of
+from tula_hpc.analysis.text_columns import GAP, TextColumn, add_columns
 from tula_hpc.records import Candidate, Plan
 
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
@@ -27,7 +29,7 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else LOG_WIDTH
     with console.capture() as capture:
-        console.print(_table(plan))
+        console.print(_table(plan, console.width))
     lines = [line for sentence in sentences(plan, profiling) for line in _wrapped(sentence, console.width)]
     return "\n".join([capture.get().rstrip("\n"), *lines])
 
@@ -56,16 +58,15 @@ def background(plan: Plan) -> list[str]:
 
 
 def _expectation(plan: Plan) -> str:
+    """The whole time, which is what the cost is for; of plans that do not have it, that of the steps."""
     chosen = plan.chosen
-    low, high = chosen.interval_90.get("train_time_s", (None, None))
+    low, high = chosen.interval_90.get("train_time_s" if chosen.wall_time_s is None else "wall_time_s", (None, None))
     between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
     cost = format_money(chosen.cost, chosen.currency)
-    text = f"Training should take {format_duration(chosen.train_time_s)} ({between}) and cost {cost}"
-    if chosen.wall_time_s is not None and chosen.wall_time_s > chosen.train_time_s:
-        loss = format_percent(chosen.wall_time_s / chosen.train_time_s - 1.0)
-        expected = f"with all that comes beside its steps {format_duration(chosen.wall_time_s)} expected"
+    text = f"Training should take {format_duration(wall_time_s(chosen))} ({between}) and cost {cost}"
+    if chosen.wall_time_s is not None:
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
-        text += f"; {expected}, {loss} more, with a checkpoint every {every}"
+        text += f"; its steps alone take {format_duration(chosen.train_time_s)}, with a checkpoint every {every}"
     energy = f"; {format_number(chosen.energy_kwh, 3)} kWh" if chosen.energy_kwh is not None else ""
     return f"{text}{energy}."
 
@@ -109,12 +110,13 @@ def _knee(plan: Plan) -> list[str]:
     knee = plan.knee
     if knee is None:
         return []
-    at = "The curve has no knee" if knee.global_batch is None else f"The knee lies at B={knee.global_batch:,.0f}"
     low, high = knee.interval_90 or (None, None)
-    between = f" (between {low:,.0f} and {high:,.0f} with 90 % probability)" if low and high else ""
-    without = format_percent(knee.share_without_knee)
-    doubt = f"; {without} of the curves that the measurements allow have none" if knee.share_without_knee else ""
-    return [f"{at}{between}{doubt}."]
+    between = f"between {low:,.0f} and {high:,.0f} with 90 % probability" if low and high else ""
+    without = f"{format_percent(knee.share_without_knee)} of the curves that the measurements allow have"
+    if knee.global_batch is None:  # which a warning says
+        return [f"{without} no knee{f'; the others have theirs {between}' if between else ''}."]
+    doubt = f"; {without} none" if knee.share_without_knee else ""
+    return [f"The knee lies at B={knee.global_batch:,.0f}{f' ({between})' if between else ''}{doubt}."]
 
 
 def _critical_batch(plan: Plan) -> list[str]:
@@ -132,34 +134,16 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False)
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: Plan, width: int) -> Table:
     shown = sorted(filter(lambda candidate: _is_near(candidate, plan.chosen), plan.candidates), key=_order)
     hidden = len(plan.candidates) - len(shown)
     total = plan.candidates_total or len(plan.candidates)
     parts = [f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper"] if plan.pareto else []
     parts += [f"{len(shown)} of {total:,} candidates; --json shows more"] if hidden else []
-    table = Table(box=None, caption="; ".join(parts) or None, caption_justify="left", pad_edge=False)
-    table.add_column("")
-    for heading in (
-        "nodes",
-        "local batch",
-        "global batch",
-        "step",
-        "epoch",
-        "training",
-        "cost",
-        "memory",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if plan.chosen.partition:
-        table.add_column("partition")
-    table.add_column("")
-    for candidate in shown:
-        is_chosen = candidate == plan.chosen
-        where = [candidate.partition] if plan.chosen.partition else []
-        table.add_row(
-            *_cells(candidate, is_chosen, where), style="bold" if is_chosen else "" if candidate.feasible else "dim"
-        )
+    caption = "; ".join(parts) or None
+    table = Table(box=None, caption=caption, caption_justify="left", pad_edge=False, padding=(0, GAP, 0, 0))
+    styles = ["bold" if item == plan.chosen else "" if item.feasible else "dim" for item in shown]
+    add_columns(table, _columns(plan, shown), width, styles)
     return table
 
 
@@ -172,18 +156,22 @@ def _order(candidate: Candidate) -> tuple[int, int, str]:
     return candidate.global_batch, candidate.nodes, candidate.partition
 
 
-def _cells(candidate: Candidate, is_chosen: bool, where: list[str]) -> list[str]:
-    mark = ("→" if is_chosen else "") + (FRONT_MARK if candidate.pareto else "")
+def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
+    """The signs first: they must not be lost. "time" is what the cost beside it is for, not the steps alone."""
     return [
-        mark if is_chosen or not candidate.pareto else f" {mark}",
-        str(candidate.nodes),
-        str(candidate.local_batch),
-        str(candidate.global_batch),
-        format_duration(candidate.step_time_s),
-        format_duration(candidate.epoch_time_s),
-        format_duration(candidate.train_time_s),
-        format_money(candidate.cost, candidate.currency),
-        format_bytes(candidate.peak_memory_bytes),
-        *where,
-        candidate.why or ("measured" if candidate.measured else ""),
+        TextColumn("", [_mark(item, plan.chosen) for item in shown]),
+        TextColumn("nodes", [str(item.nodes) for item in shown], right=True),
+        TextColumn("local batch", [str(item.local_batch) for item in shown], right=True),
+        TextColumn("global batch", [str(item.global_batch) for item in shown], right=True),
+        TextColumn("step", [format_duration(item.step_time_s) for item in shown], right=True, spare=3),
+        TextColumn("epoch", [format_duration(item.epoch_time_s) for item in shown], right=True, spare=1),
+        TextColumn("whole time", [format_duration(wall_time_s(item)) for item in shown], right=True),
+        TextColumn("cost", [format_money(item.cost, item.currency) for item in shown], right=True),
+        TextColumn("memory", [format_bytes(item.peak_memory_bytes) for item in shown], right=True, spare=2),
+        *([TextColumn("partition", [item.partition for item in shown])] if plan.chosen.partition else []),
+        TextColumn("", [item.why or ("measured" if item.measured else "") for item in shown], narrow=len("measured")),
     ]
+
+
+def _mark(candidate: Candidate, chosen: Candidate) -> str:
+    return ("→" if candidate == chosen else " ") + (FRONT_MARK if candidate.pareto else "")

@@ -7,6 +7,7 @@ limit (`requeue`). Waiting in the queue is not paid for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,15 @@ FOREVER_S = 1e12  # 30,000 years: expected times of what never ends are cut here
 
 Array = NDArray[float64]
 Quantity = TypeVar("Quantity", float, Array)
+
+
+def fixed_share(wall_parts_s: Mapping[str, float]) -> float:
+    """Share of a candidate's expected wall time that is the same however long a step takes: evaluation and starts.
+
+    0 where the parts are not known.
+    """
+    whole_s = sum(wall_parts_s.values())
+    return (wall_parts_s["evaluation"] + wall_parts_s["starts"]) / whole_s if whole_s > 0 else 0.0
 
 
 class Usage(NamedTuple):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
+from tula_hpc.analysis.pricing import fixed_share
 from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import read_bounded
@@ -261,7 +262,6 @@ def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -
 
 _TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
 _SAME_SPREAD = dict.fromkeys(_TIMES, _TIMES)
-_FIXED = ("evaluation", "starts")  # of `Candidate.wall_parts_s`: what takes no longer where steps do
 
 
 def predicted(candidate: Candidate, quantity: str) -> Interval:
@@ -289,9 +289,7 @@ def cost_at(candidate: Candidate, pace: float) -> float:
     With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) · pace)`: what is paid
     follows the wall time. Plans that do not tell its parts have steps alone.
     """
-    parts = candidate.wall_parts_s
-    whole_s = sum(parts.values())
-    fixed = sum(parts.get(name, 0.0) for name in _FIXED) / whole_s if whole_s > 0 else 0.0
+    fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 

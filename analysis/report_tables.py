@@ -42,7 +42,7 @@ SUMMARY_COLUMNS = (
     "epoch predicted (90 %)",
     "measured",
     "error",
-    "training",
+    "steps",
     "cost",
     "memory per worker",
 )
@@ -150,7 +150,7 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "step",
         "epoch predicted (90 %)",
         "measured",
-        "training",
+        "steps",
         "cost",
         "memory per worker",
         "note",
@@ -176,7 +176,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
 
 def fallback_table(plan: Plan) -> TextTable:
     """What training falls back to when memory runs out, first to be tried first."""
-    columns = ("global batch", "nodes", "training", "memory per worker")
+    columns = ("global batch", "nodes", "steps", "memory per worker")
     rows: list[tuple[str, ...]] = [
         (
             f"{item.global_batch:,}",

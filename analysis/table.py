@@ -16,7 +16,7 @@ from tula_hpc.analysis.energy import NodePower
 from tula_hpc.analysis.evaluation import Evaluation
 from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.memory import checkpoint_copy_bytes
-from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill
+from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill, fixed_share
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Candidate
@@ -198,7 +198,7 @@ def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
 def as_records(table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]) -> list[Candidate]:
     """Candidates to be written down, with their 90 % intervals.
 
-    All intervals are that of the step time, scaled.
+    All intervals are that of the step time, scaled; evaluation and starts take as long whatever a step takes.
 
     Args:
         table: The rows.
@@ -224,6 +224,9 @@ def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tupl
     names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
     numbers = {name: float(getattr(row, name)) for name in names}
     kwh = float(row.energy_kwh)
+    parts_s = _wall_parts_s(row, part.cluster.pricing)
+    fixed = fixed_share(parts_s)
+    whole = tuple(fixed + (1.0 - fixed) * end for end in ends)
     return Candidate(
         partition=part.name,
         nodes=int(row.nodes),
@@ -235,8 +238,12 @@ def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tupl
         energy_kwh=None if np.isnan(kwh) else kwh,
         checkpoint_minutes=float(row.checkpoint_s) / 60.0,
         peak_memory_bytes=int(row.peak_bytes),
-        wall_parts_s=_wall_parts_s(row, part.cluster.pricing),
-        interval_90={name: (value * ends[0], value * ends[1]) for name, value in numbers.items()},
+        wall_parts_s=parts_s,
+        interval_90={
+            name: (value * low, value * high)
+            for name, value in numbers.items()
+            for low, high in [whole if name in ("wall_time_s", "cost") else ends]
+        },
         feasible=int(row.why) == FEASIBLE,
         measured=bool(row.measured),
         why=_in_words(row, part),

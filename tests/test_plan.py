@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 from tests.planning_data import (
     MIB,
@@ -23,6 +26,7 @@ from tests.planning_data import (
     sweep,
     times,
 )
+from tests.study_factory import SWEEP as STUDY
 from tests.table_factory import Row, hyperbola, table_of
 from tula_hpc.analysis import feasibility, writing
 from tula_hpc.analysis.constraints import constrain
@@ -264,7 +268,11 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
     flat = [ok(1, b, times=times(1, b, step_time_s=0.001 * b, compute_time_s=0.001 * b)) for b in (32, 128, 1024)]
-    assert "no knee" in "\n".join(make_plan(sweep("knee", cluster_sizes=[1]), cluster(), flat).warnings)
+    plan = make_plan(sweep("knee", cluster_sizes=[1]), cluster(), flat)
+    said = " ".join(sentences(plan))
+    assert said.count("the curve has no knee") == 1
+    assert "no knee: " not in said
+    assert "of the curves that the measurements allow have no knee; the others have theirs between" in said
 
 
 def planned(
@@ -588,6 +596,102 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory) -> Non
     assert run.plan_file.read_text() == "mine"
     assert main([str(run.root), "--write"]) == 0
     assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("workload.model", "resnet18", 'the measurements are with "elsewhere.models:net"'),
+        ("workload.dataset", "digits", 'the measurements are with "cifar100"'),
+        ("workload.precision", "bf16", 'with "fp32"; a sweep with a new --run-dir measures with "bf16"'),
+        ("workload.image_size", "64", "the measurements are without it"),
+        ("workload.optimizer", "adamw", '"sgd"'),
+        ("training.method", "lars", '"ags"'),
+        ("cluster.device", "cuda", '"cpu"'),
+        ("cluster.workers_per_node", "4", "the measurements are with 1"),
+        ("cluster.environment.OMP_NUM_THREADS", "'4'", "the measurements are with {}"),
+    ],
+)
+def test_what_was_measured_is_not_passed_off_as_something_else(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], key: str, value: str, words: str
+) -> None:
+    assert main([str(run.root), "--set", f"{key}={value}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    file = run.cluster_file if key.startswith("cluster.") else run.sweep_file
+    assert printed.err.startswith(f"{file}: {key.removeprefix('cluster.').removesuffix('.OMP_NUM_THREADS')}: ")
+    assert words in printed.err
+    assert "a new --run-dir" in printed.err
+
+
+def test_each_partition_keeps_to_what_was_measured_there(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = '[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\nworkers_per_node = {}\n'
+    run.cluster_file.write_text('name = "here"\nexecutor = "slurm"\n' + tables.format(2))
+    asked = 'partitions=[{partition="a"}, {partition="b", workers_per_node=4}]'
+    assert main([str(run.root), "--set", f"cluster.{asked}"]) == 2
+    assert "partitions.b.workers_per_node: the measurements are with 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "workload.epochs=7", "workload.lr=0.2", "workload.model=elsewhere.models:net", "training.checkpoint_minutes=2",
+        "search.max_batch=512", "cluster.memory_gb=64", "cluster.train_minutes=90", "pricing.usd_per_node_hour=3",
+    ],
+)  # fmt: skip
+def test_what_planning_alone_needs_may_be_changed(run: RunDirectory, override: str) -> None:
+    assert main([str(run.root), "--set", override]) == 0
+
+
+def test_a_study_is_refused_as_one(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.sweep_file.write_text(tomli_w.dumps(STUDY))
+    assert main([str(run.root)]) == 2
+    error = capsys.readouterr().err
+    assert f"{run.root}: is a study" in error
+    assert "tula_hpc.analysis.study" in error
+    assert error.count("\n") == 1
+
+
+def test_a_reader_that_has_heard_enough_is_no_error(run: RunDirectory) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "tula_hpc.analysis.plan", str(run.root)]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("width", [80, 88, 200])
+def test_on_a_terminal_signs_and_remarks_are_whole(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([str(run.root), "--set", "pricing.usd_per_node_hour=123456"]) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    table = lines[: next(place for place, line in enumerate(lines) if line.startswith("◆ Pareto"))]
+    assert all(len(line) <= width for line in lines)
+    assert not [line for line in lines if "…" in line]
+    plan = make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
+    near = [c for c in plan.candidates if 1 / 4 <= c.global_batch / plan.chosen.global_batch <= 4]
+    assert sum(line.startswith("→") for line in table) == 1
+    assert sum("◆" in line for line in table) == sum(c.pareto for c in near)
+    assert sum("measured" in line for line in table) == sum(c.measured for c in near)
+    headings = " ".join(" ".join(line.split()) for line in table[:2])
+    assert "cost" in headings
+    assert ("step" in headings) == (width > 80)
+
+
+def test_the_time_beside_the_cost_is_what_the_cost_is_for(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run.root), "--set", "pricing.restart_s=36000"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert "whole time" in heading
+    assert "training" not in heading
+    assert re.search(r"\b10 h\b.*USD", next(row for row in rows if row.startswith("→")))
+    assert "Training should take 10 h" in " ".join(rows)
 
 
 def test_the_command_counts_torn_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,21 +6,24 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, make_run, measurement, oom
+from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
 from tula_hpc import run_facts, slurm, status
+from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.node_price import describe_price, node_hour_price
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError
@@ -484,6 +487,55 @@ def test_a_controller_that_failed_says_why_and_its_guard_does_not_hide_it(tmp_pa
     assert "too little data" in told.words
 
 
+# ---- commands that ended
+
+
+def profiled(root: Path) -> RunDirectory:
+    """A profile job measured something, and is over."""
+    run = new_run(root)
+    submit(run, "7")
+    append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32), job_id="7"))
+    run.log_event("ended", "profile", job_id="7")
+    return run
+
+
+def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = profiled(tmp_path / "run")
+    run.log_event("failed", "plan", detail="no candidate satisfies objective.budget\nmore")
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    assert "no candidate satisfies objective.budget; mend" in text_of(told)
+    assert told.profile is not None
+    assert told.profile.stand == "done"
+    write_plan(run, late_plan())
+    assert status.status_of(run.root).state == "stopped"
+
+
+def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = profiled(tmp_path / "run")
+    run.log_event("failed", "plan", detail="too little data")
+    submit(run, "8")
+    run.log_event("ended", "profile", job_id="8")
+    assert "too little data" not in text_of(status.status_of(run.root))
+
+
+@pytest.mark.parametrize("stage", ["profile", "plan"])
+def test_a_command_that_was_not_to_go_further_is_told_to_have_ended(
+    tmp_path: Path, cluster: FakeSlurm, stage: Literal["profile", "plan"]
+) -> None:
+    run = profiled(tmp_path / "run")
+    if stage == "plan":
+        write_plan(run, late_plan())
+    assert status.status_of(run.root).state == "stopped"
+    run.log_event("ended", stage)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("finished", 0)
+    assert "which was to be the last stage" in told.words
+    assert "not going on" not in text_of(told)
+    submit(run, "9", "train", nodes=1)
+    assert status.status_of(run.root).state != "finished"
+
+
 # ---- the command, and local runs
 
 HOLD = """
@@ -784,6 +836,44 @@ def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, 
     assert told.cost.train is not None
     assert told.cost.train.node_hours == pytest.approx(3 * 100 * 2.0 / 3600)
     assert "an estimate" in text_of(told)
+
+
+def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_atomically(run.cluster_file, CLUSTER_TOML.replace('"slurm"', '"local"'))
+    day_s = 86_400.0
+    begun = time.time() - 3 * day_s
+    common = {"stage": "train", "job_id": "7"}
+    events = [Event(time=begun, event="submitted", data={"nodes": 2}, **common)]
+    write_events(run, events)
+    result = read_facts(run).trainings["main"].result
+    assert result is not None
+    assert train_hours(run) == pytest.approx(2 * result.wall_time_s / 3600), "nothing but the result tells"
+    events += [Event(time=begun + 1800, event="finished", **common), Event(time=begun + 1810, event="ended", **common)]
+    write_events(run, events)
+    assert train_hours(run) == pytest.approx(2 * 1810 / 3600)
+    shutil.copytree(run.root, tmp_path / "copy")
+    os.utime(RunDirectory(tmp_path / "copy").train().metrics_file)
+    assert train_hours(RunDirectory(tmp_path / "copy")) == pytest.approx(2 * 1810 / 3600)
+
+
+def write_events(run: RunDirectory, events: Sequence[Event]) -> None:
+    run.events_file.write_text("".join(f"{event.model_dump_json()}\n" for event in events))
+
+
+def train_hours(run: RunDirectory) -> float:
+    cost = status.status_of(run.root).cost.train
+    assert cost is not None
+    return cost.node_hours
+
+
+def test_the_time_beside_the_planned_cost_is_the_whole_time(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    made = run.read_plan()
+    write_plan(run, made.model_copy(update={"chosen": made.chosen.model_copy(update={"wall_time_s": 36_000.0})}))
+    assert "10 h and " in text_of(status.status_of(run.root))
+    write_plan(run, made.model_copy(update={"chosen": made.chosen.model_copy(update={"wall_time_s": None})}))
+    assert f"{format_duration(made.chosen.train_time_s)} and " in text_of(status.status_of(run.root))
 
 
 PRICES: dict[str, dict[str, object]] = {

@@ -147,6 +147,8 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     assert "at most 1.50 node-hours" in out  # (1 + 2 nodes) x 0.5 h
     assert out.count("#!/bin/bash") == 3  # a job for each size and the training
     assert "--array" not in out
+    assert "if 2 nodes are chosen" in out
+    assert "if 1 node is chosen" in dry_run(sweep_file, capsys, "--set", "search.cluster_sizes=[1]")
 
 
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.launch import Launcher
 from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
@@ -74,8 +75,8 @@ def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
 def _training(part: Sweep) -> str:
     largest, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
     return (
-        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {largest} nodes "
-        f"{'of this partition ' if part.partition else ''}are chosen"
+        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {plural(largest, 'node')} "
+        f"{'of this partition ' if part.partition else ''}{'is' if largest == 1 else 'are'} chosen"
     )
 
 

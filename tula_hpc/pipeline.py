@@ -35,9 +35,13 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         profile_stage.profile_stage(sweep)
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
+        sweep.run.log_event("ended", "profile")  # as it was asked to, for `status`
         return 0
     plan = stages.plan_stage(sweep)
     _say_plan(plan)
+    if last == STAGES.index("plan"):
+        sweep.run.log_event("ended", "plan")
+        return 0
     result = stages.train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
         paths = stages.report_stage(sweep)

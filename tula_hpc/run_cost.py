@@ -168,11 +168,19 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
-    """From submission, as there is no queue, to the job's last sign of life; of one that runs, until now."""
-    files = facts.trainings.get(job.label)
-    logged_at = (files.logged_at or 0.0) if files and is_newest else 0.0
-    until = facts.now if job.phase is JobPhase.RUNNING else max(last_sign, logged_at)
-    return max(0.0, until - job.submitted_at)
+    """From submission, as there is no queue, to the job's last sign of life; of one that runs, until now.
+
+    The time of a file is a sign only where no record tells of the end: copying a run changes it.
+    """
+    files = facts.trainings.get(job.label) if is_newest else None
+    if job.phase is JobPhase.RUNNING:
+        return max(0.0, facts.now - job.submitted_at)
+    if job.phase in (JobPhase.FINISHED, JobPhase.FAILED) and last_sign > job.submitted_at:
+        return last_sign - job.submitted_at
+    if files is not None and files.result is not None:
+        return files.result.wall_time_s
+    logged_at = (files.logged_at or 0.0) if files else 0.0
+    return max(0.0, last_sign - job.submitted_at, logged_at - job.submitted_at)
 
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:

@@ -11,7 +11,7 @@ from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
 from tula_hpc.errors import Failure
 from tula_hpc.job_status import MAIN_LABEL, Answer, JobPhase, JobStatus, job_statuses
-from tula_hpc.records import Record
+from tula_hpc.records import Event, Plan, Record
 from tula_hpc.run_cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.run_facts import Facts
 from tula_hpc.training_status import TrainingStatus, training_statuses
@@ -74,6 +74,18 @@ class PlanStatus(Record):
     cost: float
     currency: str
     reason: str
+    wall_time_s: float | None = None  # what the cost is for; None in plans that do not have it
+
+    @property
+    def whole_time_s(self) -> float:
+        """Expected time of the training with all that comes beside its steps, as far as the plan knows it."""
+        return self.train_time_s if self.wall_time_s is None else self.wall_time_s
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanStatus:
+        """What is told of a plan."""
+        names = set(cls.model_fields) - {"reason"}
+        return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
 
 
 class StudyStatus(Record):
@@ -164,7 +176,7 @@ def describe(
         detached=parts.detached,
         scheduler=SchedulerStatus(executor=facts.executor, answered=answer.active is not None, words=answer.words),
         profile=parts.profile,
-        plan=_plan(facts),
+        plan=PlanStatus.of(facts.plan) if facts.plan else None,
         training=parts.training,
         study=parts.study,
         report=facts.has_report,
@@ -242,7 +254,7 @@ def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
-    if facts.plan is not None or any(event.stage == "train" for event in facts.events):
+    if facts.plan is not None or _ended_with(facts) == "profile" or _went_on(facts):
         return "done"
     jobs = [job for job in all_jobs if job.stage == "profile"]
     phases = {job.phase for job in jobs}
@@ -258,6 +270,26 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
     return "failed" if failed and not good else "stopped" if jobs or good else "none"
 
 
+def _went_on(facts: Facts) -> bool:
+    """Whether a training was submitted, or planning was tried last."""
+    failed = _failed_stage(facts)
+    return any(event.stage == "train" for event in facts.events) or (failed is not None and failed.stage == "plan")
+
+
+def _failed_stage(facts: Facts) -> Event | None:
+    """What a command wrote down last, where that is why it could not profile or plan; no failure of a single job."""
+    last = facts.events[-1] if facts.events else None
+    if last is None or last.event != "failed" or last.job_id or last.stage not in ("profile", "plan"):
+        return None
+    return None if facts.plan_at > last.time else last  # planned after all, by `analysis.plan --write`
+
+
+def _ended_with(facts: Facts) -> str:
+    """The stage with which the last command ended, as it was to; "" where that is not on record."""
+    last = next((event for event in reversed(facts.events) if event.stage != "control"), None)
+    return last.stage if last is not None and last.event == "ended" and not last.job_id else ""
+
+
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
     """An upper bound: batches beyond the memory are not measured."""
     if spec is None or cluster is None or spec.search.mode == "partial":
@@ -271,14 +303,6 @@ def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
 
 def _candidates(sweep: SweepSpec, workers: int) -> int:
     return sum(len(local_batches(sweep.search, nodes, workers)) for nodes in sweep.search.cluster_sizes)
-
-
-def _plan(facts: Facts) -> PlanStatus | None:
-    if facts.plan is None:
-        return None
-    chosen = facts.plan.chosen
-    names = set(PlanStatus.model_fields) - {"reason"}
-    return PlanStatus(reason=facts.plan.reason, **chosen.model_dump(include=names))
 
 
 def _study(
@@ -338,7 +362,7 @@ def _readable(path: str | os.PathLike[str]) -> str:
 
 def verdict(parts: _Parts) -> tuple[State, str]:
     """The state, and what it means here."""
-    for judge in (_finished, _stuck, _going_on, _failed, _left_alone):
+    for judge in (_finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
         found = judge(parts)
         if found is not None:
             return found
@@ -361,11 +385,13 @@ def _finished(parts: _Parts) -> Verdict | None:
 
 
 def _finished_early(parts: _Parts) -> Verdict | None:
-    """A detached sweep that was not to go further."""
-    until = parts.detached.until if parts.detached and not parts.at_work else ""
-    if until == "plan" and parts.facts.plan is not None and parts.training is None:
+    """A sweep that was not to go further, as far as that is on record."""
+    if parts.at_work or parts.training is not None:
+        return None
+    stage = _ended_with(parts.facts)
+    if parts.facts.plan is not None and (stage == "plan" or (parts.detached and parts.detached.until == "plan")):
         return "finished", "planned, which was to be the last stage"
-    return None
+    return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
 
 
 def _stuck(parts: _Parts) -> Verdict | None:
@@ -398,6 +424,13 @@ def _command_words(parts: _Parts) -> str:
     if parts.has(JobPhase.UNKNOWN):
         return "a command is at work; what its jobs do is not known here"
     return "a command is at work, and no job: it plans, submits or writes the report"
+
+
+def _stage_failed(parts: _Parts) -> Verdict | None:
+    """A stage, not one of its jobs. Jobs are over by then."""
+    event = _failed_stage(parts.facts)
+    why = event.detail.strip().partition("\n")[0] if event is not None else ""
+    return ("failed", f"{event.stage}: {why}; mend the cause and {AGAIN}") if event is not None and why else None
 
 
 def _failed(parts: _Parts) -> Verdict | None:

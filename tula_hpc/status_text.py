@@ -110,7 +110,7 @@ def _plan(plan: PlanStatus) -> str:
     chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
     return (
         f"{chosen}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
-        f"{format_duration(plan.train_time_s)} and {format_money(plan.cost, plan.currency)} in all"
+        f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
     )
 
 

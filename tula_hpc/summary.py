@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tula_hpc.records import Measurement, Plan, TrainResult
 
+if TYPE_CHECKING:
+    from tula_hpc.analysis.report_tables import TextTable
+    from tula_hpc.analysis.text_columns import TextColumn
+
 LOG_WIDTH = 140  # columns where the output is no terminal
+SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}  # left out first: the largest
+NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}  # where lines may end in cells
 
 
 def print_summary(
     plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None, profiling_cost: str = ""
 ) -> None:
     """Print the table with rich, and below it what profiling cost."""
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from tula_hpc.analysis.report_tables import summary_rows, summary_table
+    from tula_hpc.analysis.text_columns import GAP, add_columns
 
+    console = Console()
+    console.width = console.width if console.is_terminal else LOG_WIDTH
     content = summary_table(summary_rows(plan, measurements, result))
     where = f" on {escape(plan.chosen.partition)}" if plan.chosen.partition else ""
-    table = Table(title=f"Chosen configuration and its neighbours{where}", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in content.columns:
-        table.add_column(escape(column))
-    for row in content.rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
+    title = f"Chosen configuration and its neighbours{where}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    add_columns(table, _columns(content), console.width, [""] * len(content.rows))
     console.print(table)
     if profiling_cost:
         console.print(f"profiling cost: {escape(profiling_cost)}", highlight=False)
+
+
+def _columns(content: TextTable) -> list[TextColumn]:
+    from tula_hpc.analysis.text_columns import TextColumn
+
+    return [
+        TextColumn(name, cells, narrow=NARROW.get(name), spare=SPARE.get(name, 0))
+        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
+    ]

@@ -30,7 +30,7 @@ class SweepSpec(Spec):
     def _some_batch_is_left(self) -> SweepSpec:
         most, least = self.objective.max_global_batch, self.search.min_batch
         if most is not None and most < least:
-            raise ValueError(f"objective.max_global_batch: {most} is below search.min_batch = {least}: no batch is left")
+            raise ValueError(f"objective.max_global_batch: {most} is below search.min_batch = {least}")
         return self
 
     @model_validator(mode="after")

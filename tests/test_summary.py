@@ -1,0 +1,59 @@
+"""What a sweep prints at its end, and how tables keep to the width of a terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.run_factory import make_run
+from tula_hpc.analysis.text_columns import GAP, TextColumn, fitted
+from tula_hpc.records import TrainResult
+from tula_hpc.summary import print_summary
+
+texts = st.text("abc ◆漢\n", max_size=20)
+
+
+@given(
+    st.lists(st.tuples(texts, texts, st.none() | st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=8),
+    st.integers(1, 120),
+)
+def test_columns_are_left_out_until_the_rest_can_be_read(
+    drawn: list[tuple[str, str, int | None, int]], width: int
+) -> None:
+    columns = [TextColumn(heading, [cell], narrow=narrow, spare=spare) for heading, cell, narrow, spare in drawn]
+    kept = fitted(columns, width)
+    used = sum(characters for _, characters in kept) + GAP * (len(kept) - 1)
+    assert all(column.least <= characters <= max(column.least, column.most) for column, characters in kept)
+    assert [column for column in columns if not column.spare] == [column for column, _ in kept if not column.spare]
+    assert used <= width or not any(column.spare for column, _ in kept)
+    left_out = [column.spare for column in columns if column not in [column for column, _ in kept]]
+    assert all(column.spare <= min(left_out, default=9) for column, _ in kept)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_summary_fits_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    run = make_run(tmp_path / "run")
+    result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
+    print_summary(run.read_plan(), run.measurements().records, result)
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "…" not in text
+    for word in ("configuration", "predicted", "cost", "accuracy", "chosen", "smaller batch"):
+        assert word in text
+    assert ("memory" in text) == (width == 140)
+
+
+def test_the_summary_does_not_call_the_steps_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    print_summary(run.read_plan(), run.measurements().records, None)
+    heading = capsys.readouterr().out.splitlines()[1]
+    assert "steps" in heading
+    assert "training" not in heading
