@@ -98,8 +98,8 @@ RULES: dict[str, set[str]] = {
     },
     "status_text": {"analysis", "job_status", "records", "run_cost", "run_state", "training_status"},
     "status": {
-        "accounting", "command", "config", "errors", "job_status", "local_alive", "records", "run_facts", "run_state",
-        "slurm", "status_text", "study_stage",
+        "accounting", "command", "config", "errors", "files", "job_status", "local_alive", "records", "run_facts",
+        "run_state", "slurm", "status_text", "study_stage",
     },
     "study": {"command", "config", "errors", "pipeline", "records", "study_stage"},
     "sweep": {"command", "config", "dry_run", "errors", "pipeline", "study"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.errors import InputError, RunDirectoryError, StorageError, TulaError
-from tula_hpc.files import NO_SPACE, in_words
+from tula_hpc.files import NO_SPACE, drop_output, in_words
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -62,8 +61,8 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
     except TulaError as error:
         sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
         return 1
-    except BrokenPipeError:  # whoever read the output has heard enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+    except BrokenPipeError:
+        drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

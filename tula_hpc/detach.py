@@ -173,7 +173,7 @@ def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
     if sweep.cluster.executor != "slurm":
         return
-    sweep.launcher.find_lost()
+    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
     left = unsettled(sweep.run, CONTROL)
     if not left:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
@@ -66,6 +67,11 @@ def full_disk(folder: Path) -> str:
     except OSError as error:
         return f"{folder}: {in_words(error)}" if error.errno in NO_SPACE else ""
     return ""
+
+
+def drop_output() -> None:
+    """After a broken pipe: whoever read the output has heard enough, as `head` has; closing it would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_private(folder: Path) -> None:

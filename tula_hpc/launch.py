@@ -84,11 +84,10 @@ def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
     """The submissions of these stages whose jobs' ends have not been seen to, oldest first. Ids of jobs may return."""
     left: dict[str, Event] = {}
     for event in run.events():
-        if event.stage in stages and event.event == "submitted":
+        if event.stage in stages and event.event in ("submitted", "ended"):
             left.pop(event.job_id, None)
-            left[event.job_id] = event
-        elif event.stage in stages and event.event == "ended":
-            left.pop(event.job_id, None)
+            if event.event == "submitted":
+                left[event.job_id] = event
     return list(left.values())
 
 

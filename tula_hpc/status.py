@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command import exit_code_of
+from tula_hpc.files import drop_output
 
 if TYPE_CHECKING:
     from tula_hpc.accounting import AccountedRun
@@ -87,12 +88,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """Whoever reads it may have heard enough, as `head` has."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+        drop_output()
 
 
 def status_of(root: Path) -> RunStatus:
