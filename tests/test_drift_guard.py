@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain, cycle, repeat
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.run_factory import candidate, measurement, plan, write_plan
+from tula_hpc import drift_probe
 from tula_hpc import trainer as trainer_module
 from tula_hpc.analysis.rerank import slowed
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.drift_probe import probe_parts
+from tula_hpc.drift_probe import extent_of, probe_parts
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.jobs import TrainJob
 from tula_hpc.records import (
@@ -219,3 +221,25 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
     monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     assert probe_parts(worker, *next(worker.batches()), step_time_s=0.01).parts.compute_time_s is None
+
+
+def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = cycle([0.005, 0.005, 0.005, 0.005, 0.045])
+    monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(turns))
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    batch = next(worker.batches())
+    assert probe_parts(worker, *batch, step_time_s=0.013).parts.compute_time_s == pytest.approx(0.013, rel=0.1)
+
+    pause = chain(repeat(0.005, 30), [5.0], repeat(0.005))
+    monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(pause))
+    assert probe_parts(worker, *batch, step_time_s=0.005).parts.compute_time_s == pytest.approx(0.005)
+
+
+def test_slow_steps_are_probed_for_some_seconds_only() -> None:
+    for step_time_s in (1e-6, 0.013, 0.19, 0.21, 1.4, 6.0):
+        blocks, passes = extent_of(step_time_s)
+        assert blocks >= 1
+        assert blocks * passes * step_time_s <= max(drift_probe.SECONDS, step_time_s)
+    assert extent_of(60.0) == (1, 1)

@@ -50,12 +50,14 @@ RULES: dict[str, set[str]] = {
     "local_states": {"checkpoint", "errors", "worker"},
     "cadence": {"analysis", "config"},
     "snapshot": set(),
-    "saving": {"cadence", "checkpoint", "errors", "snapshot", "stopping"},
+    "saving": {"cadence", "checkpoint", "errors", "files", "snapshot", "stopping"},
     "jobs": {"agenda", "config", "detach", "env", "records", "session", "trainer", "stopping"},
     "proposing": {"analysis", "config", "errors", "jobs", "records"},
     "agenda": {"env", "errors", "jobs", "proposing", "records"},
     "allocation": {"config", "env", "rendezvous", "worker"},
-    "session": {"agenda", "allocation", "env", "jobs", "memory_errors", "profiler", "records"},
+    "session": {
+        "agenda", "allocation", "env", "errors", "files", "jobs", "memory_errors", "profiler", "records",
+    },
     "profiler": {
         "config", "env", "errors", "forward_probe", "methods", "noise_probe", "power", "records", "resident", "timing",
         "worker", "workloads",
@@ -64,7 +66,7 @@ RULES: dict[str, set[str]] = {
     "tuner": set(),
     "tuning": {"checkpoint", "records", "tuner", "worker"},
     "trainer": {
-        "cadence", "checkpoint", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "jobs",
+        "cadence", "checkpoint", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "files", "jobs",
         "local_states", "memory_errors", "optim", "profiler", "records", "saving", "schedule", "slurm", "stopping",
         "tuning", "worker", "workloads",
     },

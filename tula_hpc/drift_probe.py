@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,8 +15,22 @@ from tula_hpc.records import StepParts
 from tula_hpc.timing import seconds_of
 from tula_hpc.worker import Worker
 
-PASSES = 5
+BLOCKS = 5  # the median over blocks sheds a pause
+BLOCK_S = 0.2  # a processor that is shared is had in turns of some milliseconds: within a block they even out
 SECONDS = 5.0  # for each part, about; a preempted job may have only some seconds, and waits for a probe to end
+
+
+class Extent(NamedTuple):
+    """How much is timed: so many blocks of so many passes."""
+
+    blocks: int
+    passes: int
+
+
+def extent_of(step_time_s: float) -> Extent:
+    """Short steps get more passes, as training's own step times are means over many; long ones fewer blocks."""
+    passes = max(1, math.ceil(BLOCK_S / max(step_time_s, 1e-3)))
+    return Extent(max(1, min(BLOCKS, int(SECONDS / max(step_time_s, BLOCK_S)))), passes)
 
 
 class Probe(NamedTuple):
@@ -36,28 +51,28 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: fl
         worker: Whose model to use.
         inputs: A batch of the size that is trained with.
         targets: Its targets.
-        step_time_s: Of training now, the same on every worker: slow steps get fewer passes.
+        step_time_s: Of training now, the same on every worker.
     """
-    passes = max(1, min(PASSES, int(SECONDS / max(step_time_s, 1e-9))))
-    by_rank = _by_rank(worker, _compute_s(worker, inputs, targets, passes))
+    extent = extent_of(step_time_s)
+    by_rank = _by_rank(worker, _compute_s(worker, inputs, targets, extent))
     compute_s = None if min(by_rank) < 0 else max(by_rank)
     slowest = by_rank.index(max(by_rank)) if compute_s is not None and len(by_rank) > 1 else None
-    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker, passes))
+    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker, extent))
     return Probe(parts, slowest)
 
 
-def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor, passes: int) -> float:
-    """Median seconds of a pass; −1 where memory ran out."""
+def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor, extent: Extent) -> float:
+    """Seconds of a pass; −1 where memory ran out."""
     try:
-        return _median_s(worker, lambda: worker.local_gradient(inputs, targets), passes)
+        return _pass_s(worker, lambda: worker.local_gradient(inputs, targets), extent)
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
     return -1.0
 
 
-def _all_reduce_s(worker: Worker, passes: int) -> float | None:
-    """Median seconds of a bare all-reduce, the slowest worker's; None where memory ran out on any worker."""
+def _all_reduce_s(worker: Worker, extent: Extent) -> float | None:
+    """Seconds of a bare all-reduce, the slowest worker's; None where memory ran out on any worker."""
     if worker.env.world_size == 1:
         return 0.0
     step = None
@@ -69,13 +84,14 @@ def _all_reduce_s(worker: Worker, passes: int) -> float | None:
     (missing,) = worker.agree(float(step is None))  # whoever went on alone would wait for ever
     if missing or step is None:
         return None
-    (slowest_s,) = worker.agree(_median_s(worker, step, passes))
+    (slowest_s,) = worker.agree(_pass_s(worker, step, extent))
     return slowest_s
 
 
-def _median_s(worker: Worker, step: Callable[[], object], passes: int) -> float:
-    samples = [seconds_of(worker, step) for _ in range(passes + 1)]
-    return median(samples[1:])  # the first one warms up
+def _pass_s(worker: Worker, step: Callable[[], object], extent: Extent) -> float:
+    """Seconds of one pass: the median over blocks of their means, after a pass that warms up."""
+    seconds_of(worker, step)
+    return median(fmean(seconds_of(worker, step) for _ in range(extent.passes)) for _ in range(extent.blocks))
 
 
 def _by_rank(worker: Worker, mine: float) -> list[float]:

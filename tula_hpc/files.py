@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
@@ -138,3 +139,27 @@ def _is_open_to_all(folder: Path) -> bool:
     except OSError:  # it is not there yet, or not to be seen: what we make there is ours
         return False
     return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
+
+
+class HeldFolder:
+    """A folder by what it is, not by its name: a process that holds one notices when somebody has deleted it.
+
+    It is kept open, or the file system might give its number to the next folder of that name.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the name leads nowhere, or to another folder. What cannot be told for now is not lost."""
+        try:
+            named, held = self.folder.stat(), os.fstat(self._descriptor)
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+        return not os.path.samestat(named, held)

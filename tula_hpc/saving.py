@@ -16,6 +16,7 @@ import torch
 from tula_hpc.cadence import Cadence
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.errors import CheckpointError
+from tula_hpc.files import HeldFolder
 from tula_hpc.snapshot import Gpu, Snapshot, Snapshots
 from tula_hpc.stopping import Wish
 
@@ -105,17 +106,26 @@ class Saving:
         store: Of the checkpoints; None: this worker writes none.
         own: See `OwnPart`.
         cadence: Asked and told on the worker that writes.
+        ground: The training's folder, on the worker that writes: where it is deleted the training fails, before it
+            could write into a later one's.
     """
 
-    def __init__(self, worker: Saver, store: CheckpointStore | None, own: OwnPart, cadence: Cadence) -> None:
-        self.worker, self.own, self.cadence = worker, own, cadence
+    def __init__(
+        self,
+        worker: Saver,
+        store: CheckpointStore | None,
+        own: OwnPart,
+        cadence: Cadence,
+        ground: HeldFolder | None = None,
+    ) -> None:
+        self.worker, self.own, self.cadence, self.ground = worker, own, cadence, ground
         self.writer = None if store is None else BackgroundWriter(store, worker.device)
 
     def wish(self) -> Wish:
         """What this worker wants at a look; while a checkpoint is being written the next one is put off."""
         if self.writer is None:
             return Wish.NOTHING
-        if self.writer.has_failed:
+        if self.writer.has_failed or self._lost() is not None:
             return Wish.FAIL
         return Wish.SAVE if self.writer.write is None and self.cadence.due() else Wish.NOTHING
 
@@ -177,10 +187,10 @@ class Saving:
             measured: Whether the training went on meanwhile, so that the write says what one costs.
 
         Raises:
-            CheckpointError: It could not be saved; rank 0's says why.
+            CheckpointError: It could not be saved, or the training's folder is gone; rank 0's says why.
         """
         landed = self.writer.finish() if self.writer is not None else None
-        error = landed.error if landed is not None else None
+        error = landed.error if landed is not None and landed.error is not None else self._lost()
         (failed,) = self.worker.agree(float(error is not None))
         if error is not None:
             raise error
@@ -188,6 +198,13 @@ class Saving:
             raise CheckpointError("rank 0 could not save a checkpoint; its own error says why")
         if landed is not None and measured:
             self.cadence.ended(landed.seconds)
+
+    def _lost(self) -> CheckpointError | None:
+        if self.ground is None or not self.ground.is_lost:
+            return None
+        return CheckpointError(
+            f"{self.ground.folder}: was deleted while this job trained; another run may be there now"
+        )
 
     def abandon(self) -> BaseException | None:
         """Wait for the write when training has failed already; not collective. Returns the write's own error."""

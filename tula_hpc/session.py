@@ -8,6 +8,8 @@ from datetime import timedelta
 from tula_hpc.agenda import Agenda
 from tula_hpc.allocation import Allocation
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import StorageError
+from tula_hpc.files import HeldFolder
 from tula_hpc.jobs import ProfileJob
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.profiler import SharedTimes, measure, oom_record
@@ -18,11 +20,12 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
     shared: SharedTimes = {}
+    ground = HeldFolder(job.output.parent)
     measured = 0
     while (configuration := _hear(allocation, agenda)) is not None:
         place = allocation.join(configuration.nodes)
         if place is not None:
-            _measure_and_record(job, configuration, place, shared)
+            _measure_and_record(job, configuration, place, shared, ground)
             measured += 1
     allocation.close()
     return measured
@@ -35,7 +38,7 @@ def _hear(allocation: Allocation, agenda: Agenda) -> Configuration | None:
 
 
 def _measure_and_record(
-    job: ProfileJob, configuration: Configuration, env: WorkerEnvironment, shared: SharedTimes
+    job: ProfileJob, configuration: Configuration, env: WorkerEnvironment, shared: SharedTimes, ground: HeldFolder
 ) -> None:
     failure = measurement = None
     try:
@@ -44,6 +47,8 @@ def _measure_and_record(
         failure = out_of_memory(error)
         if failure is None:
             raise
+    if ground.is_lost:
+        raise StorageError(f"{ground.folder}: was deleted while this job measured; another run may be there now")
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
         record = oom_record(job.cluster, configuration, env, failure)

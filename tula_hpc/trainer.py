@@ -22,6 +22,7 @@ from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
 from tula_hpc.errors import DivergedError, Failure, StageError, StorageError
+from tula_hpc.files import HeldFolder
 from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
@@ -151,8 +152,10 @@ class Trainer:
         nodes, seen = self.job.configuration.nodes, progress.interruptions
         interruptions = expected_interruptions(pricing, training, nodes, seen=seen, over_s=trained_s)
         fixed_s = None if training.checkpoint_minutes is None else training.checkpoint_s
-        store = self.store if self.env.rank == 0 else None
-        return Saving(self.worker, store, self.local_states, Cadence(interruptions, fixed_s))
+        cadence = Cadence(interruptions, fixed_s)
+        if self.env.rank != 0:
+            return Saving(self.worker, None, self.local_states, cadence)
+        return Saving(self.worker, self.store, self.local_states, cadence, HeldFolder(self.files.root))
 
     def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
         """This worker's share of samples that are not augmented."""
