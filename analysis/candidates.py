@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ Array = NDArray[np.float64]
 
 MIN_LOCAL_BATCHES = 2  # one cannot tell fixed costs from costs per sample
 REMEDY = "run the sweep again to profile what is missing"
+MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
 
 
 class UpdateTime(NamedTuple):
@@ -71,17 +73,24 @@ def _describe_memory(model: MemoryModel | None) -> dict[str, Any]:
     }
 
 
-def fit_models(summary: Summary, memory_limit_bytes: float | None = None, form: FormName = "auto") -> Models:
+def fit_models(
+    summary: Summary,
+    memory_limit_bytes: float | None = None,
+    form: FormName = "auto",
+    possible: Collection[int] | None = None,
+) -> Models:
     """Fit step time, memory and the loader's batch memory to all configurations that ran.
 
     Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a limit counts, on CUDA
     what the allocator reserved on the device, on CPU the resident set of the whole process, interpreter and libraries
     included (baseline + peak). What ran out of memory needed more than `memory_limit_bytes`, where that is known.
+    `possible` are the local batches that can be asked for and did not run out of memory: where these are measured, one
+    is enough; None: any.
 
     Raises:
-        NotEnoughDataError: Nothing ran, or fewer than two local batches did.
+        NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.
     """
-    _check_enough(summary)
+    _check_enough(summary, possible)
     return models_of(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
 
 
@@ -106,14 +115,15 @@ def _update_time(summary: Summary) -> UpdateTime:
     return UpdateTime(np.array(workers, dtype=np.float64), np.array(medians))
 
 
-def _check_enough(summary: Summary) -> None:
+def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
     failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
     failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
     because = f" ({'; '.join(failures[:4])}{'; …' if len(failures) > 4 else ''})" if failures else ""
     if not summary.profiles:
-        raise NotEnoughDataError(f"plan: no usable measurement{because}; {REMEDY}")
+        remedy = REMEDY if possible or possible is None else MORE_MEMORY
+        raise NotEnoughDataError(f"plan: no usable measurement{because}; {remedy}")
     seen = {row.configuration.local_batch for row in summary.profiles}
-    if len(seen) < MIN_LOCAL_BATCHES:
+    if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
         only = f"only local batch {min(seen)} was measured{because}"
         raise NotEnoughDataError(f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {REMEDY}")
     if summary.dataset_samples < 1:

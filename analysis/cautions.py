@@ -8,17 +8,21 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tula_hpc.analysis.aggregate import Profile, Summary
-from tula_hpc.analysis.formatting import plural
+from tula_hpc.analysis.formatting import format_number, format_percent, plural
 from tula_hpc.analysis.noise import CriticalBatch
 from tula_hpc.analysis.parts import Fitted, of_part, prefixed
-from tula_hpc.analysis.pricing import expected_preemptions
+from tula_hpc.analysis.pricing import Usage, between_preemptions_s, bill, expected_preemptions
 from tula_hpc.analysis.search import propose
+from tula_hpc.analysis.spot import best_interval_s
 from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import Candidate, Configuration, Measurement
 
 LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
+AGAIN = "run the sweep again"
 DROPPED_SHARE = 0.1  # of the samples
+BOUND_SHARE = 0.05  # of the expected time, lost because saves may cost only so much
+CONTRADICTS_FROM = 1.5  # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
 
 
 def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int) -> list[str]:
@@ -35,21 +39,39 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
 
 
 def about_missing(
-    summary: Summary, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+    summary: Summary,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    how_to_profile: str = AGAIN,
 ) -> list[str]:
-    """What should be there and is not."""
+    """What should be there and is not, and how to get it."""
     found = [f"{configuration} was not measured: {why}" for configuration, why in summary.failed.items()]
     mine = sweep_for(sweep, cluster)
     pending = [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
     if pending:
-        found.append(f"not yet profiled: {_names(pending)}; run the sweep again")
+        found.append(f"not yet profiled: {_names(pending)}; {how_to_profile}")
     return found
 
 
-def about_part(part: Part, sweep: SweepSpec, measurements: Sequence[Measurement]) -> list[str]:
+def about_model(part: Part) -> list[str]:
+    """Measurements that the model of all of them contradicts."""
+    nodes, per_node, batch = np.array([row.configuration for row in part.summary.profiles], dtype=np.float64).T
+    predicted_s = part.models.step_time.predict(nodes, batch, per_node).tolist()
+    found = [
+        f"{row.configuration} ({format_number(row.times.step_time_s / expected_s, 2)} times)"
+        for row, expected_s in zip(part.summary.profiles, predicted_s, strict=True)
+        if abs(math.log(row.times.step_time_s / expected_s)) > math.log(CONTRADICTS_FROM)
+    ]
+    what = "step times far from what all measurements together make likely, which the plan goes by"
+    return [f"{what}: {', '.join(found)}"] if found else []
+
+
+def about_part(part: Part, sweep: SweepSpec, measurements: Sequence[Measurement], how_to_profile: str) -> list[str]:
     """Doubts about the measurements on one kind of nodes, and what is missing of them."""
     doubts = about_measurements(part.summary, sweep, part.cluster.workers_per_node)
-    doubts += about_missing(part.summary, sweep, part.cluster, of_part(measurements, part.name))
+    doubts += about_model(part)
+    doubts += about_missing(part.summary, sweep, part.cluster, of_part(measurements, part.name), how_to_profile)
     return [prefixed(part.name, doubt) for doubt in doubts]
 
 
@@ -100,6 +122,27 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
     causes += [plural(preemptions, "preemption")] if preemptions else []
     often = f"restart about {plural(requeues + preemptions, 'time')} ({', '.join(causes)})"
     return [f"training has to {often}, more than training.max_requeues = {allowed} allows"]
+
+
+def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
+    """Whether the bound on what saves cost loses more on spot nodes than it spares; the user can lift it."""
+    row = fitted.table.take([chosen])
+    part = fitted.parts[row.part[0]]
+    pricing, training = part.cluster.pricing, sweep.training
+    if pricing.basis != "spot" or training.checkpoint_minutes is not None:
+        return []
+    nodes, per_node = row.nodes.astype(np.float64), row.workers_per_node.astype(np.float64)
+    save_s = part.save.seconds if part.save else pricing.checkpoint_write_s
+    minutes = float(f"{best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0] / 60.0:.2g}")
+    often = training.model_copy(update={"checkpoint_minutes": minutes})
+    usage = Usage(nodes, per_node, row.train_time_s, row.peak_bytes, row.evaluation_s, sweep.workload.epochs)
+    spared = 1.0 - float(bill(usage, part.cluster, often, part.power, part.save).wall_time_s[0] / row.wall_time_s[0])
+    if spared < BOUND_SHARE:
+        return []
+    why = (
+        f"checkpoints are {row.checkpoint_s[0] / 60.0:.2g} minutes apart, so that saving costs at most 3 % of training"
+    )
+    return [f"{why}; training.checkpoint_minutes = {minutes:g} would take {format_percent(spared)} less in all"]
 
 
 def _listed(profiles: Sequence[Profile], what: str) -> list[str]:

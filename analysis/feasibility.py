@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.candidates import MORE_MEMORY
 from tula_hpc.analysis.constraints import (
     CONSTRAINED,
     Constraint,
@@ -19,7 +20,7 @@ from tula_hpc.analysis.knee import TrainTime
 from tula_hpc.analysis.objective import choose
 from tula_hpc.analysis.parts import Fitted, name_of
 from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Why, as_records
-from tula_hpc.config import ObjectiveSpec
+from tula_hpc.config import ClusterSpec, ObjectiveSpec
 from tula_hpc.errors import InfeasibleError
 from tula_hpc.records import Candidate
 
@@ -27,7 +28,7 @@ ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
     Why.FOREVER: "raise train_minutes, or lower training.checkpoint_minutes or pricing.restart_s",
 }
-MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
+RARER = "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
 
 
 def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
@@ -46,9 +47,16 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
         where = f"the nearest is {name_of(candidate)}: {broken}"
         raise InfeasibleError(f"plan: none of {table.rows:,} candidates keeps the constraints; {where}")
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
-    smallest, advice = _record(fitted, row), ADVICE.get(Why(int(table.why[row])), MORE_MEMORY)
+    smallest, advice = _record(fitted, row), _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster)
     why = f"{name_of(smallest)}: {smallest.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
+
+
+def _advice(why: Why, cluster: ClusterSpec) -> str:
+    """What to do against it; of spot nodes rather the preemptions are to blame than the time limit."""
+    if why is Why.FOREVER and cluster.pricing.basis == "spot":
+        return f"{RARER}, or {ADVICE[why]}"
+    return ADVICE.get(why, MORE_MEMORY)
 
 
 def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -> list[str]:

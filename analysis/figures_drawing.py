@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from xml.etree import ElementTree
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tula_hpc.analysis.figures_style import COLOURS, styled, title_band_in
@@ -57,11 +59,12 @@ class Drawing(NamedTuple):
 
     def svg(self) -> str:
         """The figure alone, on white."""
-        return self._render("svg", metadata={"Date": None, "Creator": None}).decode()
+        return self._render(FigureCanvasSVG(self.figure).print_svg, {"Date": None, "Creator": None}).decode()
 
     def png(self) -> bytes:
         """The figure alone, 150 dots per inch."""
-        return self._render("png", dpi=PNG_DPI, metadata={"Software": None})
+        self.figure.set_dpi(PNG_DPI)
+        return self._render(FigureCanvasAgg(self.figure).print_png, {"Software": None})
 
     def inline_svg(self, svg: str) -> str:
         """What `svg` returned, for a page: without the title, in its colours, with ids that no other figure uses."""
@@ -73,10 +76,11 @@ class Drawing(NamedTuple):
         root.set("aria-label", self.title)
         return "".join(_serialize(root))
 
-    def _render(self, kind: str, **options: Any) -> bytes:
+    def _render(self, print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
+        """What a canvas prints: `savefig` would draw everything once more, before that, for the layout's sake."""
         buffer = io.BytesIO()
         with styled():
-            self.figure.savefig(buffer, format=kind, **options)
+            print_to(buffer, metadata=metadata)
             self.figure.set_layout_engine("none")  # laid out now; the next file keeps it, which is faster
         return buffer.getvalue()
 

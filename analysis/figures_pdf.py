@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.backends.backend_pdf import FigureCanvasPdf, PdfPages
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -43,10 +43,16 @@ def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
     buffer = io.BytesIO()
     metadata = {"Title": first.title, "Creator": "tula_hpc", "CreationDate": None}
     with styled(), PdfPages(buffer, metadata=metadata) as pages:
-        pages.savefig(_title_page(first))
+        _add_page(pages, _title_page(first))
         for number, drawing in enumerate(drawings, start=2):
-            pages.savefig(_figure_page(drawing, f"{first.title} · {number}"))
+            _add_page(pages, _figure_page(drawing, f"{first.title} · {number}"))
     return buffer.getvalue()
+
+
+def _add_page(pages: PdfPages, figure: Figure) -> None:
+    """As `pages.savefig`, which would draw everything once more, before that, for the layout's sake."""
+    print_to: Callable[[PdfPages], None] = FigureCanvasPdf(figure).print_pdf
+    print_to(pages)
 
 
 def _figure_page(drawing: Drawing, footer: str) -> Figure:

@@ -41,16 +41,24 @@ def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> No
 
 
 def refuse_other_cluster(path: Path, measured: ClusterSpec, wanted: ClusterSpec) -> None:
-    """The same of the cluster file; of several partitions those are compared that both have."""
+    """The same of the cluster file; a partition may be left out, but none can be added."""
     before = dict(zip(measured.part_names(), measured.parts(), strict=True))
     after = dict(zip(wanted.part_names(), wanted.parts(), strict=True))
+    _refuse([line for name in after if name not in before for line in _not_measured(path, name, before)])
     found = [
         line
         for name in after
-        if name in before
         for line in _changed(path, ("partitions", name) if name else (), MEASURED_OF_CLUSTER, before[name], after[name])
     ]
     _refuse(found)
+
+
+def _not_measured(path: Path, name: str, measured: Iterable[str]) -> Iterator[str]:
+    on = " and ".join(filter(None, measured)) or "a cluster without partitions"
+    wanted = name or "one without partitions"
+    yield line_of(
+        path, ("partitions",), f"the measurements are of {on}; a sweep with a new --run-dir measures {wanted}"
+    )
 
 
 def _changed(path: Path, table: tuple[str, ...], keys: Iterable[str], measured: Spec, wanted: Spec) -> Iterator[str]:

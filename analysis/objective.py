@@ -40,9 +40,9 @@ def choose(
 
     "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal costs, as where all is
     free, the fastest; ties in both go to fewer nodes, then to the smaller batch. "knee" takes the candidate whose
-    global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the one
-    with fewer nodes. A curve without a knee is said to have none; then the smallest global batch whose expected time is
-    within 10 % of the least is taken, on as few nodes as possible.
+    global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the
+    cheapest, then the one with fewer nodes. A curve without a knee is said to have none; then the smallest global batch
+    whose expected time is within 10 % of the least is taken, on as few nodes as possible.
 
     Args:
         objective: Kind and weights.
@@ -95,7 +95,7 @@ def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainT
     if knee.global_batch is None:
         return _near_least_time(table, feasible, knee, "the curve has no knee")
     octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(np.float64)
-    ranking = ranked(table, feasible, (octaves, table.global_batch.astype(np.float64), table.wall_time_s))
+    ranking = ranked(table, feasible, (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost))
     where = f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
     return Choice(ranking, f"its global batch is {where}, and it is the fastest there", knee, ())
 

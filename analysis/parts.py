@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -108,7 +109,12 @@ def _fit(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained
 ) -> Part:
     summary = summarize(measurements)
-    part = part_of(name, sweep, cluster, summary, fit_models(summary, fitting_limit(cluster), sweep.search.form))
+    wanted = {int(batch) for batch in candidate_grid(sweep.search, cluster).local_batch}
+    if not wanted:
+        raise NotEnoughDataError(f"plan: no candidate: max_nodes = {cluster.max_nodes} is below every cluster size")
+    possible = {batch for batch in wanted if batch < (summary.oom_local_batch or math.inf)}
+    models = fit_models(summary, fitting_limit(cluster), sweep.search.form, possible)
+    part = part_of(name, sweep, cluster, summary, models)
     if trained.metrics is not None:
         part = part._replace(evaluation=part.evaluation.corrected(trained.metrics.epochs))
     return part._replace(save=measured_cost(trained.events))
@@ -129,14 +135,12 @@ def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
     """The candidates that the measurements can say something about, and a warning about the others."""
     wanted = candidate_grid(sweep.search, part.cluster)
     sizes = {profile.configuration.nodes for profile in part.summary.profiles}
-    if not len(wanted.nodes):
-        raise NotEnoughDataError(f"plan: no candidate: it has only {part.cluster.max_nodes} nodes (max_nodes)")
     if len(sizes) > 1:
         return wanted, []
     kept = wanted.take(np.isin(wanted.nodes, list(sizes)))
     if not len(kept.nodes):
         message = f"plan: only N={min(sizes)} was measured, which is not in search.cluster_sizes"
-        raise NotEnoughDataError(f"{message}; run the sweep again to profile the cluster sizes that are")
+        raise NotEnoughDataError(f"{message}; a sweep with a new --run-dir profiles the cluster sizes that are")
     left = sorted({int(nodes) for nodes in np.unique(wanted.nodes)} - sizes)
     names = ", ".join(f"N={nodes}" for nodes in left)
     return kept, [f"only N={min(sizes)} was measured: nothing can be said about {names}"] if left else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,6 +22,8 @@ from tula_hpc.files import drop_output
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
+
+ANEW = "the run's own sweep may not want it: one with these values and a new --run-dir does"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,11 +81,12 @@ def _answer(options: argparse.Namespace) -> str:
     mine, others = split_overrides(options.set)
     if options.objective:
         mine.append(f"objective.kind={options.objective}")
-    sweep, cluster = _inputs(run, mine, others)
+    sweep, cluster, how_to_profile = _inputs(run, mine, others)
     read = run.measurements()
     footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
+    told = partial(make_plan, metrics=metrics, events=run.events(), how_to_profile=how_to_profile)
     try:
-        plan = make_plan(sweep, cluster, read.records, read.skipped, footprints, metrics=metrics, events=run.events())
+        plan = told(sweep, cluster, read.records, read.skipped, footprints)
     except InputError as error:  # prices that need what is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
@@ -91,8 +95,8 @@ def _answer(options: argparse.Namespace) -> str:
     return text if options.json else _as_text(plan, sweep, cluster, read.records, run)
 
 
-def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec]:
-    """The run's own with overrides of either file.
+def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec, str | None]:
+    """The run's own with overrides of either file, and what to do where these need other measurements.
 
     Raises:
         InputError: A mistake, nothing to plan, or an override for which the run's measurements do not hold.
@@ -103,11 +107,11 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
     if sweep.study is not None:
         words = "is a study, which has no plan; python -m tula_hpc.analysis.study writes its report, report/study.html"
         raise InputError(words, source=run.root)
-    if mine:
-        refuse_other_sweep(run.sweep_file, load_sweep(run.sweep_file, check_paths=False), sweep)
-    if others:
-        refuse_other_cluster(run.cluster_file, load_cluster(run.cluster_file), cluster)
-    return sweep, cluster
+    own_sweep = load_sweep(run.sweep_file, check_paths=False) if mine else sweep
+    own_cluster = load_cluster(run.cluster_file) if others else cluster
+    refuse_other_sweep(run.sweep_file, own_sweep, sweep)
+    refuse_other_cluster(run.cluster_file, own_cluster, cluster)
+    return sweep, cluster, None if (sweep, cluster) == (own_sweep, own_cluster) else ANEW
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -96,6 +96,8 @@ def _against(candidate: Candidate, chosen: Candidate) -> str:
 
 
 def _compared(value: float, base: float, more: str, less: str) -> str:
+    if base <= 0.0 < value:  # no percentage of nothing
+        return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return {"slower": "as fast"}.get(more, "as dear")
     return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
@@ -131,7 +133,7 @@ def _critical_batch(plan: Plan) -> list[str]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False)
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _table(plan: Plan, width: int) -> Table:

@@ -30,6 +30,7 @@ def make_plan(
     *,
     metrics: Metrics | None = None,
     events: Sequence[Event] = (),
+    how_to_profile: str | None = None,
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
@@ -37,7 +38,8 @@ def make_plan(
     order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
     and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
     tell more of the critical batch than the first weights, which profiles see, and how long evaluation takes; `events`
-    of the run tell what a checkpoint costs.
+    of the run tell what a checkpoint costs. `how_to_profile` is the advice where the search wants more; None: to run
+    the sweep again.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.
@@ -59,7 +61,8 @@ def make_plan(
     choice = choose(sweep.objective, fitted.table, *laws)
     plan = _written(sweep, fitted, choice)
     critical = critical_batch(measurements, metrics)
-    doubts = [*_doubts(plan, sweep, fitted, choice, critical), *_doubts_about_parts(sweep, fitted, measurements)]
+    doubts = _doubts(plan, sweep, fitted, choice, critical)
+    doubts += _doubts_about_parts(sweep, fitted, measurements, how_to_profile)
     remarks = _remarks(sweep, fitted, critical, laws[0])
     remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts, *about_lines(skipped_lines)]
     return with_estimates(plan.model_copy(update=remarks), fitted, footprints or {})
@@ -76,15 +79,18 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critic
         *cautions.about_batch(plan.chosen, critical),
         *cautions.about_method(sweep),
         *cautions.about_interruptions(row, fitted, sweep),
+        *cautions.about_checkpoints(row, fitted, sweep),
         *narrowly_kept(plan.chosen, sweep.objective),
         *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
     ]
 
 
-def _doubts_about_parts(sweep: SweepSpec, fitted: Fitted, measurements: Sequence[Measurement]) -> list[str]:
-    from tula_hpc.analysis.cautions import about_part
+def _doubts_about_parts(
+    sweep: SweepSpec, fitted: Fitted, measurements: Sequence[Measurement], how_to_profile: str | None
+) -> list[str]:
+    from tula_hpc.analysis.cautions import AGAIN, about_part
 
-    return [text for part in fitted.parts for text in about_part(part, sweep, measurements)]
+    return [text for part in fitted.parts for text in about_part(part, sweep, measurements, how_to_profile or AGAIN)]
 
 
 def _remarks(

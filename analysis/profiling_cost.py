@@ -8,7 +8,6 @@ median of the measured start-ups, e(c) the time that c takes to measure, predict
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -16,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
+from tula_hpc.analysis.aggregate import is_usable
 from tula_hpc.analysis.formatting import format_duration, format_number, format_percent, plural
 from tula_hpc.analysis.job_runs import job_runs, only_waiting_s
-from tula_hpc.analysis.search import candidates
+from tula_hpc.analysis.search import believed_to_fit
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import Configuration, JobNote, Measurement
 
@@ -59,7 +58,7 @@ def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]
 def full_search(
     sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
 ) -> FullSearch | None:
-    """The estimate of a full search over all candidates below the memory bound; None where nothing was measured.
+    """The estimate of a full search over all candidates that memory allows; None where nothing was measured.
 
     Args:
         sweep: Bounds of the search.
@@ -72,19 +71,14 @@ def full_search(
     jobs, node_seconds = 0, 0.0
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         own = [row for row in measurements if row.partition == name and row.stage == "profile"]
-        wanted = _fitting(sweep_for(sweep, part), part, own)
+        mine = sweep_for(sweep, part)
+        wanted = [] if mine is None else believed_to_fit(mine.search, part, own)
         if not wanted or not any(row.elapsed_s > 0 for row in own):
             continue
         elapsed_s = elapsed_times(own, wanted)
         jobs += len(wanted)
         node_seconds += sum(c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True))
     return FullSearch(jobs, node_seconds) if jobs else None
-
-
-def _fitting(sweep: SweepSpec | None, part: ClusterSpec, measurements: Sequence[Measurement]) -> list[Configuration]:
-    bound = min((row.local_batch for row in measurements if is_out_of_memory(row)), default=math.inf)
-    every = [] if sweep is None else candidates(sweep.search, part.workers_per_node)
-    return [configuration for configuration in every if configuration.local_batch < bound]
 
 
 def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configuration]) -> list[float]:

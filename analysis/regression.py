@@ -102,6 +102,7 @@ def _unexplained(column: Array, others: Array) -> float:
 
 def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.bool_]) -> Fit:
     """Minimize the robust relative error from each start, moving the free coefficients only; the best end wins."""
+    problem = problem._replace(evaluate=_Latest(problem.evaluate))
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
@@ -154,6 +155,20 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
     )
     shares = np.where((end.x < 1e-9) & (lower == 0.0), 0.0, end.x)  # the method stops just inside the bounds
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
+
+
+class _Latest:
+    """A model that remembers its last answer: a search asks for residuals and then for gradients at the same place."""
+
+    def __init__(self, evaluate: Callable[[Array], tuple[Array, Array]]) -> None:
+        self.evaluate = evaluate
+        self.asked: Array | None = None
+
+    def __call__(self, coefficients: Array) -> tuple[Array, Array]:
+        if self.asked is None or not np.array_equal(self.asked, coefficients):
+            self.answer = self.evaluate(coefficients)
+            self.asked = coefficients.copy()
+        return self.answer
 
 
 class _Beliefs:

@@ -6,6 +6,7 @@ Works at any stage: over measurements alone, over a plan, during training and af
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from tula_hpc.files import mistrust
 from tula_hpc.records import RunDirectory, write_atomically
 
 if TYPE_CHECKING:
+    import jinja2
+
     from tula_hpc.analysis.figures import Drawing, Figures, TitlePage
 
 __all__ = [
@@ -107,6 +110,12 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:
     """HTML from one of the templates beside this file; everything that is not marked as safe is escaped."""
+    return _environment().get_template(template).render(page)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """It keeps the templates: to compile one takes as long as to fill it in ten times."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -114,7 +123,7 @@ def render_page(template: str, page: Mapping[str, Any]) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["keep_units"] = keep_units
-    return environment.get_template(template).render(page)
+    return environment
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:

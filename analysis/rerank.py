@@ -31,8 +31,8 @@ def choose_again(
 
     The drifted part is changed in every candidate, see `drifted_step_s`; training time, cost and intervals follow in
     proportion. Constraints of the objective count unless no candidate keeps them any more. The batch moves by the
-    factor by which the objective's choice among the candidates of these nodes moves: the plan had others to choose from
-    as well (its knee is that of all cluster sizes), and without a drift its choice has to stand.
+    factor by which the objective's choice among the candidates of these nodes moves, or their knee: the plan had others
+    to choose from as well (its knee is that of all cluster sizes), and without a drift its choice has to stand.
 
     Args:
         plan: Whose candidates are ranked anew.
@@ -52,15 +52,28 @@ def choose_again(
     if not there:
         return None
     changed = [slowed(c, drifted_step_s(c, drift, parts(c.configuration)) / c.step_time_s) for c in there]
-    moved = _best(objective, changed).global_batch / _best(objective, there).global_batch
-    target = planned.global_batch * moved
-    return min(changed, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
+    kept = _keeping(changed, objective)
+    target = planned.global_batch * _moved(objective, _keeping(there, objective), kept)
+    return min(kept, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
+
+
+def _moved(objective: ObjectiveSpec, before: Sequence[Candidate], after: Sequence[Candidate]) -> float:
+    """Factor from the batch that was best to the one that is; of knees their own, lest a hair moves it by an octave."""
+    if objective.kind == "knee":
+        then, now = knee_batch(before), knee_batch(after)
+        if then is not None and now is not None:
+            return now / then
+    return _best(objective, after).global_batch / _best(objective, before).global_batch
 
 
 def _best(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Candidate:
-    kept = [c for c in candidates if _keeps(c, objective)] or candidates
-    score = _score(objective, kept)
-    return min(kept, key=lambda c: (score(c), c.global_batch))
+    score = _score(objective, candidates)
+    return min(candidates, key=lambda c: (score(c), c.global_batch))
+
+
+def _keeping(candidates: list[Candidate], objective: ObjectiveSpec) -> list[Candidate]:
+    """Those within the constraints; all where none is."""
+    return [c for c in candidates if _keeps(c, objective)] or candidates
 
 
 def _candidates(plan: Plan, planned: Configuration, partition: str) -> list[Candidate]:

@@ -18,6 +18,7 @@ from tula_hpc.records import Configuration, Measurement
 if TYPE_CHECKING:
     from tula_hpc.analysis.adaptive import AdaptiveSearch
 
+TELL_MEMORY = 2  # local batches that must have been measured to say what larger ones need
 ATTEMPTS = 2  # a configuration that fails so often, for other reasons than memory, is given up
 
 
@@ -42,16 +43,17 @@ def propose(
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the fewest and on the most
     nodes, "adaptive" what the model needs to decide, see `adaptive`. Memory does not depend on the number of nodes, so
     that a local batch that ran out of memory rules out itself and all larger ones everywhere; corners then move to the
-    next smaller one. A configuration that failed for another reason is proposed once more, then given up.
+    next smaller one. So they do from batches that surely need more memory than there is, by what smaller ones used, as
+    each would cost a job. A configuration that failed for another reason is proposed once more, then given up.
 
     Args:
         sweep: Bounds and mode.
-        cluster: Workers on each node.
+        cluster: Workers on each node, and their memory.
         measurements: All measurements so far, in any order.
         trusted_batch: Largest local batch that an estimate lets fit before anything was measured; None: any.
     """
     search = sweep.search
-    fitting = _below_bound(candidates(search, cluster.workers_per_node), measurements)
+    fitting = believed_to_fit(search, cluster, measurements)
     if trusted_batch is not None and not any(is_usable(row) for row in measurements):
         fitting = [c for c in fitting if c.local_batch <= trusted_batch] or fitting[:1]
     done = _settled(measurements)
@@ -59,6 +61,14 @@ def propose(
         return _adaptive(sweep, cluster, fitting).propose(measurements, frozenset(done))
     wanted = fitting if search.mode == "full" else _corners(fitting)
     return [configuration for configuration in wanted if configuration not in done]
+
+
+def believed_to_fit(
+    search: SearchSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
+) -> list[Configuration]:
+    """Candidates below every batch that ran out of memory, without those that surely would; ascending."""
+    below = _below_bound(candidates(search, cluster.workers_per_node), measurements)
+    return _within_memory(below, cluster, measurements)
 
 
 def _adaptive(sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]) -> AdaptiveSearch:
@@ -79,6 +89,27 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
 def _below_bound(wanted: Iterable[Configuration], measurements: Iterable[Measurement]) -> list[Configuration]:
     bound = min((row.local_batch for row in measurements if is_out_of_memory(row)), default=math.inf)
     return [configuration for configuration in wanted if configuration.local_batch < bound]
+
+
+def _within_memory(
+    wanted: list[Configuration], cluster: ClusterSpec, measurements: Sequence[Measurement]
+) -> list[Configuration]:
+    """Without those of which even the lower end of the 90 % interval is above the limit; all where that is unknown."""
+    measured = {row.local_batch for row in measurements if is_usable(row)}
+    limit = cluster.memory_limit_bytes
+    if limit is None or len(measured) < TELL_MEMORY:
+        return wanted
+    largest = max(measured)
+    larger = [c for c in wanted if c.local_batch > largest]
+    if not larger:
+        return wanted
+    from tula_hpc.analysis.aggregate import summarize
+    from tula_hpc.analysis.memory import fit_memory  # late: it pulls in the numeric libraries
+
+    model = fit_memory(summarize(measurements), limit)
+    low, _ = model.interval([c.local_batch for c in larger], workers=[c.world_size for c in larger])
+    beyond = {c for c, least in zip(larger, low.tolist(), strict=True) if least > limit}
+    return [c for c in wanted if c not in beyond] if beyond else wanted
 
 
 def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:

@@ -159,11 +159,14 @@ def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array | floa
     training, samples = sweep.training, part.summary.dataset_samples
     if not training.free_reference:
         return sweep.updates_per_epoch
-    taken = np.minimum(max(2, training.reference_batch), grid.global_batch)
-    interval = np.ceil(taken / (PASS_SHARE * grid.global_batch))
+    alone = grid.nodes * grid.workers_per_node == 1
+    batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
+    wanted = np.array([max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64)
+    interval = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
     epochs = training.ags.update_interval_epochs
-    updates = 1.0 / epochs if epochs else samples // grid.global_batch / interval
-    return np.where(grid.nodes * grid.workers_per_node == 1, updates, 0.0)
+    updates = np.zeros(grid.global_batch.shape)
+    updates[alone] = 1.0 / epochs if epochs else (samples // batches / interval)[place]
+    return updates
 
 
 def _on_top(part: Part, sweep: SweepSpec, workers: Array) -> Array:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,14 +33,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def same_rows_are_fitted_once() -> Iterator[None]:
     """Hundreds of tests plan on a few dozens of tables. A fit follows from its table alone, and is half of a plan."""
-    from tula_hpc.analysis import performance, step_time_fit
+    from tula_hpc.analysis import memory, performance, step_time_fit
 
-    choose_form = step_time_fit.choose_form
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(performance, "choose_form", once_a_table(step_time_fit.choose_form))
+        patch.setattr(memory, "_best_fit", once_a_table(memory._best_fit))
+        yield
+
+
+def once_a_table(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with the answer of an earlier call where there was one with equal arguments."""
 
     @functools.cache
     def fitted(pickled: bytes) -> Any:
-        return choose_form(*pickle.loads(pickled))  # noqa: S301 # of this very process
+        return fit(*pickle.loads(pickled))  # noqa: S301 # of this very process
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(performance, "choose_form", lambda *table: fitted(pickle.dumps(table)))
-        yield
+    return lambda *table: fitted(pickle.dumps(table))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_searched_for_garbage() -> None:
+    """What is loaded by now stays. To look at all of torch again takes longer than most tests, and profiling does."""
+    gc.collect()
+    gc.freeze()

@@ -1,4 +1,4 @@
-"""Several workers over gloo for a test: a test file that is run as a program is those workers."""
+"""Several workers over gloo for a test: processes of its own, or a test file that is run as a program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
@@ -34,3 +38,27 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
         children.append(child)
     work(0)
     return int(any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+
+def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 120) -> None:
+    """`work(rank, folder)` in as many processes of the test's own; all have to end well.
+
+    They are forked from it, so that none has to load torch. Not where there are GPUs: for them torch's automatic
+    differentiation has threads by now, which no fork takes along.
+    """
+    context: SpawnContext | ForkContext
+    context = get_context("spawn") if torch.cuda.is_available() else get_context("fork")
+    processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout_s)
+    ends = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert ends == [0] * workers
+
+
+def _over_loopback(work: Callable[[int, Path], None], rank: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    work(rank, folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import tomli_w
 
 from tula_hpc.config import StudyCell, SweepSpec
-from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResult, append_record, write_atomically
+from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResult, write_atomically
 
 SWEEP: dict[str, object] = {
     "name": "made-up",
@@ -78,14 +78,15 @@ def result(spec: SweepSpec, cell: StudyCell, reached: float | None) -> TrainResu
 
 
 def _log(run: RunDirectory, spec: SweepSpec, cell: StudyCell, reached: float) -> None:
-    path, chance = run.train(cell.label).metrics_file, random.Random(cell.label)
+    lines: list[StepMetrics | EpochMetrics] = []
+    chance = random.Random(cell.label)
     top = math.sqrt(cell.batch / 32)
     for epoch in range(1, spec.workload.epochs + 1):
         common = {"epoch": epoch, "step": 5 * epoch, "samples_seen": 5 * epoch * cell.batch}
         if cell.column.startswith("ags"):
             scale = 1 + (top - 1) * chance.betavariate(3, 5)
             scaled = {"scale_mean": scale, "scale_min": 0.1, "scale_max": top, "scaled": 0.8}
-            append_record(path, StepMetrics(loss=1.0, lr=0.05, step_time_s=0.1, **common, **scaled), durable=False)
+            lines.append(StepMetrics(loss=1.0, lr=0.05, step_time_s=0.1, **common, **scaled))
         metrics = EpochMetrics(
             global_batch=cell.batch,
             train_loss=1.0,
@@ -96,4 +97,5 @@ def _log(run: RunDirectory, spec: SweepSpec, cell: StudyCell, reached: float) ->
             steps=5,
             **common,
         )
-        append_record(path, metrics, durable=False)
+        lines.append(metrics)
+    run.train(cell.label).metrics_file.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))

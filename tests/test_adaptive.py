@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from tests.planning_data import cluster, failed, ok, oom, step_time_s, sweep, times
 from tula_hpc.analysis.adaptive import AdaptiveSearch, cheap_corners, knee_columns
 from tula_hpc.analysis.aggregate import summarize
@@ -50,7 +51,7 @@ def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
     assert len({row.configuration for row in rows}) == len(rows)
 
 
-@settings(max_examples=10, deadline=None)
+@fuzz(6)
 @given(noise=st.floats(0.0, 0.05), objective=st.sampled_from(["time", "cost"]))
 def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objective: str) -> None:
     rows = run(AdaptiveSearch(POINTS, Aim(objective)), noise)
@@ -77,7 +78,7 @@ def test_so_many_measurements_are_enough_and_no_more_are_asked_for() -> None:
 
 
 def test_very_noisy_measurements_are_followed_by_more_of_them() -> None:
-    clean, noisy = (len(run(AdaptiveSearch(POINTS, Aim("knee"), max_profiles=12), noise)) for noise in (0.0, 0.3))
+    clean, noisy = (len(run(AdaptiveSearch(POINTS, Aim("knee"), max_profiles=8), noise)) for noise in (0.0, 0.3))
     assert noisy > clean
 
 

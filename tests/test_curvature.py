@@ -1,11 +1,9 @@
-"""Curvature against exact Hessians, and without a trace. Run as a program, this file is two workers over gloo."""
+"""Curvature against exact Hessians, and without a trace."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.forked import fork_workers, run_workers
+from tests.forked import start_workers
 from tula_hpc.optim import (
     Curvature,
     LocalHessian,
@@ -253,7 +251,7 @@ def test_training_goes_on_as_if_it_had_not_been_measured() -> None:
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two workers found, see `work`."""
     folder = tmp_path_factory.mktemp("workers")
-    run_workers(__file__, folder)
+    start_workers(WORKERS, work, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -282,7 +280,3 @@ def work(rank: int, folder: Path) -> None:
     seen = {"value": found.dominant.value, "gradient_norm": found.gradient_norm, "rounded": list(rounded)}
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -25,7 +25,7 @@ from tula_hpc.stopping import StopRequest
 from tula_hpc.worker import Worker
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
-PERCEPTRON, CNN = "tests.examples.own_workload:perceptron", "tula_hpc.workloads.compact:compact_cnn"
+PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.examples.normed:normed"
 
 
 def sweep(model: str = PERCEPTRON, **training: object) -> SweepSpec:
@@ -49,9 +49,9 @@ def test_a_training_measures_at_its_epochs_and_is_not_changed_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, weights = train(
-        tmp_path / "measured", sweep(CNN, curvature_epochs=[0, 2], curvature_samples=16), monkeypatch
+        tmp_path / "measured", sweep(WITH_BATCHNORM, curvature_epochs=[0, 2], curvature_samples=16), monkeypatch
     )
-    plain, same = train(tmp_path / "plain", sweep(CNN), monkeypatch)
+    plain, same = train(tmp_path / "plain", sweep(WITH_BATCHNORM), monkeypatch)
     assert [(row.epoch, row.step, row.samples_seen) for row in metrics.curvature] == [(0, 0, 0), (2, 16, 256)]
     assert all(row.eigenvalue and row.gradient_norm and row.samples == 16 for row in metrics.curvature)
     assert list(plain.curvature) == []
@@ -105,7 +105,7 @@ def test_the_batch_is_the_same_whatever_is_trained_with() -> None:
 
 
 def test_activations_that_are_computed_again_give_the_same_curvature() -> None:
-    model, batch = "tula_hpc.workloads.compact:medium_cnn", 16
+    model, batch = "tula_hpc.workloads.compact:compact_cnn", 16
     found = []
     for again in (False, True):
         spec = sweep(model)

@@ -58,7 +58,7 @@ def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(
         elif "update_interval_epochs" in training:
             assert passes == pytest.approx(2.0, rel=0.01)
         else:
-            seen = min(spec.training.reference_batch, candidate.local_batch) * passes
+            seen = min(spec.training.reference_batch(candidate.global_batch), candidate.local_batch) * passes
             assert 0.2 < seen / (PASS_SHARE * SAMPLES) < 1.001
     limit_gb = ((peak_bytes(128) + checkpoint_copy_bytes([memory(128)], [1])) / 0.9 + 1) / 1024**3
     plans = [make_plan(spec, cluster(memory_gb=limit_gb), measured) for measured in rows]

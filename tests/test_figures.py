@@ -3,15 +3,15 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from tests.run_factory import (
     DATASET_SAMPLES,
@@ -26,10 +26,10 @@ from tests.run_factory import (
     write_plan,
     write_training,
 )
-from tula_hpc.analysis.figures import COLOURS, FIGURES, Drawing, Missing, draw_all
+from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, TitlePage, draw_all, render_pdf
 from tula_hpc.analysis.figures_labels import spread
 from tula_hpc.analysis.figures_steps import parts_of
-from tula_hpc.analysis.figures_style import SIZES, size_style
+from tula_hpc.analysis.figures_style import SIZES, size_style, title_band_in
 from tula_hpc.analysis.figures_training import training_marks
 from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
@@ -49,18 +49,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
 def drawings(run: RunContents) -> dict[str, Drawing]:
     """Every figure of the finished run; none is rendered here."""
     return {drawing.name: drawing for drawing in draw_all(run).drawings}
-
-
-@pytest.fixture(scope="module")
-def svgs(drawings: dict[str, Drawing]) -> dict[str, str]:
-    """The same as SVG."""
-    return {name: drawing.svg() for name, drawing in drawings.items()}
-
-
-@pytest.fixture(scope="module")
-def inline(drawings: dict[str, Drawing], svgs: dict[str, str]) -> dict[str, str]:
-    """The same for a page."""
-    return {name: drawing.inline_svg(svgs[name]) for name, drawing in drawings.items()}
 
 
 def rows(drawing: Drawing) -> list[dict[str, str]]:
@@ -455,34 +443,36 @@ def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
     assert "65536" not in {row["global_batch_samples"] for row in rows(drawn(odd, "epoch_time"))}
 
 
-def test_every_svg_is_well_formed(svgs: dict[str, str]) -> None:
-    assert {parsed(svg).tag for svg in svgs.values()} == {f"{SVG}svg"}
+def test_each_file_takes_one_drawing(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawings: list[Figure] = []
+    draw = Figure.draw
+
+    def noting(figure: Figure, renderer: Any) -> None:
+        drawings.append(figure)
+        draw(figure, renderer)
+
+    monkeypatch.setattr(Figure, "draw", noting)
+    drawing = drawn(run, "memory")
+    for made in (drawing.svg, drawing.png, lambda: render_pdf(TitlePage("", "", "", (), [], [], []), [drawing])):
+        drawings.clear()
+        assert made()
+        assert drawings.count(drawing.figure) == 1
 
 
-def test_png_is_150_dpi(drawings: dict[str, Drawing]) -> None:
-    width_px = int.from_bytes(drawings["memory"].png()[16:20], "big")
-    assert width_px == round(drawings["memory"].figure.get_figwidth() * 150)
+@pytest.mark.parametrize("name", ["cost", "step_breakdown"])
+def test_all_is_within_the_figure_and_below_its_title(run: RunContents, name: str) -> None:
+    drawing = drawn(run, name)
+    drawing.svg()
+    width_in, height_in = drawing.figure.get_size_inches()
+    box = drawing.figure.get_tightbbox()
+    assert box.xmin >= 0
+    assert box.ymin >= 0
+    assert box.xmax <= width_in
+    assert box.ymax <= height_in - title_band_in(drawing.title) + 0.01
 
 
 def test_the_same_numbers_give_the_same_svg(run: RunContents) -> None:
     assert drawn(run, "epoch_time").svg() == drawn(run, "epoch_time").svg()
-
-
-def test_inline_svgs_share_no_ids_and_ask_for_nothing(inline: dict[str, str]) -> None:
-    seen: set[str] = set()
-    for name, text in inline.items():
-        ids = {element.get("id") for element in parsed(text).iter()} - {None}
-        assert ids.isdisjoint(seen)
-        seen |= cast("set[str]", ids)
-        used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
-        assert used <= ids
-        assert "title" not in {identifier.removeprefix(f"{name}-") for identifier in cast("set[str]", ids)}
-
-
-def test_inline_svgs_follow_the_pages_colours(inline: dict[str, str]) -> None:
-    for text in inline.values():
-        assert "var(--ink)" in text
-        assert not any(colour.light in text for colour in COLOURS)
 
 
 def test_matplotlibs_settings_are_left_alone(run: RunContents) -> None:

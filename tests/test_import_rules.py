@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.run_factory import make_run
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tula_hpc"
 
@@ -182,16 +184,48 @@ def test_only_env_reads_the_schedulers_variables() -> None:
     assert {path for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
 
 
-def test_torch_is_not_imported_on_the_login_node() -> None:
-    """One process for all commands and what they submit."""
-    modules = """
-        sweep stages dry_run study study_stage status status_text run_state run_facts jobs launch
-        analysis.plan analysis.report analysis.study analysis.figures_study
-    """
-    imports = ", ".join(f"tula_hpc.{name}" for name in modules.split())
-    code = f"import {imports}; import sys; print([m for m in ('torch', 'torchvision') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+# One process for all commands and what they submit, those that need least first: what is loaded stays.
+COMMANDS = """
+import contextlib, io, os, sys
+numerics, drawing, jobs = {"numpy", "scipy", "kneed"}, {"matplotlib", "matplotlib.pyplot"}, {"submitit", "torch"}
+run = sys.argv[1]
+
+def main(command, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        return command.main([*arguments])
+
+def check(what, *modules):
+    found = set().union(*modules) & sys.modules.keys()
+    assert not found, (what, found)
+
+from tula_hpc.analysis import plan
+main(plan, "--help")
+check("help", numerics, jobs, drawing, {"rich"})
+from tula_hpc import status
+path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
+assert main(status, run) == 3
+os.environ["PATH"] = path
+check("status", numerics - {"numpy"}, jobs, drawing)
+assert main(plan, run, "--json") == 0
+check("plan", jobs, drawing)
+assert "numpy" in sys.modules
+from tula_hpc.analysis import report
+check("import of report", jobs, drawing)
+from tula_hpc.analysis import figures
+figures.FIGURES = {"memory": figures.FIGURES["memory"]}
+assert main(report, run) == 0
+check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
+from tula_hpc import sweep, stages, dry_run, study, study_stage, status_text, run_state, run_facts, jobs as _, launch
+from tula_hpc.analysis import study, figures_study
+check("everything", {"torch", "torchvision"})
+"""
+
+
+def test_commands_load_what_they_need_and_never_torch_on_the_login_node(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    command = [sys.executable, "-c", COMMANDS, str(run.root)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_analysis_is_refused_under_its_bare_name() -> None:
@@ -199,7 +233,7 @@ def test_analysis_is_refused_under_its_bare_name() -> None:
         [sys.executable, "-c", "import analysis"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode != 0
-    assert "tula_hpc.analysis" in done.stderr
+    assert "ImportError: import this package as tula_hpc.analysis" in done.stderr
 
 
 def test_the_link_is_in_place() -> None:

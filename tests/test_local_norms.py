@@ -220,7 +220,7 @@ def worker_of(model: str, local_batch: int = 32, precision: str = "fp32", **trai
     return Worker(spec, ClusterSpec(), Configuration(1, 1, local_batch), ALONE)
 
 
-PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tula_hpc.workloads.compact:compact_cnn"
+PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.examples.normed:normed"
 
 
 def watched(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:

@@ -722,31 +722,6 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
         main([str(run.root), "--objective", "luck"])
 
 
-def loaded_after(code: str, *modules: str) -> list[str]:
-    report = f"import sys\n{code}\nprint([m for m in {modules!r} if m in sys.modules])"
-    command = [sys.executable, "-c", report]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
-    found = output.stdout.splitlines()[-1]
-    return [module for module in modules if repr(module) in found]
-
-
-def test_planning_never_imports_torch_or_submitit(run: RunDirectory) -> None:
-    code = f"from tula_hpc.analysis.plan import main\nassert main([{str(run.root)!r}, '--json']) == 0"
-    assert loaded_after(code, "torch", "submitit", "numpy") == ["numpy"]
-
-
-def test_help_imports_no_numerics() -> None:
-    code = "from tula_hpc.analysis.plan import main\ntry: main(['--help'])\nexcept SystemExit: pass"
-    assert loaded_after(code, "torch", "submitit", "numpy", "scipy", "kneed", "rich") == []
-
-
-def test_the_package_refuses_its_bare_name() -> None:
-    command = [sys.executable, "-c", "import analysis"]
-    output = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert output.returncode != 0
-    assert "ImportError: import this package as tula_hpc.analysis" in output.stderr
-
-
 def test_the_papers_form_can_be_asked_for() -> None:
     paper = make_plan(sweep(form="paper"), cluster(), grid()).models["step_time"]
     own = make_plan(sweep(), cluster(), grid()).models["step_time"]

@@ -1,10 +1,8 @@
-"""The reference gradient: right, and without a trace. Run as a program, this file is two workers over gloo."""
+"""The reference gradient: right, and without a trace."""
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.examples.branches import Branches
-from tests.forked import fork_workers, run_workers
+from tests.forked import start_workers
 from tula_hpc.optim import reference_gradient
 
 WORKERS = 2
@@ -199,7 +197,7 @@ def test_ddp_does_not_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two workers saw, see `work`."""
     folder = tmp_path_factory.mktemp("workers")
-    run_workers(__file__, folder)
+    start_workers(WORKERS, work, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -240,7 +238,3 @@ def work(rank: int, folder: Path) -> None:
     seen["sometimes alone"] = alone
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -3,9 +3,8 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis import checkpoints
-from tula_hpc.analysis.figures import FIGURES
+from tula_hpc.analysis.figures import COLOURS, FIGURES
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report import main, summary_rows, write_report
@@ -40,7 +39,6 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.records import Configuration, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.summary import print_summary
 
-ROOT = Path(__file__).resolve().parent.parent
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = "<script>alert('ü')</script></svg>&\"'"
 
@@ -91,7 +89,8 @@ class Written:
     def __init__(self, root: Path) -> None:
         self.run = make_run(root)
         self.paths = write_report(self.run)
-        self.page = Page(self.paths[0].read_text(encoding="utf-8"))
+        self.html = self.paths[0].read_text(encoding="utf-8")
+        self.page = Page(self.html)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +99,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 @pytest.fixture
-def cost_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None) -> None:
     """Where figures are not the point, but one of them needs a plan."""
     monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"cost": FIGURES["cost"]})
 
 
 @pytest.fixture
-def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is about the files or the page."""
-    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"memory": FIGURES["memory"]})
+    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {})
+
+
+@pytest.fixture
+def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the PDF file does not count either."""
+    monkeypatch.setattr("tula_hpc.analysis.figures.render_pdf", lambda *_: b"%PDF")
 
 
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
@@ -123,6 +128,39 @@ def test_the_pdf_has_a_page_for_the_answer_and_for_each_figure(finished: Written
     content = (finished.run.report / "report.pdf").read_bytes()
     assert content.startswith(b"%PDF")
     assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(FIGURES)
+
+
+def inline_svgs(page: str) -> list[str]:
+    """Of the figures, as they stand in the page."""
+    return re.findall(r"<svg\b.*?</svg>", page, re.DOTALL)
+
+
+def test_every_svg_is_well_formed(finished: Written) -> None:
+    files = [finished.run.report / f"{name}.svg" for name in FIGURES]
+    assert {ElementTree.parse(file).getroot().tag for file in files} == {"{http://www.w3.org/2000/svg}svg"}  # noqa: S314 - ours
+
+
+def test_every_png_is_150_dpi(finished: Written) -> None:
+    heads = [(finished.run.report / f"{name}.png").read_bytes()[:20] for name in FIGURES]
+    assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (960).to_bytes(4, "big"))}  # 6.4 inches
+
+
+def test_inline_svgs_share_no_ids_and_ask_for_nothing(finished: Written) -> None:
+    seen: set[str] = set()
+    for name, text in zip(FIGURES, inline_svgs(finished.html), strict=True):
+        ids = {element.attrib["id"] for element in ElementTree.fromstring(text).iter() if "id" in element.attrib}  # noqa: S314 - ours
+        assert ids
+        assert ids.isdisjoint(seen)
+        seen |= ids
+        used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+        assert used <= ids
+        assert "title" not in {identifier.removeprefix(f"{name}-") for identifier in ids}
+
+
+def test_inline_svgs_follow_the_pages_colours(finished: Written) -> None:
+    for text in inline_svgs(finished.html):
+        assert "var(--ink)" in text
+        assert not any(colour.light in text for colour in COLOURS)
 
 
 def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
@@ -166,8 +204,8 @@ def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     assert "Not in this report yet" not in words
 
 
-@pytest.mark.usefixtures("one_figure")
-def test_text_from_files_is_escaped(tmp_path: Path) -> None:
+def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"memory": FIGURES["memory"]})
     run = make_run(tmp_path / "run", stage="profile")
     run.sweep_file.write_text(SWEEP_TOML + f"# {HOSTILE}\n")
     where = Configuration(1, 1, 32)
@@ -190,19 +228,6 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     assert page.words.count(HOSTILE) >= 9
 
 
-def test_nothing_imports_torch(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", stage="profile")
-    code = (
-        "import sys; from tula_hpc.analysis import report; assert 'matplotlib' not in sys.modules; "
-        "from tula_hpc.analysis import figures; figures.FIGURES = {'memory': figures.FIGURES['memory']}; "
-        f"code = report.main([{str(tmp_path / 'run')!r}]); "
-        "print(code, [m for m in ('torch', 'torchvision', 'submitit', 'matplotlib.pyplot') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "0 []"
-    assert done.stderr == ""
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "nothing"
@@ -216,7 +241,7 @@ def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys
     assert not (root / "report").exists()
 
 
-@pytest.mark.usefixtures("one_figure")
+@pytest.mark.usefixtures("no_figure", "no_pages")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     run.report.write_text("a file where the folder should be")
@@ -238,7 +263,7 @@ def test_damaged_files_are_named_and_the_rest_is_used(tmp_path: Path) -> None:
     assert set(contents.notes) <= set(warnings(contents))
 
 
-@pytest.mark.usefixtures("one_figure")
+@pytest.mark.usefixtures("no_figure")
 def test_logs_alone_without_any_input_file_make_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path / "copied", stage="profile")
     for file in (run.sweep_file, run.cluster_file, run.events_file):
@@ -248,7 +273,7 @@ def test_logs_alone_without_any_input_file_make_a_report(tmp_path: Path) -> None
     assert "sweep.toml is missing." in page.words
 
 
-@pytest.mark.usefixtures("one_figure")
+@pytest.mark.usefixtures("no_figure", "no_pages")
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", stage="profile")
     html_file = write_report(run)[0]
@@ -342,7 +367,7 @@ def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> No
     assert dict(how_measured(contents))["what profiling cost"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
 
 
-@pytest.mark.usefixtures("one_figure")
+@pytest.mark.usefixtures("no_figure", "no_pages")
 def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
     words = Page(write_report(run)[0].read_text()).words

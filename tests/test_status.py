@@ -628,19 +628,6 @@ def test_nothing_is_written_and_no_right_to_write_is_needed(tmp_path: Path, clus
         path.chmod(0o700)
 
 
-def test_neither_torch_nor_scipy_nor_matplotlib_is_imported(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", epochs_done=5)
-    code = (
-        "import sys; from tula_hpc.status import main; code = main(sys.argv[1:]);"
-        "print([m for m in ('torch', 'scipy', 'matplotlib', 'submitit', 'kneed') if m in sys.modules], code)"
-    )
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.splitlines()[-1] == "[] 3"
-
-
 # ---- trainings
 
 

@@ -220,7 +220,17 @@ def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
 def test_a_density_has_an_area_of_1(spread: float) -> None:
     values = 2.0 + spread * np.random.default_rng(0).standard_normal(500)
     at = np.linspace(-1, 5, 2001)
-    assert np.trapezoid(density(values, at), at) == pytest.approx(1.0, abs=0.01)
+    found = density(values, at)
+    assert np.trapezoid(found, at) == pytest.approx(1.0, abs=0.01)
+    assert np.trapezoid(found * at, at) == pytest.approx(values.mean(), abs=1e-6)
+
+
+def test_a_density_is_as_wide_as_its_values_and_their_bells_together() -> None:
+    """Scott's bandwidth is σ n^(−1/5): the variance of the density is σ² (1 + n^(−2/5))."""
+    values = 2.0 + 0.3 * np.random.default_rng(0).standard_normal(200)
+    at = np.linspace(-2, 6, 4001)
+    variance = np.trapezoid(density(values, at) * (at - values.mean()) ** 2, at)
+    assert variance == pytest.approx(values.var() + values.var(ddof=1) * 200**-0.4, rel=1e-6)
 
 
 def test_scales_of_single_elements_are_drawn_where_they_were_counted(tmp_path: Path) -> None:

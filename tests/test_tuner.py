@@ -11,13 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from tula_hpc.tuner import EXPLORE_EVERY, Setting, Step, Tuner, compare, settings
 
 SAMPLES = 4
 ROUNDS = 12
 START = [2.0] * SAMPLES
 
-losses = st.lists(st.floats(0, 10), min_size=SAMPLES, max_size=SAMPLES)
+scattered = st.lists(st.floats(0, 10), min_size=SAMPLES, max_size=SAMPLES)
+# of one level: only such differ clearly from each other
+level = st.builds(
+    lambda at, noise: [at + n for n in noise],
+    st.floats(0, 10),
+    st.lists(st.floats(0, 0.1), min_size=SAMPLES, max_size=SAMPLES),
+)
+losses = level | scattered
 diverged: st.SearchStrategy[list[float]] = st.just([]) | st.just([math.nan] * SAMPLES) | st.just([math.inf] * SAMPLES)
 runs = st.lists(losses | diverged, min_size=3 * ROUNDS, max_size=3 * ROUNDS)
 counts, budgets = st.integers(1, 6), st.integers(1, 8)
@@ -35,6 +43,7 @@ def follow(tuner: Tuner, outcomes: Sequence[Sequence[float]]) -> list[tuple[int,
     return history
 
 
+@fuzz(40)
 @given(counts, budgets, runs)
 def test_rollbacks_are_bounded_and_so_is_the_extra_work(count: int, budget: int, outcomes: list[list[float]]) -> None:
     tuner = Tuner(count, budget)
@@ -45,6 +54,7 @@ def test_rollbacks_are_bounded_and_so_is_the_extra_work(count: int, budget: int,
     assert len(tuner.pruned) <= len(set(tuner.pruned)) <= tuner.rollbacks + 1
 
 
+@fuzz(40)
 @given(counts, budgets, runs)
 def test_a_pruned_setting_is_never_used_again(count: int, budget: int, outcomes: list[list[float]]) -> None:
     pruned: set[int] = set()
@@ -54,6 +64,7 @@ def test_a_pruned_setting_is_never_used_again(count: int, budget: int, outcomes:
             pruned.add(step.pruned)
 
 
+@fuzz(40)
 @given(counts, budgets, runs)
 def test_training_goes_on_from_the_run_with_the_lowest_loss(
     count: int, budget: int, outcomes: list[list[float]]
@@ -69,6 +80,7 @@ def test_training_goes_on_from_the_run_with_the_lowest_loss(
         assert not (step.load == "best" and step.won)
 
 
+@fuzz(40)
 @given(counts, budgets, runs, st.integers(0, 10))
 def test_a_tuner_that_is_resumed_anywhere_decides_alike(
     count: int, budget: int, outcomes: list[list[float]], when: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,12 +21,13 @@ from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
 from tula_hpc.profiler import MemoryMeter, NodePower, StepProfile, _stopping_rule, _without_updates, measure
-from tula_hpc.records import Configuration
+from tula_hpc.records import Configuration, Measurement
 from tula_hpc.timing import StoppingRule
 from tula_hpc.worker import Worker
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
-CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
+CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
+PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.examples.normed:normed"
 
 
 def sweep(method: str = "ags", **workload: object) -> SweepSpec:
@@ -60,7 +61,7 @@ def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: d
 def test_the_scale_is_updated_at_its_interval_and_only_then() -> None:
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     assert isinstance(worker.optimizer, TulaOptimizer)
-    interval = round(0.1 * (worker.samples // 64))
+    interval = round(0.1 * (worker.samples // CONFIGURATION.local_batch))
     batches = worker.batches()
     for _ in range(interval):
         worker.train_step(*next(batches))
@@ -69,8 +70,48 @@ def test_the_scale_is_updated_at_its_interval_and_only_then() -> None:
     assert all(factor is not None for factor in worker.optimizer.gradscale)
 
 
-def test_a_profile_times_every_part_and_counts_the_memory() -> None:
-    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+class Profiled(NamedTuple):
+    """A profile, and what was called in it, in order."""
+
+    measurement: Measurement
+    calls: list[str]
+
+
+@pytest.fixture(scope="module")
+def profiled() -> Profiled:
+    """With the processor's time as the clock, which other work does not prolong."""
+    methods: dict[str, tuple[type, str]] = {
+        "step": (Worker, "train_step"),
+        "meter": (MemoryMeter, "start"),
+        "read": (MemoryMeter, "stop"),
+        "score": (Worker, "score"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", time.process_time)
+        calls = noted(patch, methods)
+        return Profiled(measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE), calls)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, methods: Mapping[str, tuple[type, str]]) -> list[str]:
+    """The calls of these methods from now on, in order, by the given words; they do what they did."""
+    happened: list[str] = []
+
+    def note(word: str, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noting(*arguments: Any) -> Any:
+            happened.append(word)
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    for word, (owner, name) in methods.items():
+        note(word, owner, name)
+    return happened
+
+
+def test_a_profile_times_every_part_and_counts_the_memory(profiled: Profiled) -> None:
+    measurement = profiled.measurement
     assert measurement.status == "ok"
     assert measurement.times is not None
     assert min(measurement.times.step_time_s, measurement.times.compute_time_s, measurement.times.update_time_s) > 0
@@ -79,18 +120,24 @@ def test_a_profile_times_every_part_and_counts_the_memory() -> None:
     assert (measurement.dataset_samples, measurement.test_samples) == (1438, 359)
     assert measurement.memory is not None
     assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
-    assert measurement.memory.batch_bytes == 64 * (3 * 8 * 8 * 4 + 8)  # images in float32, labels in int64
+    assert measurement.memory.batch_bytes == 32 * (3 * 8 * 8 * 4 + 8)  # images in float32, labels in int64
 
 
-def test_a_forward_pass_of_the_evaluation_is_timed_and_is_part_of_the_computation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.process_time)  # which other work does not prolong
-    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
-    assert measurement.times is not None
-    assert measurement.times.forward_time_s is not None
-    assert 0.0 < measurement.times.forward_time_s < measurement.times.compute_time_s
-    assert len(measurement.samples["forward"]) == PASSES
+def test_a_forward_pass_of_the_evaluation_is_timed_and_is_part_of_the_computation(profiled: Profiled) -> None:
+    times = profiled.measurement.times
+    assert times is not None
+    assert times.forward_time_s is not None
+    assert 0.0 < times.forward_time_s < times.compute_time_s
+    assert len(profiled.measurement.samples["forward"]) == PASSES
+
+
+def test_memory_is_read_before_a_forward_pass_is_timed(profiled: Profiled) -> None:
+    assert [call for call in profiled.calls if call in ("read", "score")] == ["read"] + ["score"] * PASSES
+
+
+def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(profiled: Profiled) -> None:
+    since = profiled.calls[profiled.calls.index("meter") :]
+    assert since.count("step") == profiled.measurement.steps + 1
 
 
 class Noisy(nn.Module):
@@ -123,36 +170,12 @@ def test_timing_a_forward_pass_leaves_no_trace() -> None:
     assert all(p.grad is None for p in worker.parameters)
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, methods: Mapping[str, tuple[type, str]]) -> list[str]:
-    """The calls of these methods from now on, in order, by the given words; they do what they did."""
-    happened: list[str] = []
-
-    def note(word: str, owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def noting(*arguments: Any) -> Any:
-            happened.append(word)
-            return method(*arguments)
-
-        monkeypatch.setattr(owner, name, noting)
-
-    for word, (owner, name) in methods.items():
-        note(word, owner, name)
-    return happened
-
-
-def test_memory_is_read_before_a_forward_pass_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened = noted(monkeypatch, {"score": (Worker, "score"), "read": (MemoryMeter, "stop")})
-    measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
-    assert happened == ["read"] + ["score"] * PASSES
-
-
 def test_a_forward_pass_without_memory_leaves_the_rest_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Worker, "score", fails)
-    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    measurement = measure(sweep(model=PERCEPTRON), ClusterSpec(), CONFIGURATION, ALONE)
     assert measurement.status == "ok"
     assert measurement.times is not None
     assert measurement.times.forward_time_s is None
@@ -168,12 +191,6 @@ def test_any_other_error_of_a_forward_pass_is_not_hidden(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         time_forward(worker, *next(worker.batches()))
     assert all(module.training for module in worker.model.modules())
-
-
-def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened = noted(monkeypatch, {"step": (Worker, "train_step"), "meter": (MemoryMeter, "start")})
-    measurement = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
-    assert happened[happened.index("meter") :].count("step") == measurement.steps + 1
 
 
 def test_a_profile_changes_no_weight() -> None:
@@ -193,10 +210,10 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     monkeypatch: pytest.MonkeyPatch, training: dict[str, object]
 ) -> None:
     """Each of the many steps would scale what the one before has scaled, beyond all numbers."""
-    spec = sweep(model="tests.examples.own_workload:perceptron", lr=0.1)
+    spec = sweep(model=PERCEPTRON, lr=0.1)
     fields = {"small_batch": 4, "exponent": 4.0, "smoothing": 0.0, "s_min": 30.0, **training}
     spec = spec.model_copy(update={"training": TrainingSpec.model_validate(fields)})
-    worker = Worker(_without_updates(spec), ClusterSpec(), CONFIGURATION, ALONE)
+    worker = Worker(_without_updates(spec), ClusterSpec(), CONFIGURATION._replace(local_batch=64), ALONE)
     before = [p.detach().clone() for p in worker.parameters]
     looked_at = noted_gradients(monkeypatch)
     profile = StepProfile(worker, StoppingRule(40, 40, 60.0, 0.02))
@@ -211,17 +228,18 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
 @pytest.mark.parametrize("method", ["ags", "adascale"])
 def test_a_lone_worker_with_batchnorm_is_measured_with_the_passes_that_it_takes(method: str) -> None:
     """Though norms are wanted for free; without BatchNorm there is nothing to time."""
-    spec = SweepSpec.model_validate(sweep().model_dump() | {"training": {"method": method, "base_batch": 16}})
+    training = {"method": method, "base_batch": 16}
+    spec = SweepSpec.model_validate(sweep(model=WITH_BATCHNORM).model_dump() | {"training": training})
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
     assert isinstance(worker.optimizer, TulaOptimizer)
     passes, batches = 0, worker.batches()
-    for _ in range(2 * (worker.samples // 64)):
+    for _ in range(2 * (worker.samples // CONFIGURATION.local_batch)):
         passes += worker.optimizer.update_due
         worker.train_step(*next(batches))
     measurement = measure(spec, ClusterSpec(), CONFIGURATION, ALONE)
     assert 2 * measurement.updates_per_epoch == pytest.approx(passes, abs=1)
     assert measurement.samples["update"]
-    workload = spec.workload.model_copy(update={"model": "tests.examples.own_workload:perceptron"})
+    workload = spec.workload.model_copy(update={"model": PERCEPTRON})
     plain = measure(spec.model_copy(update={"workload": workload}), ClusterSpec(), CONFIGURATION, ALONE)
     assert plain.updates_per_epoch == 0.0
     assert "update" not in plain.samples
@@ -250,7 +268,7 @@ def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, node
 
 def test_a_second_batch_takes_over_the_all_reduce_that_the_first_one_timed() -> None:
     shared = {1: 0.25}  # as if a job of one worker had one
-    measurement = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared)
+    measurement = measure(sweep(model=PERCEPTRON), ClusterSpec(), CONFIGURATION, ALONE, shared)
     assert measurement.times is not None
     assert measurement.times.allreduce_time_s == 0.25
     assert "allreduce" not in measurement.samples

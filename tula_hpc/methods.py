@@ -64,7 +64,7 @@ def synchronous_epochs(epochs: int) -> int:
 
 def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
     """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
-    wanted = max(2, training.reference_batch // configuration.world_size)
+    wanted = max(2, training.reference_batch(configuration.global_batch) // configuration.world_size)
     return min(wanted, configuration.local_batch)
 
 
@@ -129,8 +129,9 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
     """b_small and b_large. Where norms are computed for b_small, it need not be a whole number of samples a worker."""
     computed = training.free_reference and configuration.world_size > 1
-    small = training.reference_batch if computed else _taken(training, configuration)
-    return {"small_batch": min(small, configuration.global_batch), "large_batch": configuration.global_batch}
+    large = configuration.global_batch
+    small = training.reference_batch(large) if computed else _taken(training, configuration)
+    return {"small_batch": min(small, large), "large_batch": large}
 
 
 def _taken(training: TrainingSpec, configuration: Configuration) -> int:

@@ -297,7 +297,7 @@ class Trainer:
         self._place_step()
         inputs, targets = self._next_batch(batches)
         # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have drawn
-        torch.manual_seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
+        self.worker.seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
         self.guard.count_update(self.worker.optimizer)
         loss = self.worker.train_step(inputs, targets)
         progress.offset += size

@@ -36,7 +36,8 @@ class Tuning:
         training = worker.sweep.training
         self.worker, self.run, self.label, self.samples = worker, run, label, samples
         self.every_epochs, self.last_epoch = training.tune_every_epochs, worker.sweep.workload.epochs
-        configured = Setting(training.ags.delta, training.ags.small_batch)
+        small_batch = training.reference_batch(worker.configuration.global_batch)
+        configured = Setting(training.ags.delta, small_batch)
         self.settings = settings(configured, training.tune_delta, training.tune_small_batch)
         self.tuner = Tuner(len(self.settings), training.max_rollbacks)
         self.store = CheckpointStore(run.train(label).checkpoints / ROUNDS, keep=sys.maxsize)

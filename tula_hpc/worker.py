@@ -234,6 +234,12 @@ class Worker:
         squares, batch = self.norms.squares(loss_scale)
         self.optimizer.observe_small(squares * shortened**2, batch)
 
+    def seed(self, seed: int) -> None:
+        """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def use_setting(self, delta: float, small_batch: int) -> None:
         """Go on with other values of training.delta and training.small_batch."""
         changed = {"delta": delta, "small_batch": small_batch}

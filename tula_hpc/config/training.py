@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tula_hpc.config.ags import DEFAULT, PAPER, AgsOptions, Gate, Granularity, LrScaling
+from tula_hpc.config.ags import DEFAULT, PAPER, AgsOptions, Gate, Granularity, LrScaling, following_batch
 from tula_hpc.config.spec import Spec
 
 CHECKPOINT_MINUTES = 5.0  # at most between two checkpoints, unless saving costs too much
@@ -73,8 +73,6 @@ class TrainingSpec(Spec):
         """The preset with the keys that are given."""
         paper = self.preset == "paper" or self.method == "static"
         preset = PAPER if paper else DEFAULT
-        if not paper:
-            preset = preset._replace(small_batch=max(1, self.base_batch // 4))
         given = {name: getattr(self, name) for name in AgsOptions._fields if getattr(self, name) is not None}
         if given.get("reference") == "pass":
             preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
@@ -85,10 +83,11 @@ class TrainingSpec(Spec):
         """Whether norms of small gradients are wanted from the workers' own gradients at every step, without a pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
 
-    @property
-    def reference_batch(self) -> int:
+    def reference_batch(self, global_batch: int) -> int:
         """The small batch that gradients are held against, global; AdaScale's is the one that workload.lr is for."""
-        return self.base_batch if self.method == "adascale" else self.ags.small_batch
+        if self.method == "adascale":
+            return self.base_batch
+        return self.ags.small_batch or following_batch(self.base_batch, global_batch)
 
     @property
     def has_trust_ratios(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
 from tula_hpc.catalog import DATASETS
@@ -144,16 +146,22 @@ def _own(spec: WorkloadSpec) -> Data:
 
 def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     """8×8 grey images of handwritten digits (E. Alpaydin, C. Kaynak 1998), as scikit-learn ships them."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    grey = digits.images.astype(np.uint8)  # 0 to 16
-    source, labels = ArraySource(np.repeat(grey[:, None], 3, axis=1)), digits.target.astype(np.int64)
+    grey, labels = _read_digits()
+    source = ArraySource(np.repeat(grey[:, None], 3, axis=1))
     every = PixelDataset(source, np.arange(len(labels)), labels, scaling=Scaling(white=16.0), image_size=image_size)
     split = stratified_split(labels)
     train = every.take(split.train)
     train.jitter = Jitter(1, flip=False) if spec.augment else None  # a mirrored digit is another sign
     return Data(train, every.take(split.test), 10, image_size)
+
+
+@functools.cache  # it is text, and a profile asks for it at each configuration
+def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images, (n, 8, 8), 0 to 16, and labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images.astype(np.uint8), digits.target.astype(np.int64)
 
 
 def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:

@@ -1,0 +1,269 @@
+"""Plans and searches at their edges: what is left when hardly anything is, and whether the advice then helps."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planning_data import cluster, grid, ok, oom, peak_bytes, sweep, times
+from tula_hpc.analysis.plan import main, make_plan
+from tula_hpc.analysis.plan_text import sentences
+from tula_hpc.analysis.profiling_cost import full_search
+from tula_hpc.analysis.rerank import choose_again, knee_batch
+from tula_hpc.analysis.search import propose
+from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
+from tula_hpc.drift import PARTS, expected_parts
+from tula_hpc.errors import InfeasibleError, NotEnoughDataError
+from tula_hpc.records import Candidate, Drift, Measurement, Plan, RunDirectory, append_record
+
+CORNERS = [ok(1, 32), ok(1, 1024), ok(4, 8), ok(4, 256)]
+
+RUN = """
+name = "test"
+[workload]
+model = "elsewhere.models:net"
+dataset = "cifar100"
+data_dir = "/nowhere/at/all"
+epochs = 5
+[search]
+min_batch = 32
+max_batch = 2048
+cluster_sizes = [1, 2, 4, 8]
+"""
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "partial", "full"])
+def test_a_single_candidate_is_planned_once_it_was_measured(mode: str) -> None:
+    spec = sweep("knee", mode=mode, cluster_sizes=[1], min_batch=64, max_batch=64)
+    assert propose(spec, cluster(), [ok(1, 64)]) == []
+    plan = make_plan(spec, cluster(), [ok(1, 64)])
+    assert plan.chosen.step_time_s == pytest.approx(times(1, 64).step_time_s, rel=0.01)
+    assert plan.chosen.peak_memory_bytes == pytest.approx(peak_bytes(64), rel=0.01)
+
+
+def test_what_memory_leaves_is_planned_even_if_it_is_a_single_batch() -> None:
+    spec = sweep("time", cluster_sizes=[1], min_batch=64, max_batch=256)
+    plan = make_plan(spec, cluster(), [ok(1, 64), oom(1, 128)])
+    assert [c.local_batch for c in plan.candidates if c.feasible] == [64]
+    with pytest.raises(NotEnoughDataError, match=r"only local batch 64 was measured.* run the sweep again"):
+        make_plan(spec, cluster(), [ok(1, 64)])  # here running it again helps: 128 is proposed
+    assert propose(spec, cluster(), [ok(1, 64)])
+
+
+def test_where_all_ran_out_of_memory_the_advice_is_not_to_run_it_again() -> None:
+    spec, rows = sweep("time", cluster_sizes=[1], min_batch=64, max_batch=128), [oom(1, 64), oom(1, 128)]
+    assert propose(spec, cluster(), rows) == []
+    with pytest.raises(NotEnoughDataError, match=r"ran out of memory.*lower search\.min_batch") as error:
+        make_plan(spec, cluster(), rows)
+    assert "run the sweep again" not in str(error.value)
+
+
+def replay(spec: SweepSpec, on: ClusterSpec, trusted_batch: int) -> list[Measurement]:
+    """The search in jobs that each measure what is proposed on one number of nodes, and end when memory does."""
+    rows: list[Measurement] = []
+    while proposed := propose(spec, on, rows, trusted_batch=trusted_batch):
+        for nodes, _, batch in [c for c in proposed if c.nodes == proposed[0].nodes]:
+            fits = peak_bytes(batch) <= (on.memory_limit_bytes or 0)
+            rows.append(ok(nodes, batch) if fits else oom(nodes, batch))
+            if not fits:
+                break
+    return rows
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "partial", "full"])
+def test_batches_far_beyond_memory_are_not_tried_one_after_another(mode: str) -> None:
+    """4 GiB hold 899 samples; without a look at what smaller batches used seven jobs were killed on the way down."""
+    spec = sweep("knee", mode=mode, cluster_sizes=[1, 2, 4], min_batch=32, max_batch=65_536)
+    rows = replay(spec, cluster(memory_gb=4.0), trusted_batch=256)
+    assert sum(row.status == "oom" for row in rows) <= 1
+    assert max(row.local_batch for row in rows if row.status == "ok") == 512  # the largest that fits was measured
+
+
+def test_a_batch_that_may_fit_is_tried() -> None:
+    spec = sweep("time", cluster_sizes=[1], min_batch=32, max_batch=512)
+    limit_gb = peak_bytes(512) / GIB
+    assert [c.local_batch for c in propose(spec, cluster(memory_gb=limit_gb), [ok(1, 32), ok(1, 128)])] == [512]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RunDirectory:
+    """A run whose adaptive search for the knee wants nothing more."""
+    run = RunDirectory(tmp_path / "run").create()
+    run.sweep_file.write_text(RUN)
+    run.cluster_file.write_text('name = "here"\n')
+    spec = sweep("knee", mode="adaptive", min_batch=32, max_batch=2048, cluster_sizes=[1, 2, 4, 8])
+    rows: list[Measurement] = []
+    while proposed := propose(spec, cluster(), rows):
+        rows.append(ok(proposed[0].nodes, proposed[0].local_batch, finished_at=len(rows) + 1.0))
+        append_record(run.profile / "task.jsonl", rows[-1], durable=False)
+    return run
+
+
+@pytest.mark.parametrize("arguments", [["--objective", "time"], ["--set", "search.cluster_sizes=[1, 2, 4, 8, 16]"]])
+def test_other_aims_of_a_finished_run_are_not_to_be_had_by_running_it_again(
+    finished: RunDirectory, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command would measure nothing more, and one with these values is refused for this run directory."""
+    assert main([str(finished.root)]) == 0
+    assert "not yet profiled" not in capsys.readouterr().out
+    assert main([str(finished.root), *arguments]) == 0
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "not yet profiled" in told
+    assert "run the sweep again" not in told
+    assert "a new --run-dir" in told
+
+
+def test_the_aim_of_the_run_itself_is_no_other_one(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished.profile / "task.jsonl").unlink()
+    for row in CORNERS[:3]:
+        append_record(finished.profile / "task.jsonl", row, durable=False)
+    assert main([str(finished.root), "--objective", "knee", "--set", "pricing.basis=node-hour"]) == 0
+    assert "run the sweep again" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_what_costs_something_is_not_as_dear_as_what_is_free() -> None:
+    parts = [{"partition": "own", "pricing": {"usd_per_node_hour": 0}}, {"partition": "cloud"}]
+    rows = [row.model_copy(update={"partition": name}) for name in ("own", "cloud") for row in CORNERS]
+    plan = make_plan(sweep("knee"), cluster(partitions=parts), rows)
+    assert (plan.chosen.partition, plan.chosen.cost) == ("own", 0.0)
+    told = [line for line in sentences(plan) if line.startswith("Next best")]
+    assert any("on cloud, as fast, dearer." in line for line in told)
+    assert all(("as dear" in line) == ("on own" in line) for line in told)
+
+
+def test_where_preemptions_leave_no_time_the_advice_is_about_them() -> None:
+    spot = cluster(pricing={"basis": "spot", "preemption_hours": 1e-4})
+    with pytest.raises(InfeasibleError, match=r"no time for work; use fewer nodes, .*preemption_hours"):
+        make_plan(sweep("cost"), spot, CORNERS)
+
+
+def slowed(row: Measurement, factor: float) -> Measurement:
+    """The same with steps that take so many times as long, by a node that is ill for example."""
+    assert row.times is not None
+    changes: dict[str, Any] = {"times": row.times.model_copy(update={"step_time_s": factor * row.times.step_time_s})}
+    return row.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1.0, False), (1.2, False), (3.0, True), (0.3, True)])
+def test_a_measurement_that_all_others_contradict_is_named(factor: float, warned: bool) -> None:
+    """Without it the plan shows a step time as "measured" that is far from the measured one."""
+    rows = [slowed(row, factor) if row.configuration == (2, 1, 64) else row for row in grid()]
+    plan = make_plan(sweep("time"), cluster(), rows)
+    found = [text for text in plan.warnings if "all measurements together" in text]
+    assert [re.findall(r"N=\d+ b=\d+", text) for text in found] == ([["N=2 b=64"]] if warned else [])
+
+
+@pytest.mark.parametrize("partitions", ["[]", '[{partition = "third"}]'])
+def test_measurements_of_partitions_are_not_passed_off_as_those_of_others(
+    tmp_path: Path, partitions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without partitions those of both would be mixed: an average of two machines that nobody has."""
+    run = RunDirectory(tmp_path / "run").create()
+    run.sweep_file.write_text(RUN)
+    run.cluster_file.write_text(
+        'name = "both"\nexecutor = "slurm"\n[[partitions]]\npartition = "old"\n[[partitions]]\npartition = "new"\n'
+    )
+    for row in CORNERS:
+        append_record(run.profile / "task.jsonl", row.model_copy(update={"partition": "old"}), durable=False)
+        append_record(run.profile / "task.jsonl", slowed(row, 0.3).model_copy(update={"partition": "new"}))
+    assert main([str(run.root), "--set", 'cluster.partitions=[{partition = "old"}]']) == 0
+    capsys.readouterr()
+    assert main([str(run.root), "--set", f"cluster.partitions={partitions}"]) == 2
+    assert "partitions: the measurements are of old and new" in capsys.readouterr().err
+
+
+def chosen_again(objective: ObjectiveSpec, part: str, factor: float, plan: Plan) -> Candidate:
+    """After a part of the step of the plan's choice has begun to take `factor` times as long."""
+    expected = expected_parts(grid(), plan.chosen.configuration)
+    measured = expected.model_copy(update={PARTS[part]: factor * getattr(expected, PARTS[part])})
+    step_s = plan.chosen.step_time_s
+    drift = Drift(
+        **plan.chosen.configuration._asdict(),
+        measured_s=factor * step_s,
+        predicted_s=step_s,
+        part=part,
+        measured=measured,
+        expected=expected,
+    )
+    found = choose_again(plan, objective, plan.chosen.configuration, drift, partial(expected_parts, grid()))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
+def test_a_knee_that_hardly_moves_leaves_the_batch_alone(factor: float) -> None:
+    """It lies between 128 and 256 in octaves: what moves it by a hundredth once doubled the batch."""
+    plan = make_plan(sweep("knee"), cluster(), grid())
+    assert knee_batch([c for c in plan.candidates if c.nodes == plan.chosen.nodes]) == pytest.approx(181, rel=0.01)
+    assert chosen_again(ObjectiveSpec(kind="knee"), "compute", factor, plan).configuration == plan.chosen.configuration
+
+
+@pytest.mark.parametrize(
+    ("part", "factor", "hours"), [("loader", 3.0, 0.03), ("network", 1.5, 0.03), ("network", 3.0, 0.05)]
+)
+def test_what_is_chosen_again_keeps_the_deadline_if_any_can(part: str, factor: float, hours: float) -> None:
+    plan = make_plan(sweep("knee"), cluster(), grid())
+    fastest = chosen_again(ObjectiveSpec(kind="time"), part, factor, make_plan(sweep("time"), cluster(), grid()))
+    assert fastest.nodes == plan.chosen.nodes
+    kept = chosen_again(ObjectiveSpec(kind="knee", deadline_hours=hours), part, factor, plan)
+    assert fastest.wall_time_s is not None
+    assert kept.wall_time_s is not None
+    assert fastest.wall_time_s <= 3600.0 * hours  # it can be kept
+    assert kept.wall_time_s <= 3600.0 * hours
+
+
+def test_where_the_bound_on_saves_loses_more_than_it_spares_the_plan_says_what_to_set() -> None:
+    """And what it says holds when it is done."""
+    spot = cluster(pricing={"basis": "spot", "preemption_hours": 2.0, "checkpoint_write_s": 30.0})
+    spec, rows = sweep("time"), [row.model_copy(update={"dataset_samples": 2_000_000}) for row in CORNERS]
+    plan = make_plan(spec, spot, rows)
+    (advice,) = [text for text in plan.warnings if "checkpoint_minutes" in text]
+    found = re.search(r"training\.checkpoint_minutes = ([\d.]+) would take ([\d.]+) % less", advice)
+    assert found is not None
+    training = spec.training.model_copy(update={"checkpoint_minutes": float(found[1])})
+    often = make_plan(spec.model_copy(update={"training": training}), spot, rows)
+    (same,) = [c for c in often.candidates if c.configuration == plan.chosen.configuration]
+    assert 1.0 - (same.wall_time_s or 0.0) / (plan.chosen.wall_time_s or 1.0) == pytest.approx(
+        float(found[2]) / 100.0, abs=0.001
+    )
+    assert not any("checkpoint_minutes" in text for text in often.warnings)
+
+
+@pytest.mark.parametrize("pricing", [{}, {"basis": "spot"}, {"basis": "spot", "checkpoint_write_s": 0.5}])
+def test_where_interruptions_are_rare_the_bound_is_no_matter(pricing: dict[str, Any]) -> None:
+    plan = make_plan(sweep("time", workload={"epochs": 500}), cluster(pricing=pricing), CORNERS)
+    assert not any("checkpoint_minutes" in text for text in plan.warnings)
+
+
+def test_a_full_search_is_not_said_to_cost_what_it_could_not_run() -> None:
+    """Batches that surely exceed memory are not tried, so that no record bounds them."""
+    on = cluster(memory_gb=4.0)
+    rows = [row.model_copy(update={"elapsed_s": 30.0}) for row in (ok(1, 32), ok(1, 256), ok(4, 8))]
+    few, many = (
+        full_search(sweep("knee", cluster_sizes=[1, 2, 4], min_batch=32, max_batch=most), on, rows, [])
+        for most in (8192, 2**20)
+    )
+    assert few is not None
+    assert few == many
+
+
+def test_a_partition_with_too_few_nodes_is_not_to_be_measured_again() -> None:
+    parts = [{"partition": "large"}, {"partition": "small", "max_nodes": 1}]
+    rows = [row.model_copy(update={"partition": "large"}) for row in CORNERS]
+    plan = make_plan(sweep("time", cluster_sizes=[2, 4]), cluster(partitions=parts), rows)
+    (said,) = [text for text in plan.warnings if "small" in text]
+    assert said == "partition small is left out: no candidate: max_nodes = 1 is below every cluster size"
+
+
+@pytest.mark.parametrize("objective", ["knee", "time", "cost", "weighted"])
+@pytest.mark.parametrize("first", ["own", "cloud"])
+def test_of_equal_nodes_the_free_ones_are_taken_whichever_stand_first(objective: str, first: str) -> None:
+    prices = {"own": {"usd_per_node_hour": 0}, "cloud": {"usd_per_node_hour": 1}}
+    names = sorted(prices, key=lambda name: name != first)
+    rows = [row.model_copy(update={"partition": name}) for name in names for row in CORNERS]
+    on = cluster(partitions=[{"partition": name, "pricing": prices[name]} for name in names])
+    assert make_plan(sweep(objective), on, rows).chosen.partition == "own"
