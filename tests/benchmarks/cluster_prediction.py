@@ -5,11 +5,10 @@
 DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
 root, Slurm and a machine that is otherwise idle. With the word `recorded` for DATA nothing is run: the models of today
 are compared with what WORK holds. The workloads differ in computation to communication: little gradient
-(squeezenet1_1), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4. A fourth,
-shufflenet_v2_x0_5, runs where it is named: it does little but move memory, for which nodes on one machine compete.
+(shufflenet_v2_x0_5), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
 
 Each is profiled by full search with one job for each configuration, and by the adaptive search in packed jobs; and both
-again in a second round, after all workloads had their first. Neighbours on the host of a virtual machine
+in three rounds, each over all workloads. Neighbours on the host of a virtual machine
 disturb it for seconds to minutes, and never make it faster: the fastest round of a configuration is taken for true.
 
 - full: fitted to the true measurements and compared with them.
@@ -82,13 +81,11 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "squeezenet": Workload("squeezenet1_1", 8, 128),
+    "shufflenet": Workload("shufflenet_v2_x0_5", 8, 128),
     "mobilenet": Workload("mobilenet_v3_small", 8, 128),
     "vgg_like": Workload("tests.benchmarks.vgg_like:vgg_like", 16, 256),
-    "shufflenet": Workload("shufflenet_v2_x0_5", 8, 128),
 }
-BY_DEFAULT = ("squeezenet", "mobilenet", "vgg_like")
-ROUNDS = 2
+ROUNDS = 3
 SEARCHES = {"full": ["search.mode=full", "search.pack=never"], "adaptive": ["search.mode=adaptive"]}
 
 
@@ -302,4 +299,4 @@ def main(data: str, work: Path, output: Path, names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     work_folder, output_file = (Path(argument).absolute() for argument in sys.argv[2:4])
-    main(sys.argv[1], work_folder, output_file, sys.argv[4:] or BY_DEFAULT)
+    main(sys.argv[1], work_folder, output_file, sys.argv[4:] or list(WORKLOADS))
