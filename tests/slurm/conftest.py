@@ -21,8 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("slurm")
-        if "told" in getattr(item, "fixturenames", ()):
+        if _waits_for_stories(item):
             item.add_marker(pytest.mark.timeout(1200))  # the first one waits for all of them
+    # last: they want all the CPU there is, which the tests on this machine leave to them when they are through
+    items.sort(key=_waits_for_stories)
+
+
+def _waits_for_stories(item: pytest.Item) -> bool:
+    return "told" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(wrapper=True)
