@@ -19,7 +19,6 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.records import Candidate, Configuration, Measurement
 
 LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
-AGAIN = "run the sweep again"
 DROPPED_SHARE = 0.1  # of the samples
 BOUND_SHARE = 0.05  # of the expected time, lost because saves may cost only so much
 CONTRADICTS_FROM = 1.5  # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
@@ -43,7 +42,7 @@ def about_missing(
     sweep: SweepSpec,
     cluster: ClusterSpec,
     measurements: Sequence[Measurement],
-    how_to_profile: str = AGAIN,
+    how_to_profile: str,
 ) -> list[str]:
     """What should be there and is not, and how to get it."""
     found = [f"{configuration} was not measured: {why}" for configuration, why in summary.failed.items()]

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.planning import AGAIN, make_plan
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.files import drop_output
+from tula_hpc.files import write_out
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
     options = _parser().parse_args(arguments)
     try:
-        _print(_answer(options))
+        write_out(f"{_answer(options)}\n")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,13 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{error.filename or options.run}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        drop_output()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,9 +76,18 @@ def _answer(options: argparse.Namespace) -> str:
     sweep, cluster, how_to_profile = _inputs(run, mine, others)
     read = run.measurements()
     footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
-    told = partial(make_plan, metrics=metrics, events=run.events(), how_to_profile=how_to_profile)
+    events = run.events()
     try:
-        plan = told(sweep, cluster, read.records, read.skipped, footprints)
+        plan = make_plan(
+            sweep,
+            cluster,
+            read.records,
+            read.skipped,
+            footprints,
+            metrics=metrics,
+            events=events,
+            how_to_profile=how_to_profile,
+        )
     except InputError as error:  # prices that need what is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
@@ -95,7 +96,7 @@ def _answer(options: argparse.Namespace) -> str:
     return text if options.json else _as_text(plan, sweep, cluster, read.records, run)
 
 
-def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec, str | None]:
+def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec, str]:
     """The run's own with overrides of either file, and what to do where these need other measurements.
 
     Raises:
@@ -111,7 +112,7 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
     own_cluster = load_cluster(run.cluster_file) if others else cluster
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
-    return sweep, cluster, None if (sweep, cluster) == (own_sweep, own_cluster) else ANEW
+    return sweep, cluster, AGAIN if (sweep, cluster) == (own_sweep, own_cluster) else ANEW
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.table import Part
 
 RUNNERS_UP = 3
+AGAIN = "run the sweep again"
 
 
 def make_plan(
@@ -30,7 +31,7 @@ def make_plan(
     *,
     metrics: Metrics | None = None,
     events: Sequence[Event] = (),
-    how_to_profile: str | None = None,
+    how_to_profile: str = AGAIN,
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
@@ -38,8 +39,7 @@ def make_plan(
     order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
     and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
     tell more of the critical batch than the first weights, which profiles see, and how long evaluation takes; `events`
-    of the run tell what a checkpoint costs. `how_to_profile` is the advice where the search wants more; None: to run
-    the sweep again.
+    of the run tell what a checkpoint costs. `how_to_profile` is the advice where the search wants more.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.
@@ -86,11 +86,11 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critic
 
 
 def _doubts_about_parts(
-    sweep: SweepSpec, fitted: Fitted, measurements: Sequence[Measurement], how_to_profile: str | None
+    sweep: SweepSpec, fitted: Fitted, measurements: Sequence[Measurement], how_to_profile: str
 ) -> list[str]:
-    from tula_hpc.analysis.cautions import AGAIN, about_part
+    from tula_hpc.analysis.cautions import about_part
 
-    return [text for part in fitted.parts for text in about_part(part, sweep, measurements, how_to_profile or AGAIN)]
+    return [text for part in fitted.parts for text in about_part(part, sweep, measurements, how_to_profile)]
 
 
 def _remarks(

@@ -17,6 +17,7 @@ from tula_hpc.analysis.formatting import (
 from tula_hpc.analysis.job_runs import job_runs
 from tula_hpc.analysis.parts import name_of, of_part, prefixed
 from tula_hpc.analysis.plan_text import background, wall_time_s
+from tula_hpc.analysis.planning import AGAIN
 from tula_hpc.analysis.report_data import (
     RunContents,
     Training,
@@ -178,7 +179,7 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
         rows = of_part(run.measurements, name)
         summary = summarize(rows)
         doubts = cautions.about_measurements(summary, run.sweep, part.workers_per_node)
-        doubts += cautions.about_missing(summary, run.sweep, part, rows)
+        doubts += cautions.about_missing(summary, run.sweep, part, rows, AGAIN)
         found += [prefixed(name, doubt) for doubt in doubts]
     return found
 

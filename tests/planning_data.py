@@ -99,3 +99,15 @@ def sweep(objective: str = "knee", workload: dict[str, Any] | None = None, **sea
 
 def cluster(**changes: Any) -> ClusterSpec:
     return ClusterSpec.model_validate(changes)
+
+
+CORNERS = [ok(1, 32), ok(1, 1024), ok(4, 8), ok(4, 256)]
+
+SWEEP_FILE = """
+name = "test"
+[workload]
+model = "elsewhere.models:net"
+dataset = "cifar100"
+data_dir = "/nowhere/at/all"
+epochs = 5
+"""

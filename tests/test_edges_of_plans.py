@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning_data import cluster, grid, ok, oom, peak_bytes, sweep, times
+from tests.planning_data import CORNERS, SWEEP_FILE, cluster, grid, ok, oom, peak_bytes, sweep, times
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.plan_text import sentences
 from tula_hpc.analysis.profiling_cost import full_search
@@ -20,15 +20,7 @@ from tula_hpc.drift import PARTS, expected_parts
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.records import Candidate, Drift, Measurement, Plan, RunDirectory, append_record
 
-CORNERS = [ok(1, 32), ok(1, 1024), ok(4, 8), ok(4, 256)]
-
-RUN = """
-name = "test"
-[workload]
-model = "elsewhere.models:net"
-dataset = "cifar100"
-data_dir = "/nowhere/at/all"
-epochs = 5
+RUN = f"""{SWEEP_FILE}
 [search]
 min_batch = 32
 max_batch = 2048

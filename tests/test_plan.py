@@ -13,8 +13,10 @@ import pytest
 import tomli_w
 
 from tests.planning_data import (
+    CORNERS,
     MIB,
     SAMPLES,
+    SWEEP_FILE,
     cluster,
     failed,
     grid,
@@ -47,15 +49,7 @@ from tula_hpc.records import (
     append_record,
 )
 
-CORNERS = [ok(1, 32), ok(1, 1024), ok(4, 8), ok(4, 256)]
-
-SWEEP = """
-name = "test"
-[workload]
-model = "elsewhere.models:net"
-dataset = "cifar100"
-data_dir = "/nowhere/at/all"
-epochs = 5
+SWEEP = f"""{SWEEP_FILE}
 [search]
 mode = "partial"
 """

@@ -75,6 +75,15 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def write_out(text: str) -> None:
+    """Print it all, for whoever still reads."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
+
+
 def make_private(folder: Path) -> None:
     """Make a folder, and those that are missing on the way to it, with mode 0700 whatever the umask is.
 
@@ -154,6 +163,11 @@ class HeldFolder:
         self.folder = folder
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
+
+    def loss(self, doing: str) -> str:
+        """That it is lost, in words, to a job that was doing something; empty while it is there."""
+        words = f"{self.folder}: was deleted while this job {doing}; another run may be there now"
+        return words if self.is_lost else ""
 
     @property
     def is_lost(self) -> bool:

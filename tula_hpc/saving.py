@@ -125,7 +125,7 @@ class Saving:
         """What this worker wants at a look; while a checkpoint is being written the next one is put off."""
         if self.writer is None:
             return Wish.NOTHING
-        if self.writer.has_failed or self._lost() is not None:
+        if self.writer.has_failed or self._lost():
             return Wish.FAIL
         return Wish.SAVE if self.writer.write is None and self.cadence.due() else Wish.NOTHING
 
@@ -190,7 +190,7 @@ class Saving:
             CheckpointError: It could not be saved, or the training's folder is gone; rank 0's says why.
         """
         landed = self.writer.finish() if self.writer is not None else None
-        error = landed.error if landed is not None and landed.error is not None else self._lost()
+        error = (landed.error if landed is not None else None) or self._lost()
         (failed,) = self.worker.agree(float(error is not None))
         if error is not None:
             raise error
@@ -200,11 +200,8 @@ class Saving:
             self.cadence.ended(landed.seconds)
 
     def _lost(self) -> CheckpointError | None:
-        if self.ground is None or not self.ground.is_lost:
-            return None
-        return CheckpointError(
-            f"{self.ground.folder}: was deleted while this job trained; another run may be there now"
-        )
+        words = self.ground.loss("trained") if self.ground is not None else ""
+        return CheckpointError(words) if words else None
 
     def abandon(self) -> BaseException | None:
         """Wait for the write when training has failed already; not collective. Returns the write's own error."""

@@ -47,8 +47,8 @@ def _measure_and_record(
         failure = out_of_memory(error)
         if failure is None:
             raise
-    if ground.is_lost:
-        raise StorageError(f"{ground.folder}: was deleted while this job measured; another run may be there now")
+    if words := ground.loss("measured"):
+        raise StorageError(words)
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
         record = oom_record(job.cluster, configuration, env, failure)

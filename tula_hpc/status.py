@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command import exit_code_of
-from tula_hpc.files import drop_output
+from tula_hpc.files import write_out
 
 if TYPE_CHECKING:
     from tula_hpc.accounting import AccountedRun
@@ -83,16 +83,8 @@ def _run(options: argparse.Namespace) -> int:
 
     status = status_of(options.run)
     width = shutil.get_terminal_size((110, 40)).columns
-    _print(status.model_dump_json(indent=1) + "\n" if options.json else status_text(status, width))
+    write_out(status.model_dump_json(indent=1) + "\n" if options.json else status_text(status, width))
     return status.exit_code
-
-
-def _print(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        drop_output()
 
 
 def status_of(root: Path) -> RunStatus:

@@ -152,10 +152,8 @@ class Trainer:
         nodes, seen = self.job.configuration.nodes, progress.interruptions
         interruptions = expected_interruptions(pricing, training, nodes, seen=seen, over_s=trained_s)
         fixed_s = None if training.checkpoint_minutes is None else training.checkpoint_s
-        cadence = Cadence(interruptions, fixed_s)
-        if self.env.rank != 0:
-            return Saving(self.worker, None, self.local_states, cadence)
-        return Saving(self.worker, self.store, self.local_states, cadence, HeldFolder(self.files.root))
+        store, ground = (self.store, HeldFolder(self.files.root)) if self.env.rank == 0 else (None, None)
+        return Saving(self.worker, store, self.local_states, Cadence(interruptions, fixed_s), ground)
 
     def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
         """This worker's share of samples that are not augmented."""
