@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -255,6 +256,26 @@ def test_a_step_never_waits_for_the_device(options: dict[str, Any], monkeypatch:
             take_steps(optimizer, params, [step])
     with pytest.raises(AssertionError, match="_local_scalar_dense"), refuse():  # the detector works
         optimizer.statistics()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", SYNC_FREE)
+def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Fake tensors refuse what CUDA refuses: operands on two devices, and to tell a value."""
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(shape, device="cuda", dtype=dtype)) for shape in SHAPES]
+        gradients = [[torch.empty_like(p) for p in params] for _ in range(3)]
+        optimizer = wrap(params, layers=[params[:2]], **options)
+        if "static_scale" not in options:
+            optimizer.update_gradscale(gradients[0], gradients[1])
+        for step in gradients:
+            if options.get("granularity", "element") != "element":
+                optimizer.observe_small(torch.empty(len(SHAPES), device="cuda", dtype=torch.float64), 32)
+                optimizer.observe_clipping(torch.empty((), device="cuda"))
+            take_steps(optimizer, params, [step])
+        factors = [factor for factor in optimizer.gradscale if factor is not None]
+        assert len(factors) == len(SHAPES)
+        assert all(factor.device.type == "cuda" for factor in factors)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
