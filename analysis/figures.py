@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures_curvature import draw_curvature, draw_gradient_norm, draw_variability
-from tula_hpc.analysis.figures_drawing import Drawing, Missing
+from tula_hpc.analysis.figures_drawing import Drawing, Missing, attempt
 from tula_hpc.analysis.figures_memory import draw_memory
 from tula_hpc.analysis.figures_pareto import draw_pareto
 from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
@@ -45,6 +46,7 @@ class Figures(NamedTuple):
 def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
     alone = run.of_chosen_partition()
-    results = [draw(run if draw is draw_pareto else alone) for draw in FIGURES.values()]
+    shown = {name: run if draw is draw_pareto else alone for name, draw in FIGURES.items()}
+    results = [attempt(name, partial(draw, shown[name])) for name, draw in FIGURES.items()]
     drawings = [result for result in results if isinstance(result, Drawing)]
     return Figures(drawings, [item for item in results if isinstance(item, Missing) and not item.optional])

@@ -94,6 +94,14 @@ class Missing(NamedTuple):
     optional: bool = False  # nobody asked for it: its absence is not worth a line
 
 
+def attempt(name: str, draw: Callable[[], Drawing | Missing]) -> Drawing | Missing:
+    """Draw one figure of several; one that fails is named with its error, and takes nothing else with it."""
+    try:
+        return draw()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other figures and the tables are worth having
+        return Missing(name, name.replace("_", " "), f"it could not be drawn, {type(error).__name__}: {error}")
+
+
 def _crop_title(root: ElementTree.Element, band_pt: float) -> None:
     for parent in root.iter():
         for child in [item for item in parent if item.get("id") == "title"]:

@@ -28,11 +28,14 @@ class Point(NamedTuple):
 
 
 def delta_groups(contents: StudyContents) -> list[dict[float, str]]:
-    """Columns by δ, for each set of columns that are the same otherwise; sets with at least two values of δ."""
+    """Columns by δ, for each set of columns that are the same otherwise; sets with at least two values of δ.
+
+    Without a gate δ does nothing.
+    """
     groups: dict[str, dict[float, str]] = {}
     for name in contents.study.columns:
         spec = study_column(contents.sweep, name, check_paths=False)
-        if spec.training.method in GATED:
+        if spec.training.method in GATED and spec.training.ags.gate != "none":
             groups.setdefault(_all_but_delta(spec), {}).setdefault(spec.training.ags.delta, name)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -68,8 +71,9 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         ends = [_draw(axes, points, table, batch) for (_, batch), points in lines.items()]
         labels.label_ends(axes, ends)
     caption = (
-        "Test accuracy at the end of training against the threshold δ; gradients are scaled only where Δ(G) is below. "
-        "The columns shown differ in nothing else. Bars: one standard deviation over the seeds to each side."
+        "Test accuracy at the end of training against the threshold δ; gradients are scaled where Δ(G) is below, and "
+        "with a smooth gate the less the larger Δ(G)/δ is. The columns shown differ in nothing else. Bars: one "
+        "standard deviation over the seeds to each side."
     )
     return Drawing("study_delta", title, caption, figure, _table(lines))
 

@@ -15,6 +15,7 @@ from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResul
 SWEEP: dict[str, object] = {
     "name": "made-up",
     "workload": {"dataset": "digits", "epochs": 20},
+    "training": {"gate": "paper"},  # or δ would do nothing
     "study": {
         "methods": ["lbt", "lrs", "lars", "ags"],
         "batches": [256, 512, 1024],

@@ -475,6 +475,18 @@ def test_the_same_numbers_give_the_same_svg(run: RunContents) -> None:
     assert drawn(run, "epoch_time").svg() == drawn(run, "epoch_time").svg()
 
 
+def test_a_figure_that_fails_takes_nothing_else_with_it(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: RunContents) -> Drawing:
+        raise ZeroDivisionError("nothing to divide by")
+
+    monkeypatch.setitem(FIGURES, "memory", fail)
+    drawn = draw_all(run)
+    assert [drawing.name for drawing in drawn.drawings] == [name for name in FIGURES if name != "memory"]
+    (missing,) = drawn.missing
+    assert missing.name == "memory"
+    assert "ZeroDivisionError: nothing to divide by" in missing.why
+
+
 def test_matplotlibs_settings_are_left_alone(run: RunContents) -> None:
     before = dict(mpl.rcParams)
     drawn(run, "memory").png()

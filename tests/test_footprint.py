@@ -182,6 +182,19 @@ def test_the_command_prints_a_table_or_the_record(tmp_path: Path, capsys: pytest
     assert Footprint.model_validate(json.loads(capsys.readouterr().out)).limit_bytes == int(0.9 * int(0.9 * 1024**3))
 
 
+def test_keys_can_be_set_and_data_that_is_known_by_name_need_not_be_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_file, cluster_file = map(str, files(tmp_path))
+    changes = ["workload.dataset=cifar100", "workload.data_dir=/nowhere/at/all", "search.max_batch=64"]
+    changes += ["cluster.memory_gb=2.0"]
+    options = [part for text in changes for part in ("--set", text)]
+    assert main([sweep_file, "--cluster", cluster_file, "--json", *options]) == 0
+    footprint = Footprint.model_validate(json.loads(capsys.readouterr().out))
+    assert max(footprint.peaks) == 64
+    assert footprint.limit_bytes == int(0.9 * 2 * 1024**3)
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(files(tmp_path, model="resnet17")[0])]) == 2
     said = capsys.readouterr().err

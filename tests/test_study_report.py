@@ -96,6 +96,12 @@ def test_columns_that_differ_in_delta_alone_are_one_ablation(run: RunDirectory) 
     assert {row["delta"] for row in rows(run, "study_delta.csv")} == {"0.1", "0.5", "2.0"}
 
 
+def test_without_a_gate_the_threshold_does_nothing_and_there_is_no_ablation(run: RunDirectory) -> None:
+    contents = read_study(run)
+    training = contents.sweep.training.model_copy(update={"gate": "none"})
+    assert delta_groups(contents._replace(sweep=contents.sweep.model_copy(update={"training": training}))) == []
+
+
 def test_a_report_before_the_first_result_says_what_is_missing(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run")
     for path in (run.root / "train").rglob("*.json*"):

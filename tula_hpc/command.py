@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,28 +78,22 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
-    from tula_hpc.config import ClusterSpec, check_together, load_cluster, load_sweep
+    from tula_hpc.config import load_together
 
     dry = getattr(options, "dry_run", False)
-    mine = [text for text in options.set if not text.startswith("cluster.")]
-    others = [text.removeprefix("cluster.") for text in options.set if text.startswith("cluster.")]
-    spec = load_sweep(options.sweep, mine, check_paths=not dry)
+    spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
     if dry:
-        _warn_of_paths(options.sweep, mine)
-    if options.cluster is None and others:
-        raise InputError("cluster.* needs --cluster", source="--set")
-    cluster = ClusterSpec() if options.cluster is None else load_cluster(options.cluster, others)
-    check_together(spec, cluster, options.sweep, options.cluster or "the default cluster (this machine)")
+        _warn_of_paths(options)
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
     return spec, cluster
 
 
-def _warn_of_paths(path: Path, overrides: Sequence[str]) -> None:
-    from tula_hpc.config import load_sweep
+def _warn_of_paths(options: argparse.Namespace) -> None:
+    from tula_hpc.config import load_together
 
     try:
-        load_sweep(path, overrides)
+        load_together(options.sweep, options.cluster, options.set)
     except InputError as error:  # all else was right before
         sys.stderr.write(f"warning: {error}\n")
 

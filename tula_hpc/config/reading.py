@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tula_hpc.config.cluster import ClusterSpec
+from tula_hpc.config.fitting import check_together
 from tula_hpc.config.mistakes import explain, line_of
 from tula_hpc.config.spec import Spec
 from tula_hpc.config.study_columns import check_columns
@@ -40,6 +41,27 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
     return _parse(ClusterSpec, path, overrides)
+
+
+def load_together(
+    sweep_file: Path, cluster_file: Path | None, overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> tuple[SweepSpec, ClusterSpec]:
+    """Read and check a sweep and a cluster, this machine if None, one by itself and both together; see `load_sweep`.
+
+    Args:
+        sweep_file: The sweep.
+        cluster_file: The cluster.
+        overrides: `section.key=value` of the sweep, or `cluster.section.key=value`.
+        check_paths: See `load_sweep`.
+    """
+    of_cluster = [text.removeprefix("cluster.") for text in overrides if text.startswith("cluster.")]
+    of_sweep = [text for text in overrides if not text.startswith("cluster.")]
+    sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
+    if cluster_file is None and of_cluster:
+        raise InputError("cluster.* needs --cluster", source="--set")
+    cluster = ClusterSpec() if cluster_file is None else load_cluster(cluster_file, of_cluster)
+    check_together(sweep, cluster, sweep_file, cluster_file or "the default cluster (this machine)")
+    return sweep, cluster
 
 
 def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: bool = True) -> S:

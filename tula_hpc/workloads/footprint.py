@@ -1,6 +1,6 @@
 """An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
 
-`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--json]`
+`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--json]`
 
 The workload's model is built without memory, and forward pass, backward pass and optimizer are gone through with
 tensors that have shapes but no contents, at three local batches. From the storages alive at each moment follow
@@ -35,9 +35,7 @@ from tula_hpc.config import (
     ClusterSpec,
     SweepSpec,
     WorkloadSpec,
-    check_together,
-    load_cluster,
-    load_sweep,
+    load_together,
     local_batches,
 )
 from tula_hpc.errors import InputError
@@ -181,9 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
     options = _parser().parse_args(arguments)
     try:
-        sweep = load_sweep(options.sweep)
-        cluster = load_cluster(options.cluster) if options.cluster else ClusterSpec()
-        check_together(sweep, cluster, options.sweep, options.cluster or "the default cluster")
+        # data that is known by its name need not be here
+        sweep, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=False)
         footprint = estimate_footprint(sweep, cluster.part(options.partition))
     except InputError as error:
         print(error, file=sys.stderr)
@@ -203,6 +200,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     parser.add_argument("--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a key of the sweep, or of the cluster as cluster.key=value; repeatable",
+    )
     parser.add_argument("--partition", default="", help="which of the cluster's [[partitions]]")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     return parser
