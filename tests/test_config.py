@@ -119,6 +119,10 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
         ("max_nodes = 0", "max_nodes: expected at least 1, got 0"),
         ('device = "gpu"', "device: expected 'cpu' or 'cuda', got \"gpu\""),
         ('device = "cuda"\nexecutor = "slurm"', 'gres: device = "cuda" on Slurm needs gres, for example'),
+        (
+            'device = "cuda"\nexecutor = "slurm"\ngres = "gpu:a100:2,nvme:8"\nworkers_per_node = 4',
+            'gres: each of 4 workers_per_node needs a GPU of its own, but "gpu:a100:2,nvme:8" asks for 2',
+        ),
         ("memory_gb = -1", "memory_gb: expected more than 0, got -1"),
         ('[pricing]\nbasis = "hour"', "pricing.basis: expected 'node-hour', 'memory', 'tres', 'spot' or 'energy'"),
         ('[pricing]\nbasis = "tres"', r'pricing\.tres_weights: basis = "tres" needs the billing weights, for example'),

@@ -185,6 +185,47 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
     assert """export WORDS='a b'"'"'c'""" in lines
 
 
+@pytest.mark.parametrize("visible", ["2,3", "", None])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_local_jobs_see_the_gpus_that_the_command_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
+) -> None:
+    """submitit would show them the first ones, which may be another user's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    local = launcher(tmp_path, device=device)
+    file = tmp_path / "seen"
+
+    def job() -> None:
+        file.write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    local.wait(local.submit([job], stage="profile", nodes=1, minutes=1))
+    assert file.read_text() == repr("" if device == "cpu" else visible)
+
+
+def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
+    """A job of which rank 1 ends with an error, or by SIGKILL, while rank 0 waits for it as it would over nccl."""
+
+    def job() -> None:
+        if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "0":
+            time.sleep(300)
+        elif exit_code < 0:
+            os.kill(os.getpid(), -exit_code)
+        else:
+            raise KeyError("of rank 1")
+
+    return job
+
+
+@pytest.mark.parametrize(("exit_code", "failure"), [(1, Failure.BUG), (-9, Failure.KILLED)])
+def test_a_worker_that_fails_ends_its_job(tmp_path: Path, exit_code: int, failure: Failure) -> None:
+    local = launcher(tmp_path, workers_per_node=2)
+    (end,) = local.wait(local.submit([fails_with_a_peer_that_waits(exit_code)], stage="train", nodes=1, minutes=4))
+    assert end.failure is failure
+    assert ("of rank 1" if exit_code == 1 else "task 1: Killed") in end.log_tail
+
+
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
     """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""

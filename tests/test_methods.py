@@ -116,14 +116,14 @@ def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
 
 def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option that is not the schedule's reaches the optimizer."""
-    others = AgsOptions(64, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", True, "linear", "pass", 0.5)
+    others = AgsOptions(64, 4.0, 0.1, "tensor", 2.0, 0.9, 3.0, "none", True, "update", True, "linear", "pass", 0.5)
     monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
     plain = optimizer_for(sweep("ags", preset="paper"), small_model())
     for name, value in others._asdict().items():
         given = optimizer_for(sweep("ags", preset="paper", **{name: value}), small_model())
         differs = {key for key in given if key != "exclude" and given[key] != plain[key]}
         differs |= {"exclude"} if len(given["exclude"]) != len(plain["exclude"]) else set()
-        assert bool(differs) == (name not in ("lr_scaling", "reference")), name
+        assert bool(differs) == (name not in ("lr_scaling", "reference", "small_batch_shrink")), name
 
 
 def test_layers_are_told_where_they_share_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +418,36 @@ def test_by_default_the_batch_that_gradients_are_held_against_follows_the_one_th
     assert TrainingSpec.model_validate({"base_batch": 128, "small_batch": 16}).reference_batch(512) == 16
     assert TrainingSpec.model_validate({"base_batch": 512, "preset": "paper"}).reference_batch(4096) == 32
     assert TrainingSpec.model_validate({"method": "adascale"}).reference_batch(4096) == 128
+
+
+def over_epochs(epochs: int, method: str = "ags", workload: str = "sgd", **training: object) -> list[float]:
+    """The reference batch at B = 512 at the start, in the middle and at the end of a training."""
+    spec = with_workload(sweep(method, COMPACT, **training), epochs=epochs, optimizer=workload)
+    return [methods.reference_after(spec, 512, epochs * done) for done in (0.0, 0.5, 1.0)]
+
+
+def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
+    assert over_epochs(60) == over_epochs(3) == pytest.approx([64, 64 / 8**0.5, 8])
+    assert over_epochs(90) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
+    assert over_epochs(120) == over_epochs(300) == [64, 64, 64]
+    assert over_epochs(300, small_batch_shrink=4.0) == pytest.approx([64, 32, 16])
+    assert over_epochs(60, small_batch=4, small_batch_shrink=16.0) == pytest.approx([4, 1, 1])  # samples
+    for constant in (
+        over_epochs(10, "adascale"),
+        over_epochs(10, workload="adamw"),
+        over_epochs(10, preset="paper"),
+        over_epochs(10, apply="update"),
+    ):
+        assert len(set(constant)) == 1
+
+
+def test_a_training_tells_its_optimizer_the_reference_batch() -> None:
+    worker = new_worker("ags", PERCEPTRON, base_batch=16, small_batch_shrink=4.0)  # norms without passes
+    epochs, batch = worker.sweep.workload.epochs, CONFIGURATION.global_batch
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    for done, reference in ((0.0, 8), (0.5, 4), (1.0, 2)):
+        worker.place(epochs * done, epochs * done)
+        assert worker.optimizer.s_max == pytest.approx(batch / reference)
 
 
 @given(st.integers(1, 2**20), st.integers(1, 2**30), st.integers(1, 2**30))

@@ -576,6 +576,36 @@ def test_averages_follow_a_change_of_batch(way: str, batches: tuple[int, int]) -
     assert factor.item() == pytest.approx(math.sqrt(law(batches[0]) / law(batches[1])), rel=1e-5)
 
 
+@pytest.mark.parametrize("spike_guard", [False, True])
+@pytest.mark.parametrize("reference", [1.5, SMALL, 64, LARGE])
+def test_factors_can_refer_to_another_batch_while_averages_stay(reference: float, spike_guard: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    form: dict[str, Any] = {"granularity": "tensor", "smoothing": 0.95, "spike_guard": spike_guard, "exponent": 2.0}
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, **form)
+    one_norm(optimizer, parameter)
+    optimizer.set_reference(reference)
+    assert optimizer.small_batch == SMALL
+    assert optimizer.s_max == pytest.approx(LARGE / reference)
+    one_norm(optimizer, parameter)
+    (factor,) = optimizer.gradscale
+    assert factor is not None
+    assert factor.item() == pytest.approx(law(reference) / law(LARGE), rel=1e-5)
+    averages = optimizer.state_dict()[STATE_KEY]["averages"]
+    assert (averages[:2] / averages[2]).flatten().tolist() == pytest.approx([law(SMALL), law(LARGE)])
+    optimizer.set_batch(LARGE)
+    assert optimizer.s_max == LARGE / SMALL
+
+
+def test_a_refused_reference_changes_nothing() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, granularity="tensor")
+    before = optimizer.s_max
+    for wrong in (0.5, LARGE + 1, math.nan):
+        with pytest.raises(ValueError, match=r"^batch: expected from 1 to large_batch"):
+            optimizer.set_reference(wrong)
+    assert optimizer.s_max == before
+
+
 # cheap
 
 

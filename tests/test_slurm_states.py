@@ -6,6 +6,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.job_ends import classify, telling_line
 from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
+NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f
     g()
@@ -51,6 +52,17 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         (rows(("7", "FAILED", "139:0"), ("7.0", "FAILED", "0:11")), f"{FRAME}E: Broken pipe", Failure.BUG),
         ([], f"{FRAME}E: Broken pipe\nsrun: error: n1: task 0: Segmentation fault", Failure.BUG),
         (rows(("7", "CANCELLED", "0:0"), ("7.0", "CANCELLED", "0:9")), "task 0: Killed", Failure.CANCELLED),
+        # a peer of nccl's is gone, or silent: torch aborts those that are left, from a thread without a traceback
+        (
+            rows(("7", "FAILED", "134:0"), ("7.0", "FAILED", "0:6")),
+            f"{NCCL}NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\n"
+            "srun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Aborted (core dumped)",
+            Failure.KILLED,
+        ),
+        ([], f"{NCCL}[Rank 1] Watchdog caught collective operation timeout: Work\nn1: task 1: Aborted", Failure.KILLED),
+        ([], f"{NCCL}CUDA error: an illegal memory access was encountered\nn1: task 1: Aborted", Failure.BUG),
+        ([], f"{NCCL}NCCL error: remote process exited\nn1: task 1: Aborted\n{FRAME}KeyError: 'x'", Failure.BUG),
+        ([], f"{NCCL}NCCL error: remote process exited\nn1: task 0: Segmentation fault", Failure.BUG),
     ],
 )
 def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:
@@ -88,6 +100,7 @@ def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: 
         (f"{FRAME}tula_hpc.errors.InputError: /data: no images\nsrun: Terminated", "/data: no images"),
         ("bash: module: command not found\nsubmitit INFO (x) - Loading", "bash: module: command not found"),
         ("submitit INFO (x) - Loading", "submitit INFO (x) - Loading"),
+        (f"{NCCL}remote process exited\nframe #0: c10\nn1: task 1: Aborted", f"{NCCL}remote process exited"),
         (" \n", "no log was written"),
     ],
 )

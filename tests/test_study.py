@@ -196,6 +196,8 @@ def test_locally_as_many_run_as_there_are_cores_for(monkeypatch: pytest.MonkeyPa
     assert most_at_once(ClusterSpec(), 3) == 2
     assert most_at_once(ClusterSpec(cpus_per_worker=16), 1) == 1
     assert most_at_once(ClusterSpec(array_parallelism=4), 1) == 4  # where the cluster file says so
+    assert most_at_once(ClusterSpec(device="cuda"), 1) == 1  # all would take the first GPU
+    assert most_at_once(ClusterSpec(device="cuda", array_parallelism=4), 1) == 4
 
 
 # the numbers

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tula_hpc.allocation import place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import InputError
 from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
@@ -23,7 +24,7 @@ from tula_hpc.power import Power
 from tula_hpc.profiler import MemoryMeter, NodePower, StepProfile, _stopping_rule, _without_updates, measure
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.timing import StoppingRule
-from tula_hpc.worker import Worker
+from tula_hpc.worker import Worker, check_kernels, pick_device
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -330,3 +331,91 @@ def test_the_workers_of_the_first_nodes_are_counted_anew(on_slurm: bool, by_node
     assert all(place.world_size == 4 and place.hosts == ("a", "b") for place in places)
     if on_slurm:
         assert all(place.rank // 2 == place.node_rank for place in places)
+
+
+@pytest.mark.parametrize(
+    ("executor", "local_rank", "seen", "index"),
+    [
+        ("slurm", 3, 4, 3),  # all GPUs of the node are visible to each task
+        ("slurm", 3, 1, 0),  # each task is bound to its own
+        ("slurm", 3, 2, None),
+        ("local", 0, 1, 0),
+        ("local", 1, 1, None),  # nccl would say "Duplicate GPU detected"
+    ],
+)
+def test_each_worker_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, executor: str, local_rank: int, seen: int, index: int | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
+    cluster = ClusterSpec.model_validate({"device": "cuda", "executor": executor, "gres": "gpu:4"})
+    if index is not None:
+        assert pick_device(cluster, local_rank) == torch.device("cuda", index)
+        return
+    with pytest.raises(InputError, match=rf"^device: each worker needs a GPU of its own, and .* shows {seen} to"):
+        pick_device(cluster, local_rank)
+
+
+def test_a_node_without_a_gpu_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease install one")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.init", refuses)
+    with pytest.raises(InputError, match=r"torch sees no GPU on .*: Found no NVIDIA driver on your system\.$"):
+        pick_device(ClusterSpec(device="cuda"), 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "known", "fits"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120"], False),  # a V100, and torch's build for CUDA 13
+        ((7, 0), ["sm_50", "sm_70", "sm_90"], True),
+        ((8, 6), ["sm_80", "sm_90"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((12, 1), ["sm_90", "compute_90"], True),
+    ],
+)
+def test_a_gpu_without_kernels_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], known: list[str], fits: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: known)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Tesla")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    if fits:
+        check_kernels(torch.device("cuda", 0))
+        return
+    with pytest.raises(InputError, match=f"no kernels for Tesla .*, only for {' '.join(known)}; install"):
+        check_kernels(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("method", "workload"),
+    [
+        ("ags", {}),
+        ("ags", {"model": WITH_BATCHNORM, "precision": "fp16"}),
+        ("ags", {"precision": "fp16", "channels_last": True}),
+        ("lbt", {"precision": "bf16", "channels_last": True, "loader_workers": 1}),
+        ("static", {"optimizer": "adamw", "lr": 1e-3}),
+    ],
+)
+def test_a_profile_on_a_gpu(method: str, workload: dict[str, object]) -> None:
+    found = measure(sweep(method, **workload), ClusterSpec(device="cuda"), CONFIGURATION, ALONE)
+    assert (found.status, found.device) == ("ok", torch.cuda.get_device_name())
+    assert found.memory is not None
+    assert 0 < found.memory.parameter_bytes < found.memory.peak_bytes <= found.memory.reserved_bytes
+    assert found.times is not None
+    assert min(found.times.step_time_s, found.times.compute_time_s, found.times.optimizer_time_s) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_few_steps_on_a_gpu_learn(precision: str) -> None:
+    worker = Worker(sweep(precision=precision), ClusterSpec(device="cuda"), CONFIGURATION, ALONE)
+    batches = worker.batches()
+    losses = [float(worker.train_step(*next(batches))) for _ in range(40)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert all(p.is_cuda for p in worker.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -104,6 +105,14 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def gpus_as_here() -> str:
+    """A shell line that shows a job on this machine the GPUs that this process sees; submitit would count from 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return "unset CUDA_VISIBLE_DEVICES"
+    return f"export CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
 
 
 def without_filters() -> dict[str, str]:

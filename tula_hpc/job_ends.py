@@ -49,6 +49,11 @@ _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
     r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0"
 )
+# torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
+_NCCL_ENDS = re.compile(r"watchdog thread terminated with exception: (.*)")
+_NCCL_PEER_LOST = re.compile(r"remote process exited|Watchdog caught collective operation timeout")
+_ABORTED = re.compile(r"Aborted")
+_ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
 _CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
 _CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}  # signals that a process brings upon itself
@@ -61,9 +66,13 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     """
     raised = _exceptions(log)
     lost = [line for line in raised if _PEER_LOST.search(line)]
-    if len(lost) < len(raised) or _CRASHED.search(log) or _CRASH_CODES & set(exit_codes):
+    ends = _NCCL_ENDS.findall(log)
+    by_nccl = bool(ends) and all(_NCCL_PEER_LOST.search(why) for why in ends)
+    crash_codes = _CRASH_CODES - ({_ABORT_CODE} if by_nccl else set())
+    crashed = _CRASHED.search(_ABORTED.sub("", log) if by_nccl else log)
+    if len(lost) < len(raised) or crashed or crash_codes & set(exit_codes):
         return False
-    return bool(lost or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
+    return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
 
 
 def telling_line(log: str) -> str:
@@ -71,7 +80,7 @@ def telling_line(log: str) -> str:
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling = "|".join([_KILLED.pattern, *(sign.words for sign in _SIGNS)])
+    telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
     said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
     best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")

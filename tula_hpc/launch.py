@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import RUN_MARK, slurm_job_id
+from tula_hpc.env import RUN_MARK, gpus_as_here, slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
@@ -368,6 +368,7 @@ class Launcher:
 
     def _local_parameters(self, nodes: int, minutes: int) -> dict[str, Any]:
         workers = nodes * self.cluster.workers_per_node  # the nodes are emulated: one machine runs all workers
+        gpus = [gpus_as_here()] if self.cluster.device == "cuda" else []
         return {
             "nodes": 1,
             "tasks_per_node": workers,
@@ -375,7 +376,7 @@ class Launcher:
             "timeout_min": minutes,
             # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell.
             # INT: a terminal sends Ctrl-C to the jobs too, which are in the same process group; they are to go on
-            "local_setup": ["trap : EXIT", "trap '' INT", *self.setup_lines()],
+            "local_setup": ["trap : EXIT", "trap '' INT", *gpus, *self.setup_lines()],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:

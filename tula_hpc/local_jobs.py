@@ -9,6 +9,7 @@ the pickle away before, the job never runs.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ def take_pickle(folder: Path, index: int) -> list[str]:
         f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
         f"ln -s {index}-$$.pkl {place}/$$_submitted.pkl",
     ]
+
+
+def run_controller(folder: Path) -> str:
+    """A shell line that runs the job under a controller of ours; submitit's own, which would follow, never starts."""
+    command = shlex.join([sys.executable, "-m", "tula_hpc.submitit_controller", str(folder)])
+    return f"{{ {command}; exit $?; }}"
 
 
 def begun(folder: Path, count: int) -> list[str]:
@@ -50,5 +57,5 @@ class TakingExecutor(LocalExecutor):
 
     def _start(self, index: int, setup: Sequence[str]) -> Job[Any]:
         folder = Path(self.folder)
-        self.parameters["setup"] = [*take_pickle(folder, index), *setup, *hold_lock(folder)]
+        self.parameters["setup"] = [*take_pickle(folder, index), *setup, *hold_lock(folder), run_controller(folder)]
         return self._submit_command(self._submitit_command_str)

@@ -11,8 +11,9 @@ from tula_hpc.errors import Failure
 # torch raises a plain RuntimeError when the host's allocator fails
 _HOST_PHRASES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _DEVICE_WORDS = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory|Failed to CUDA calloc"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory|Failed to CUDA [cm]alloc"
+    # cuDNN 9 has another name for it than those before
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
 
 

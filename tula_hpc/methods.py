@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec
+from tula_hpc.config.ags import following_epochs
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.post_local import EpochAverager, PostLocalSGD
@@ -132,6 +133,30 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
     large = configuration.global_batch
     small = training.reference_batch(large) if computed else _taken(training, configuration)
     return {"small_batch": min(small, large), "large_batch": large}
+
+
+def reference_after(sweep: SweepSpec, global_batch: int, epochs_seen: float) -> float:
+    """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
+
+        b_small(e) = b_small / shrink^(e / E),  at least 1
+
+    Args:
+        sweep: The method and its options, and how many epochs E there are.
+        global_batch: That is trained with.
+        epochs_seen: e, from 0 to E.
+    """
+    first = min(sweep.training.reference_batch(global_batch), global_batch)
+    return max(1.0, first * math.exp(-math.log(_shrink(sweep)) * epochs_seen / sweep.workload.epochs))
+
+
+def _shrink(sweep: SweepSpec) -> float:
+    """As given; the default's follows the epochs where gradients are scaled: with other optimizers it was not tried."""
+    options = sweep.training.ags
+    if sweep.training.method != "ags":
+        return 1.0
+    if options.small_batch_shrink is not None:
+        return options.small_batch_shrink
+    return following_epochs(sweep.workload.epochs) if sweep.scale_applies_to == "gradient" else 1.0
 
 
 def _taken(training: TrainingSpec, configuration: Configuration) -> int:

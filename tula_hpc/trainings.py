@@ -179,10 +179,13 @@ def _in_words(failure: Failure, detail: str) -> str:
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
     """So many trainings are submitted together: on Slurm the tasks of an array, locally what the cores can carry.
 
-    Locally `array_parallelism` bounds them only where the cluster file sets it: its default is meant for measuring.
+    Locally `array_parallelism` bounds them only where the cluster file sets it: its default is meant for measuring. On
+    GPUs it always does: each training's first worker takes the first GPU, however many cores there are.
     """
     if cluster.executor == "slurm":
         return max(1, min(LARGEST_ARRAY, slurm.largest_array()))
+    if cluster.device == "cuda":
+        return cluster.array_parallelism
     cores = len(os.sched_getaffinity(0))
     fitting = max(1, cores // (workers * cluster.cpus_per_worker))
     return min(fitting, cluster.array_parallelism) if "array_parallelism" in cluster.model_fields_set else fitting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.methods import build_optimizer, pass_interval, reference_share, scaled_batches
+from tula_hpc.errors import InputError
+from tula_hpc.methods import build_optimizer, pass_interval, reference_after, reference_share, scaled_batches
 from tula_hpc.optim import (
     LocalNorms,
     PartNorms,
@@ -56,6 +58,8 @@ class Worker:
         self.device = pick_device(cluster, env.local_rank)
         if self.device.type == "cpu":
             resident.keep_freed()
+        else:
+            check_kernels(self.device)
         workload = build_workload(sweep.workload)
         if sweep.training.tunes:
             share = sweep.training.tune_holdout
@@ -263,6 +267,8 @@ class Worker:
             start: Epochs seen before the step, fractional.
             end: Epochs seen after it; whole after the last step of an epoch.
         """
+        if isinstance(self.optimizer, TulaOptimizer) and self.norms is not None:
+            self.optimizer.set_reference(reference_after(self.sweep, self.configuration.global_batch, start))
         if isinstance(self.optimizer, PostLocalSGD):
             self.optimizer.averager.place(start, end)
             if start == self.optimizer.averager.synchronous_epochs:
@@ -346,10 +352,52 @@ def backend_of(cluster: ClusterSpec) -> str:
 
 
 def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
-    """The worker's own GPU, whether the scheduler shows it all of the node's or only one; or the CPU."""
+    """The worker's own GPU, whether the scheduler shows it all of the node's or only one; or the CPU.
+
+    Raises:
+        InputError: There is no GPU, or it would be another worker's too, which nccl refuses.
+    """
     if cluster.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    if not torch.cuda.is_available():
+        raise InputError(f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device")
+    count = torch.cuda.device_count()
+    # where Slurm binds each task to one GPU, all of them see one
+    if local_rank >= count and (cluster.executor == "local" or count > 1):
+        message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
+        raise InputError(f"{message}; see workers_per_node, search.cluster_sizes and gres", key="device")
+    return torch.device("cuda", local_rank % count)
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call] # torch's
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return "it does not say why"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Refuse a GPU that this build of torch does not know: its builds for newer CUDA leave out older GPUs.
+
+    Raises:
+        InputError: It has no kernels for the GPU.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    known = torch.cuda.get_arch_list()
+    if torch.version.cuda is None or any(_runs_on(name, major, minor) for name in known):
+        return
+    message = f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    raise InputError(f"{message}, only for {' '.join(known)}; install its build for an older CUDA", key="device")
+
+
+def _runs_on(name: str, major: int, minor: int) -> bool:
+    """Whether kernels of that name do: sm_75 on its own generation, compute_75 is compiled for any later one."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+    if found is None:
+        return False
+    built = int(found[2]), int(found[3])
+    return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
 
 
 def describe_versions() -> dict[str, str]:

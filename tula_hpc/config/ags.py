@@ -13,6 +13,7 @@ class AgsOptions(NamedTuple):
     """The form of adaptive gradient scaling: what each switch of `[training]` comes to."""
 
     small_batch: int | None  # reference batch b_small, global; None: it follows the batch, see `following_batch`
+    small_batch_shrink: float | None  # b_small is divided by so much until the end; None: see `following_epochs`
     delta: float  # threshold of Δ(G)
     granularity: Granularity  # what shares one factor: an element, a tensor, a layer, or the whole model
     exponent: float  # of the ratio of norms: 1 is the paper's, 2 a gain as AdaScale's
@@ -29,6 +30,7 @@ class AgsOptions(NamedTuple):
 
 PAPER = AgsOptions(
     small_batch=32,
+    small_batch_shrink=1.0,
     delta=0.5,
     granularity="element",
     exponent=1.0,
@@ -45,6 +47,7 @@ PAPER = AgsOptions(
 # What did best with small networks on a part of CIFAR-100.
 DEFAULT = AgsOptions(
     small_batch=None,
+    small_batch_shrink=None,
     delta=0.5,
     granularity="tensor",
     exponent=2.0,
@@ -68,3 +71,12 @@ def following_batch(base_batch: int, global_batch: int) -> int:
     """
     less = 2 * base_batch**2 // global_batch
     return max(1, base_batch // 4, min(base_batch // 2, less))
+
+
+def following_epochs(epochs: int) -> float:
+    """By how much the default's reference batch shrinks over a training: 8 times in up to 60 epochs, not in 120.
+
+    In few epochs the larger factors make up for steps that are not taken; after many the training images are fitted
+    anyway, and more of it takes accuracy from the test images.
+    """
+    return float(min(8.0, max(1.0, (120 / epochs) ** 3)))

@@ -119,6 +119,10 @@ class ClusterSpec(Spec):
             and "gpus-per-node" not in self.sbatch
         ):
             raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
+        gpus = _gpus(self.gres or "") if self.device == "cuda" and self.executor == "slurm" else None
+        if gpus is not None and gpus < self.workers_per_node and not any(key.startswith("gpu") for key in self.sbatch):
+            wanted = f"each of {self.workers_per_node} workers_per_node needs a GPU of its own"
+            raise ValueError(f"gres: {wanted}, but {shown(self.gres)} asks for {gpus}")
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
             raise ValueError(f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s")
@@ -170,6 +174,14 @@ class ClusterSpec(Spec):
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
         return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+
+
+def _gpus(gres: str) -> int | None:
+    """How many GPUs of a node Slurm's `name[[:type]:count],…` asks for; None where it names none."""
+    items = re.sub(r"\([^)]*\)", "", gres).lower().split(",")
+    gpus = [item for item in items if re.match(r"(gres:)?gpu(:|$)", item)]
+    counts = [item.rpartition(":")[2] for item in gpus]
+    return sum(int(count) if count.isdecimal() else 1 for count in counts) if gpus else None
 
 
 def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:

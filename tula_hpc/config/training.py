@@ -20,8 +20,9 @@ class TrainingSpec(Spec):
     method: Method = "ags"
     base_batch: int = Field(default=128, ge=1, le=2**30)  # global; workload.lr was chosen for it: scaling starts there
     warmup_epochs: float | None = Field(default=None, ge=0)  # of the rate; None: 5 where the method needs them
-    preset: Literal["default", "paper"] = "default"  # of AGS: what the next thirteen keys are where they are left out
+    preset: Literal["default", "paper"] = "default"  # of AGS: what the next fourteen keys are where they are left out
     small_batch: int | None = Field(default=None, ge=1, le=2**30)
+    small_batch_shrink: float | None = Field(default=None, ge=1, le=1e6)
     delta: float | None = Field(default=None, gt=0)
     granularity: Granularity | None = None
     exponent: float | None = Field(default=None, gt=0, le=4)

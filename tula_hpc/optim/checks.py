@@ -27,7 +27,9 @@ def require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
     require(value in choices, f"{name}: expected one of {', '.join(choices)}; got {value!r}")
 
 
-def checked_bounds(batches: Batches, s_min: float, s_max: float | None, exponent: float) -> tuple[float, float]:
+def checked_bounds(
+    batches: tuple[float, int], s_min: float, s_max: float | None, exponent: float
+) -> tuple[float, float]:
     """(s_min, s_max) with the default filled in, which is not below s_min.
 
     Raises:

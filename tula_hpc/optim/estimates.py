@@ -32,6 +32,7 @@ class Estimates:
 
     def __init__(self, scale: GradScale, batches: Batches) -> None:
         self.scale, self.batches = scale, batches
+        self.reference: float = batches.small  # what factors from norms refer to
         self.noise = NoiseScale()
         self._small: _Small | None = None
 
@@ -93,7 +94,7 @@ class Estimates:
             large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
         wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
         present = [parameter in norms for parameter in parameters]
-        self.scale.update_norms(parameters, wanted, large, present, guard=True)
+        self.scale.update_norms(parameters, wanted, large, present, guard=True, stretch=self._stretch())
         known = ~(small.isnan() | large.isnan())
         sums = [torch.where(known, values, 0.0).sum() for values in (small, large)]
         overflow_is_no_pair = torch.where(norm_squared.isfinite(), sums[1], torch.nan)
@@ -104,7 +105,19 @@ class Estimates:
         """Go on with other batches: factors are clamped, averages of squared norms are carried over."""
         self.scale.bound(s_min, s_max)
         self.scale.norms.carry(self.batches, batches)
-        self.batches = batches
+        self.batches, self.reference = batches, batches.small
+
+    def refer_to(self, reference: float, s_min: float, s_max: float) -> None:
+        """Bring factors from norms to this batch from the next `learn` on; averages stay at b_small."""
+        self.scale.s_min, self.scale.s_max = s_min, s_max  # the factors in force are those of the last estimate
+        self.reference = reference
+
+    def _stretch(self) -> float:
+        """What the difference of the squared norms at b_small and b_large is at `reference` and b_large, relative."""
+        small, large = self.batches
+        if self.reference == small:
+            return 1.0
+        return (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large) if small < large else 1.0
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Factors, averages, noise, and the batches that they refer to; not what `expect` was given."""

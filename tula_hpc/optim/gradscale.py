@@ -18,7 +18,7 @@ from tula_hpc.optim.norm_ratio import EPSILON, NormRatios, norm_ratio
 Granularity = Literal["element", "tensor", "layer", "model"]
 
 
-def default_s_max(small_batch: int, large_batch: int, exponent: float = 1.0) -> float:
+def default_s_max(small_batch: float, large_batch: int, exponent: float = 1.0) -> float:
     """√(b_large / b_small), the square-root scaling rule, to the power of `exponent`: 2 gives the linear rule."""
     return float(math.sqrt(large_batch / small_batch) ** exponent)
 
@@ -94,10 +94,17 @@ class GradScale:
                 self._set(p, self._smoothed(p, ratio))
 
     def update_norms(
-        self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, present: Sequence[bool], *, guard: bool
+        self,
+        parameters: Sequence[Tensor],
+        small: Tensor,
+        large: Tensor,
+        present: Sequence[bool],
+        *,
+        guard: bool,
+        stretch: float = 1.0,
     ) -> None:
         """New factors from squared norms, as `NormRatios.update` takes them; where not `present` the old one stays."""
-        ratios = self.norms.update(parameters, small, large, guard=guard)
+        ratios = self.norms.update(parameters, small, large, guard=guard, stretch=stretch)
         shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
         if not shared:
             return

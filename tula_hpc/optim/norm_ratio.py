@@ -87,7 +87,9 @@ class NormRatios:
         self.averages: Tensor | None = None  # (3, n), float64: small, large, and the weight that both have so far
         self._units: dict[int, _Units] = {}  # by number of parameters
 
-    def update(self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, *, guard: bool) -> list[Tensor | None]:
+    def update(
+        self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, *, guard: bool, stretch: float = 1.0
+    ) -> list[Tensor | None]:
         """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
 
         Args:
@@ -95,6 +97,8 @@ class NormRatios:
             small: (n,), float64, at b_small; may be an estimate below 0.
             large: (n,), float64, on the same device.
             guard: Whether the spike guard may act: these are the norms of the one step that comes.
+            stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm at yet another
+                batch, by the line in 1/batch. The averages stay at b_small.
 
         Returns:
             For each parameter the 0-dim ratio of its unit, which is the same object for all of them; None if excluded.
@@ -104,6 +108,8 @@ class NormRatios:
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
+        if stretch != 1.0:
+            means = torch.stack([torch.lerp(means[1], means[0], stretch), means[1]])
         if guard and self.spike_guard:
             means = torch.stack([*means, torch.where(known, large, means[1])])
         per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)

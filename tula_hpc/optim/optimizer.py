@@ -259,6 +259,24 @@ class TulaOptimizer(WrappingOptimizer):
         bounds = checked_bounds(batches, self.s_min, self._fixed_s_max, self._adaptive.exponent)
         self._estimates.set_batches(batches, *bounds)
 
+    def set_reference(self, batch: float) -> None:
+        """Let factors from norms refer to another batch than b_small from the next estimate on.
+
+        What the averages hold stays what it is, at b_small: the ratio alone is brought to `batch` by the law of the
+        gradient noise, see `square_at`. The default s_max follows. It is no part of the state: set it again after
+        loading one. `update_gradscale` goes on with b_small, at which its gradients were computed.
+
+        Args:
+            batch: Samples, at least 1 and at most `large_batch`.
+
+        Raises:
+            ValueError: It is out of range, or the bounds do not fit. Nothing has been changed.
+        """
+        fits = 1 <= batch <= self.large_batch
+        require(fits, f"batch: expected from 1 to large_batch = {self.large_batch}, got {batch}")
+        bounds = checked_bounds((batch, self.large_batch), self.s_min, self._fixed_s_max, self._adaptive.exponent)
+        self._estimates.refer_to(batch, *bounds)
+
     def set_delta(self, delta: float) -> None:
         """Go on with another threshold δ.
 
