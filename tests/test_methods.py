@@ -430,6 +430,8 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
     assert over_epochs(60) == over_epochs(3) == pytest.approx([64, 64 / 8**0.5, 8])
     assert over_epochs(90) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
     assert over_epochs(120) == over_epochs(300) == [64, 64, 64]
+    assert over_epochs(60, base_batch=256) == pytest.approx([128, 64, 32])
+    assert over_epochs(60, base_batch=1024) == pytest.approx([512, 512, 512])  # B is no large batch
     assert over_epochs(300, small_batch_shrink=4.0) == pytest.approx([64, 32, 16])
     assert over_epochs(60, small_batch=4, small_batch_shrink=16.0) == pytest.approx([4, 1, 1])  # samples
     for constant in (

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec
-from tula_hpc.config.ags import following_epochs
+from tula_hpc.config.ags import following_shrink
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.post_local import EpochAverager, PostLocalSGD
@@ -146,17 +146,19 @@ def reference_after(sweep: SweepSpec, global_batch: int, epochs_seen: float) -> 
         epochs_seen: e, from 0 to E.
     """
     first = min(sweep.training.reference_batch(global_batch), global_batch)
-    return max(1.0, first * math.exp(-math.log(_shrink(sweep)) * epochs_seen / sweep.workload.epochs))
+    return max(1.0, first * math.exp(-math.log(_shrink(sweep, global_batch)) * epochs_seen / sweep.workload.epochs))
 
 
-def _shrink(sweep: SweepSpec) -> float:
-    """As given; the default's follows the epochs where gradients are scaled: with other optimizers it was not tried."""
+def _shrink(sweep: SweepSpec, global_batch: int) -> float:
+    """As given; the default's is 1 where updates are scaled: with such optimizers another was not tried."""
     options = sweep.training.ags
     if sweep.training.method != "ags":
         return 1.0
     if options.small_batch_shrink is not None:
         return options.small_batch_shrink
-    return following_epochs(sweep.workload.epochs) if sweep.scale_applies_to == "gradient" else 1.0
+    if sweep.scale_applies_to == "update":
+        return 1.0
+    return following_shrink(sweep.training.base_batch, global_batch, sweep.workload.epochs)
 
 
 def _taken(training: TrainingSpec, configuration: Configuration) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 Granularity = Literal["element", "tensor", "layer", "model"]
@@ -13,7 +14,7 @@ class AgsOptions(NamedTuple):
     """The form of adaptive gradient scaling: what each switch of `[training]` comes to."""
 
     small_batch: int | None  # reference batch b_small, global; None: it follows the batch, see `following_batch`
-    small_batch_shrink: float | None  # b_small is divided by so much until the end; None: see `following_epochs`
+    small_batch_shrink: float | None  # b_small is divided by so much until the end; None: see `following_shrink`
     delta: float  # threshold of Δ(G)
     granularity: Granularity  # what shares one factor: an element, a tensor, a layer, or the whole model
     exponent: float  # of the ratio of norms: 1 is the paper's, 2 a gain as AdaScale's
@@ -73,10 +74,12 @@ def following_batch(base_batch: int, global_batch: int) -> int:
     return max(1, base_batch // 4, min(base_batch // 2, less))
 
 
-def following_epochs(epochs: int) -> float:
-    """By how much the default's reference batch shrinks over a training: 8 times in up to 60 epochs, not in 120.
+def following_shrink(base_batch: int, global_batch: int, epochs: int) -> float:
+    """By how much the default's reference batch shrinks over a training: 2·B/base, at most 8 times, in up to 60 epochs.
 
-    In few epochs the larger factors make up for steps that are not taken; after many the training images are fitted
-    anyway, and more of it takes accuracy from the test images.
+    From 120 epochs on it does not, and between them the exponent falls with the logarithm of the epochs. In few epochs
+    larger factors, late, make up for steps that are not taken; after many the training images are fitted anyway, and
+    more of it takes accuracy from the test images.
     """
-    return float(min(8.0, max(1.0, (120 / epochs) ** 3)))
+    in_few_epochs = min(8.0, max(1.0, 2.0 * global_batch / base_batch))
+    return float(in_few_epochs ** min(1.0, max(0.0, math.log2(120 / epochs))))
