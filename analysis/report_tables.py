@@ -103,11 +103,17 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_interval(row.predicted_epoch_s),
         _with_remark(format_duration(row.measured_epoch_s), row.trained_epoch_s, "in training"),
         format_percent(row.relative_error, signed=True),
-        format_duration(row.train_time_s),
-        format_money(row.cost, row.currency),
+        *_time_and_cost(row.train_time_s, row.cost, row.currency),
         format_bytes(row.peak_memory_bytes),
         format_percent(row.test_accuracy),
     )
+
+
+def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:
+    """Cells of a training's predicted time and cost; neither where its batch holds more samples than there are."""
+    if train_time_s <= 0:
+        return format_duration(None), format_money(None, currency)
+    return format_duration(train_time_s), format_money(cost, currency)
 
 
 def _with_remark(cell: str, seconds: float | None, what: str) -> str:
@@ -167,8 +173,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
         format_duration(item.step_time_s),
         format_interval(predicted(item, "epoch_time_s")),
         format_duration(measured.get(item.configuration)),
-        format_duration(item.train_time_s),
-        format_money(item.cost, item.currency),
+        *_time_and_cost(item.train_time_s, item.cost, item.currency),
         format_bytes(item.peak_memory_bytes),
         "" if item.feasible else f"not feasible\n{item.why}",
     )

@@ -272,6 +272,13 @@ def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monk
     assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")
 
 
+def test_a_dot_in_place_of_the_colon_is_seen(here: Path) -> None:
+    (here / "mine.py").write_text("def net(classes, image_size): ...")
+    (here / "in.toml").write_text('name = "x"\n[workload]\nmodel = "mine.net"')
+    with pytest.raises(InputError, match=r"'mine\.net' is not a torchvision .* \(did you mean 'mine:net'\?\)$"):
+        load_sweep(here / "in.toml")
+
+
 @pytest.mark.parametrize(
     ("source", "said"), [("def other(): ...", "defines no 'net'"), ("def (", "is not valid Python"), ("\0", "Python")]
 )

@@ -29,6 +29,7 @@ from tula_hpc.launch import (
     Request,
     StillRunningError,
     Submitted,
+    _describe,
     events_of,
     unsettled,
 )
@@ -408,3 +409,14 @@ def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None
     Launcher(ClusterSpec(), run, "tula-test").wait(jobs)
     assert [end.job for end in detached.wait_for_some(jobs)] == jobs
     assert (tmp_path / "done").exists()
+
+
+def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
+    waiting = slurm.JobState("PENDING", "Priority")
+    stuck = slurm.JobState("PENDING", "PartitionConfig")
+    told = _describe({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
+    assert told == (
+        "1 running, 2 pending (Priority), "
+        "1 pending (PartitionConfig: asks for more than its partition has or allows; this does not go away by itself)"
+    )
+    assert _describe({}) == "ending"

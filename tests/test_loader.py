@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from typing import Any
 
 import pytest
@@ -208,3 +209,22 @@ def test_the_test_set_is_shared_out_without_copies(samples: int, world_size: int
     ]
     assert sorted(itertools.chain(*shares)) == list(range(samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_batch_larger_than_the_training_set_names_the_keys_of_sweeps_and_studies() -> None:
+    with pytest.raises(InputError, match=r"lower search\.max_batch, or what study\.batches holds"):
+        loader(Noise(3))
+
+
+class _Broken(Noise):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 5:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_an_item_that_cannot_be_loaded_is_named(loader_workers: int) -> None:
+    with pytest.raises(OSError, match="image file is truncated") as raised:
+        take(loader(_Broken(12), loader_workers=loader_workers), 3)
+    assert "(item 5 of the training set)" in "".join(traceback.format_exception(raised.value))

@@ -308,6 +308,9 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         assert row.train_time_s == pytest.approx(EPOCHS * row.predicted_epoch_s.value)
         assert row.test_accuracy is None
     assert not rows[3].feasible
+    none = rows[3]._replace(train_time_s=0.0)  # as of a batch that holds more samples than there are
+    assert summary_cells(none)[4:6] == ("–", "–")
+    assert "–" not in summary_cells(rows[3])[4:6]
     assert all(len(summary_cells(row)) >= len(SUMMARY_COLUMNS) for row in rows)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tula_hpc.errors import Failure
-from tula_hpc.job_ends import classify, telling_line
+from tula_hpc.job_ends import classify, telling_line, without_chatter
 from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
@@ -31,6 +31,8 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
             f"{FRAME}tula_hpc.errors.InputError: workload.model: no such function",
             Failure.BAD_INPUT,
         ),
+        ([], f"{FRAME}tula_hpc.errors.DivergedError: the loss is not finite at step 8", Failure.DIVERGED),
+        ([], "[rank1]: tula_hpc.errors.DivergedError: the loss is not finite at step 8", Failure.DIVERGED),
         ([], "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0.", Failure.HOST_OOM),
         (rows(("7", "FAILED", "1:0")), "torch.OutOfMemoryError: CUDA out of memory.", Failure.DEVICE_OOM),
         (rows(("7", "NODE_FAIL", "0:0")), "", Failure.NODE_FAILED),
@@ -106,3 +108,15 @@ def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: 
 )
 def test_a_log_is_told_by_the_line_that_says_most(log: str, line: str) -> None:
     assert telling_line(log) == line
+
+
+def test_what_submitit_writes_around_every_job_is_left_out() -> None:
+    around = [
+        "submitit INFO (2026-11-22 11:09:13,479) - Starting with JobEnvironment(job_id=7, hostname=n1)",
+        "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl",
+        "submitit ERROR (2026-11-22 11:09:15,980) - Submitted job triggered an exception",
+    ]
+    told = "submitit INFO (2026-11-22 11:09:15,980) - Job not requeued because: timed-out"
+    log = "\n".join([*around[:2], f"{FRAME}KeyError: 'x'", told, around[2]])
+    assert without_chatter(log) == f"{FRAME}KeyError: 'x'\n{told}"
+    assert without_chatter("\n".join(around)) == "\n".join(around)

@@ -10,8 +10,9 @@ import pytest
 from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.launch import Ended, Submitted
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages import Sweep, next_candidate, plan_stage
+from tula_hpc.stages import Sweep, next_candidate, plan_stage, why
 
 LARGE, *SMALLER = (
     candidate(Configuration(4, 1, local_batch)).model_copy(update={"feasible": True}) for local_batch in (64, 32, 16, 8)
@@ -61,3 +62,11 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     time.sleep(0.01)
     append_record(run.profile / "train-main.jsonl", oom(64))
     assert plan_stage(sweep) == PLAN
+
+
+def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
+    words = "the loss is not finite at step 8; lower workload.lr or warm up longer"
+    frame = 'Traceback (most recent call last):\n  File "trainer.py", line 1, in run\n    raise DivergedError(words)\n'
+    job = Submitted("7", tmp_path)
+    end = Ended(job, Failure.DIVERGED, f"{frame}tula_hpc.errors.DivergedError: {words}", tmp_path / "7_0_log.err")
+    assert why([end]) == f"{words}\nlog: {tmp_path / '7_0_log.err'}"

@@ -501,10 +501,10 @@ def profiled(root: Path) -> RunDirectory:
 
 def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
-    run.log_event("failed", "plan", detail="no candidate satisfies objective.budget\nmore")
+    run.log_event("failed", "plan", detail="plan: no candidate satisfies objective.budget\nmore")
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("failed", 1)
-    assert "no candidate satisfies objective.budget; mend" in text_of(told)
+    assert "failed: plan: no candidate satisfies objective.budget; mend" in text_of(told)
     assert told.profile is not None
     assert told.profile.stand == "done"
     write_plan(run, late_plan())

@@ -326,6 +326,8 @@ def test_dry_run_says_what_would_be_trained_and_creates_nothing(
     assert "before them 2 trainings to choose the learning rate at B = 128" in out
     assert "at most 8.50 node-hours" in out
     assert "#SBATCH --array=0-14%3" in out
+    assert main(["sweep.toml", "--set", "study.base_lrs=[0.1]", "--dry-run"]) == 0
+    assert "before them 1 training to choose" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.toml", "c.toml"}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -78,7 +79,8 @@ def test_other_inputs_are_refused_with_the_difference(
     from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
-    open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root)
+    run = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root).run
+    run.log_event("submitted", "profile", job_id="1")
     again = [str(sweep_file), "--run-dir", str(root), *dry]
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     error = capsys.readouterr().err
@@ -89,6 +91,66 @@ def test_other_inputs_are_refused_with_the_difference(
     error = capsys.readouterr().err
     assert "objective.budget: not set there, 99.0 now" in error
     assert f"python -m tula_hpc.analysis.plan {root} --set KEY=VALUE --write" in error
+
+
+def test_inputs_may_be_mended_until_something_came_of_them(sweep_file: Path) -> None:
+    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.config import load_sweep
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.sweep import _parser
+
+    def inputs(epochs: int) -> tuple[SweepSpec, ClusterSpec]:
+        return load_inputs(_parser().parse_args([str(sweep_file), "--set", f"workload.epochs={epochs}"]))
+
+    root = sweep_file.parent / "run"
+    run = open_run(*inputs(7), root).run
+    (run.root / "footprint.json").write_text("{}")
+    (run.profile / "n1-b32-0.jsonl").touch()  # as after a job that the scheduler refused
+    check_run(*inputs(8), root)
+    assert load_sweep(run.sweep_file).workload.epochs == 7
+    open_run(*inputs(8), root)
+    assert load_sweep(run.sweep_file).workload.epochs == 8
+    assert not (run.root / "footprint.json").exists()
+    notice = run.slurm / "profile-1" / "submission.json"  # of a command that was killed while it submitted
+    notice.parent.mkdir()
+    notice.touch()
+    with pytest.raises(RunDirectoryError, match="made from other inputs"):
+        open_run(*inputs(9), root)
+    notice.unlink()
+    with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
+        open_run(*inputs(9), root)
+    (run.profile / "n1-b32-0.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match="made from other inputs"):
+        check_run(*inputs(9), root)
+    assert load_sweep(run.sweep_file).workload.epochs == 8
+
+
+def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.config import load_cluster
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.sweep import _parser
+
+    def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
+        keys = tuple(word for key in keys for word in ("--set", f"cluster.{key}"))
+        return load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file), *keys]))
+
+    cluster_file = sweep_file.parent / "c.toml"
+    cluster_file.write_text('executor = "slurm"\naccount = "spent"\n')
+    run = open_run(*inputs(), sweep_file.parent / "run").run
+    run.log_event("submitted", "profile", job_id="1")
+    check_run(*inputs("account=rich"), run.root)
+    assert load_cluster(run.cluster_file).account == "spent"
+    opened = open_run(*inputs("account=rich", "train_minutes=90"), run.root)
+    assert (opened.cluster.account, load_cluster(run.cluster_file)) == ("rich", opened.cluster)
+    assert "account: spent before, rich from now on" in capsys.readouterr().err
+    with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
+        open_run(*inputs("account=other"), run.root)
+    with pytest.raises(RunDirectoryError, match="partition: not set there, gpu now"):
+        open_run(*inputs("account=other", "partition=gpu"), run.root)
+    assert load_cluster(run.cluster_file).account == "rich"
 
 
 def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

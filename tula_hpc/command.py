@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages import Sweep
 
+# Of a cluster file what only says how jobs are submitted: a project's hours are used up, or a time limit was too short.
+# Neither a measurement nor a training depends on it.
+OF_SUBMISSION = frozenset({
+    "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
+    "controller_minutes", "controller_partition", "controller_memory_gb",
+})  # fmt: skip
 SHOWN_LINES = 40  # of what differs between inputs
 
 
@@ -129,11 +135,14 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
         raise RunDirectoryError(message, source=error.filename or run.root) from None
+    if _is_unused(run):  # a mistake in the inputs was mended before anything came of them
+        _forget_other_inputs(run, spec, cluster)
     for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
         if path.exists():
             _refuse_other_inputs(path, inputs, run.root)
         else:
             write_atomically(path, _frozen(inputs))
+    _take_over_submission(run, cluster)
     return Sweep(spec, cluster, run, started_at=time.time())
 
 
@@ -149,6 +158,8 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
     _refuse_other_folder(run)
     if run.root.is_dir():
         run.check_owner()
+    if _is_unused(run):
+        return
     for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
         if path.exists():
             _refuse_other_inputs(path, inputs, run.root)
@@ -161,9 +172,55 @@ def _refuse_other_folder(run: RunDirectory) -> None:
         raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
 
 
+def _is_unused(run: RunDirectory) -> bool:
+    """Whether no job was ever submitted, and nothing measured or planned: other inputs change nothing that is there."""
+    from tula_hpc.launch import NOTICE
+
+    if any(run.slurm.glob(f"*/{NOTICE}")) or run.plan_file.exists():
+        return False
+    measured = any(path.stat().st_size for path in run.profile.glob("*.jsonl"))
+    return not measured and all(event.event != "submitted" for event in run.events())
+
+
+def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Remove the inputs of an unused run, where they are other ones, and the estimate that was made from them."""
+    both = ((run.sweep_file, spec), (run.cluster_file, cluster))
+    if not any(path.exists() and _differ(path, inputs) for path, inputs in both):
+        return
+    with run.locked():
+        if _is_unused(run):  # still: the command that was at work may have submitted meanwhile
+            for path in (*run.root.glob("footprint*.json"), run.cluster_file, run.sweep_file):
+                path.unlink(missing_ok=True)
+
+
+def _differ(path: Path, inputs: SweepSpec | ClusterSpec) -> bool:
+    return _keys(_read_frozen(path)) != _keys(_frozen(inputs))
+
+
 def _refuse_other_inputs(path: Path, inputs: SweepSpec | ClusterSpec, root: Path) -> None:
-    if (old := _keys(_read_frozen(path))) != (new := _keys(_frozen(inputs))):
+    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
+    if not _differing(old, new) <= OF_SUBMISSION:
         raise RunDirectoryError(_other_inputs(old, new, root), source=path)
+
+
+def _take_over_submission(run: RunDirectory, cluster: ClusterSpec) -> None:
+    """From now on jobs are submitted as the cluster file says now; those that wait or run stay as they are."""
+    from tula_hpc.records import write_atomically
+
+    old, new = _keys(_read_frozen(run.cluster_file)), _keys(_frozen(cluster))
+    if old == new:
+        return
+    with run.locked():
+        write_atomically(run.cluster_file, _frozen(cluster))
+    for key in sorted(_differing(old, new)):
+        said = _shown(
+            f"{run.cluster_file}: {key}: {old.get(key, 'not set')} before, {new.get(key, 'not set')} from now on"
+        )
+        sys.stderr.write(f"{said}\n")
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    return {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
 
 
 def _is_fresh(root: Path) -> bool:
@@ -186,7 +243,7 @@ def _read_frozen(path: Path) -> str:
 
 def _other_inputs(old: Mapping[str, Any], new: Mapping[str, Any], root: Path) -> str:
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
-    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    differing = sorted(_differing(old, new))
     lines = [_shown(f"  {key}: {old.get(key, 'not set')} there, {new.get(key, 'not set')} now") for key in differing]
     more = ["  ..."] if len(lines) > SHOWN_LINES else []
     if all(key.startswith(("objective.", "pricing.")) for key in differing):

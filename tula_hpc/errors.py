@@ -98,6 +98,7 @@ class Failure(StrEnum):
     NO_SPACE = "no_space"  # a disk is full, or a quota or file size limit reached
     CANCELLED = "cancelled"
     BAD_INPUT = "bad_input"  # the user's model, data or settings are wrong; the log's last line says which
+    DIVERGED = "diverged"  # the loss of a training is not finite; the log's last line says since when
     BUG = "bug"  # an exception in user code or ours; the log's last lines say which
 
     @property

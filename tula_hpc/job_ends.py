@@ -30,6 +30,7 @@ _SIGNS = (
     _Sign(Failure.PREEMPTED, frozenset({"PREEMPTED"}), r"DUE TO PREEMPTION"),
     _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
     _Sign(Failure.BAD_INPUT, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.InputError: "),
+    _Sign(Failure.DIVERGED, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.DivergedError: "),
 )
 
 
@@ -85,6 +86,17 @@ def telling_line(log: str) -> str:
     said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
     best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")
     return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:500]  # these are sentences
+
+
+_CHATTER = re.compile(
+    r"submitit (INFO|ERROR) \(.*\) - (Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
+)
+
+
+def without_chatter(log: str) -> str:
+    """A log without what submitit writes around every job, unless nothing else is in it."""
+    said = [line for line in log.splitlines() if line.strip() and not _CHATTER.match(line)]
+    return "\n".join(said) or log
 
 
 def _exceptions(log: str) -> list[str]:

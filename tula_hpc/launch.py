@@ -22,6 +22,7 @@ from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import ends, read_logs
 from tula_hpc.local_alive import is_alive
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
+from tula_hpc.waiting import explain
 
 POLL_S = 2.0
 GONE_POLLS = 3  # a requeued job is missing from squeue for a moment: believe its end only when seen so often
@@ -463,9 +464,14 @@ def _submit(executor: Any, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _describe(active: Mapping[str, slurm.JobState]) -> str:
-    """For example `3 RUNNING, 1 PENDING (Priority)`."""
-    words: dict[str, int] = {}
-    for state in active.values():
-        reason = f" ({state.reason})" if state.state == "PENDING" and state.reason not in ("", "None") else ""
-        words[state.state.lower() + reason] = words.get(state.state.lower() + reason, 0) + 1
+    """For example `3 running, 1 pending (Priority)`."""
+    words = Counter(state.state.lower() + _reason(state) for state in active.values())
     return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"
+
+
+def _reason(state: slurm.JobState) -> str:
+    """Why a job waits, in Slurm's word; more where waiting will not help."""
+    if state.state != "PENDING" or state.reason in ("", "None"):
+        return ""
+    wait = explain(state)
+    return f" ({state.reason}: {wait.words}; this does not go away by itself)" if wait.stuck else f" ({state.reason})"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, InfeasibleError, StageError
-from tula_hpc.job_ends import telling_line
+from tula_hpc.job_ends import telling_line, without_chatter
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted, events_of, unsettled
 from tula_hpc.progress import StageProgress, stage_progress
@@ -322,9 +322,9 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     first = failures[0]
     words = (failure or first.failure).value.replace("_", " ")
     log = f"\nlog: {first.log_file}" if first.log_file else ""
-    if (failure or first.failure) is Failure.BAD_INPUT:
+    if (failure or first.failure) in (Failure.BAD_INPUT, Failure.DIVERGED):  # the log's last line is a sentence
         return f"{last_line(first.log_tail)}{log}"
-    return f"{words} in job {first.job.job_id}\n{first.log_tail}{log}"
+    return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail)}{log}"
 
 
 def last_line(text: str) -> str:

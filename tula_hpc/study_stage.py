@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import (
     REFERENCE_COLUMN,
     ClusterSpec,
@@ -175,7 +176,8 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
     if study.small_batch:
         lines.append(f"  and {REFERENCE_COLUMN} at B = {study.small_batch} for reference")
     if trials:
-        lines.append(f"before them {len(trials)} trainings to choose the learning rate at B = {study.small_batch}")
+        count = plural(len(trials), "training")
+        lines.append(f"before them {count} to choose the learning rate at B = {study.small_batch}")
     lines.append(f"at most {hours:.2f} node-hours ({part.train_minutes} min is the limit of each)")
     return "\n".join([*lines, *_script(spec, part, root, len(cells))]) + "\n"
 

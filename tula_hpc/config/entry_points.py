@@ -23,6 +23,9 @@ def known_or_entry_point(value: str, known: Iterable[str], what: str, check_exis
             _check_entry_point(value)
         return value
     if value not in known:
+        module, _, function = value.rpartition(".")
+        if module and _defines(module, function):
+            raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
         names = ", ".join(known)
         raise ValueError(
             f'{value!r} is not {what}{nearest(value, known)}; expected "package.module:function" or one of: {names}'
@@ -45,6 +48,17 @@ def _check_entry_point(value: str) -> None:
         raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
     if function not in source.names and "*" not in source.names:
         raise ValueError(f"{value!r}: {source.path} defines no {function!r}")
+
+
+def _defines(module: str, function: str) -> bool:
+    """Whether there is such a module, and a function of this name in it."""
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        return False
+    try:
+        source = _find_source(module)
+    except ValueError:  # not valid Python
+        return False
+    return source is not None and function in source.names
 
 
 def _find_source(module: str) -> _Source | None:

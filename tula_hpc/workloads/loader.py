@@ -59,7 +59,11 @@ class EpochDataset(Dataset[Any]):
 
     def _seeded_item(self, index: int, seed: int) -> Any:
         with _seeded(seed):
-            return self.dataset[index]
+            try:
+                return self.dataset[index]
+            except Exception as error:
+                error.add_note(f"(item {index} of the training set)")
+                raise
 
 
 @contextlib.contextmanager
@@ -187,7 +191,7 @@ def make_train_loader(
     samples = len(dataset)  # type: ignore[arg-type] # checked when the data was built
     if samples < order.global_batch:
         message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
-        raise InputError(message, key="search.max_batch")
+        raise InputError(f"{message}; lower search.max_batch, or what study.batches holds")
     return TrainLoader(EpochDataset(dataset, seed), order, **_options(loader_workers, pin_memory))
 
 
