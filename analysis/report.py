@@ -157,8 +157,9 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
 def _summary(contents: RunContents) -> list[SummaryRow]:
     if contents.plan is None:
         return []
-    results = [training.result for training in contents.trainings if training.result]
-    return summary_rows(contents.plan, contents.measurements, results[0] if results else None)
+    done = next((training for training in contents.trainings if training.result), None)
+    trained = (done.result, done.epoch_time_s) if done else (None, None)
+    return summary_rows(contents.plan, contents.measurements, *trained)
 
 
 def _subtitle(contents: RunContents) -> str:

@@ -21,6 +21,7 @@ from tula_hpc.files import read_bounded
 from tula_hpc.records import (
     Candidate,
     Configuration,
+    EpochMetrics,
     Event,
     JobNote,
     Measurement,
@@ -58,9 +59,17 @@ class Training(NamedTuple):
 
     @property
     def epoch_time_s(self) -> float | None:
-        """Median time of an epoch over those that no restart cut short; None before the first."""
-        times = [epoch.epoch_time_s for epoch in self.metrics.epochs if epoch.complete]
-        return statistics.median(times) if times else None
+        """See `median_epoch_s`."""
+        return median_epoch_s(self.metrics.epochs)
+
+
+def median_epoch_s(epochs: Iterable[EpochMetrics]) -> float | None:
+    """Time of an epoch's steps over those that no restart cut short; None before the first.
+
+    The mean would hold the start of the loader's processes, and whatever disturbed a single epoch.
+    """
+    times = [epoch.epoch_time_s for epoch in epochs if epoch.complete]
+    return statistics.median(times) if times else None
 
 
 class RunContents(NamedTuple):

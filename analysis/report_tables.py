@@ -33,7 +33,7 @@ class SummaryRow(NamedTuple):
     cost: float  # predicted, all epochs
     currency: str
     peak_memory_bytes: int  # predicted, per worker
-    trained_epoch_s: float | None  # mean over the real training, where it ran at this configuration
+    trained_epoch_s: float | None  # median of the real training, where it ran at this configuration
     test_accuracy: float | None  # of that training
 
 
@@ -49,13 +49,16 @@ SUMMARY_COLUMNS = (
 TRAINED_COLUMNS = ("accuracy",)
 
 
-def summary_rows(plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None) -> list[SummaryRow]:
+def summary_rows(
+    plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None, trained_epoch_s: float | None = None
+) -> list[SummaryRow]:
     """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N.
 
     All on the partition that was chosen, where there are several: the same configuration on another is something else.
+    `trained_epoch_s` is the training's own time of an epoch, see `report_data.median_epoch_s`.
     """
     measured = measured_epochs(of_part(measurements, plan.chosen.partition), plan.dataset_samples)
-    return [_summary_row(role, item, measured, result) for role, item in _chosen_and_neighbours(plan)]
+    return [_summary_row(role, item, measured, result, trained_epoch_s) for role, item in _chosen_and_neighbours(plan)]
 
 
 def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
@@ -75,7 +78,11 @@ def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
 
 
 def _summary_row(
-    role: str, item: Candidate, measured: Mapping[Configuration, float], result: TrainResult | None
+    role: str,
+    item: Candidate,
+    measured: Mapping[Configuration, float],
+    result: TrainResult | None,
+    trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
     trained = result if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch) else None
@@ -90,7 +97,7 @@ def _summary_row(
         cost=item.cost,
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
-        trained_epoch_s=trained.train_time_s / trained.epochs if trained and trained.epochs else None,
+        trained_epoch_s=trained_epoch_s if trained else None,
         test_accuracy=trained.test_accuracy if trained else None,
     )
 
@@ -140,7 +147,7 @@ class TextTable(NamedTuple):
 
 def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
     """The table of the chosen configuration; the columns of training are there when something was trained."""
-    trained = any(row.trained_epoch_s is not None for row in rows)
+    trained = any(row.test_accuracy is not None for row in rows)
     columns = SUMMARY_COLUMNS + (TRAINED_COLUMNS if trained else ())
     return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
 

@@ -166,7 +166,7 @@ def _in_words(relative: float) -> str:
 def warnings(run: RunContents) -> list[str]:
     """Everything that limits what the numbers are worth."""
     doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
-    return [*map(_sentence, doubts), *_mixed_devices(run), *run.notes]
+    return [*map(_sentence, doubts), *_mixed_devices(run), *_off_prediction(run), *run.notes]
 
 
 def _doubts_before_plan(run: RunContents) -> list[str]:
@@ -182,6 +182,20 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
         doubts += cautions.about_missing(summary, run.sweep, part, rows, AGAIN)
         found += [prefixed(name, doubt) for doubt in doubts]
     return found
+
+
+def _off_prediction(run: RunContents) -> Iterator[str]:
+    """Trainings whose epochs took what the plan all but ruled out."""
+    for training in run.trainings:
+        configuration = trained_configuration(run, training)
+        candidate = find_candidate(run.plan, configuration) if configuration else None
+        if candidate is None or training.epoch_time_s is None:
+            continue
+        foreseen = predicted(candidate, "epoch_time_s")
+        if foreseen.low < foreseen.high and not foreseen.low <= training.epoch_time_s <= foreseen.high:
+            between = f"{format_duration(foreseen.low)} to {format_duration(foreseen.high)}"
+            took = f"Epochs of the training took {format_duration(training.epoch_time_s)}"
+            yield f"{took}, outside of the {between} that were expected with 90 % confidence; see events and drift."
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
-from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement
 
 if TYPE_CHECKING:
@@ -81,7 +80,11 @@ def _adaptive(sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configur
 
 def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     """Configurations below the out-of-memory bound that need no further profile: measured, or given up."""
-    known = {row.configuration for row in measurements if is_usable(row) or row.failure is Failure.BAD_INPUT}
+    known = {
+        row.configuration
+        for row in measurements
+        if is_usable(row) or (row.failure is not None and row.failure.is_the_users)
+    }
     attempts = Counter(row.configuration for row in measurements)
     return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
 

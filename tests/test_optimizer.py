@@ -49,6 +49,17 @@ def wrap(params: Sequence[nn.Parameter], **options: Any) -> TulaOptimizer:
     return TulaOptimizer(SGD(params, lr=1.0), **options)
 
 
+def test_many_steps_without_any_estimate_are_warned_of_once(recwarn: pytest.WarningsRecorder) -> None:
+    params = parameters()
+    optimizer, static = wrap(params), wrap(params, static_scale=2.0)
+    due = wrap(params, update_interval=1000)
+    for _ in range(250):
+        for each in (optimizer, static, due):
+            take_steps(each, params, random_gradients(1))
+    (said,) = [str(warning.message) for warning in recwarn if "nothing has been scaled" in str(warning.message)]
+    assert said.startswith("after 100 steps nothing has been scaled: call update_gradscale or observe_small")
+
+
 def scaled_flags(optimizer: TulaOptimizer, norms: Sequence[float]) -> list[float]:
     """Take one step per norm with a gradient of that norm and say which steps were scaled."""
     flags = []

@@ -25,7 +25,7 @@ from tula_hpc.analysis.figures import COLOURS, FIGURES
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report import main, summary_rows, write_report
-from tula_hpc.analysis.report_data import read_run
+from tula_hpc.analysis.report_data import predicted, read_run
 from tula_hpc.analysis.report_tables import (
     SUMMARY_COLUMNS,
     candidate_table,
@@ -382,12 +382,24 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     assert "Constraint: without objective.budget, N=1 would be chosen." in words
 
 
+def test_epochs_outside_of_their_interval_are_a_warning(finished: Written) -> None:
+    contents = read_run(finished.run)
+    (training,) = contents.trainings
+    assert contents.plan is not None
+    _, low, high = predicted(contents.plan.chosen, "epoch_time_s")
+    for seconds, warned in ((low * 1.01, False), (high * 0.99, False), (low * 0.99, True), (high * 1.01, True)):
+        epochs = [epoch.model_copy(update={"epoch_time_s": seconds}) for epoch in training.metrics.epochs]
+        changed = training._replace(metrics=training.metrics._replace(epochs=epochs))
+        said = [text for text in warnings(contents._replace(trainings=[changed])) if "Epochs of the training" in text]
+        assert bool(said) == warned
+
+
 def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
-    rows = summary_rows(made, measured, result)
+    rows = summary_rows(made, measured, result, 12.5)
     assert [row.test_accuracy for row in rows] == [result.test_accuracy, *[None] * (len(rows) - 1)]
-    assert rows[0].trained_epoch_s == pytest.approx(result.train_time_s / EPOCHS)
+    assert [row.trained_epoch_s for row in rows] == [12.5, *[None] * (len(rows) - 1)]
     assert summary_table(rows).columns[-1] == "accuracy"
     moved = result.model_copy(update={"global_batch": result.global_batch // 2, "local_batch": result.local_batch // 2})
     assert [row.test_accuracy is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tula_hpc.allocation import place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import InputError
+from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
@@ -303,6 +303,12 @@ def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
     power.start()
     power.stop()
     assert power.mean() == watts
+
+
+def test_a_model_whose_loss_is_not_finite_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "train_step", lambda *_: torch.tensor(math.nan))
+    with pytest.raises(DivergedError, match="not finite before any training"):
+        measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
 
 
 def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

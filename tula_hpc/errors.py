@@ -102,6 +102,11 @@ class Failure(StrEnum):
     BUG = "bug"  # an exception in user code or ours; the log's last lines say which
 
     @property
+    def is_the_users(self) -> bool:
+        """Whether another attempt would end in the same way until the user changes something; the log says what."""
+        return self in (Failure.BAD_INPUT, Failure.DIVERGED)
+
+    @property
     def is_oom(self) -> bool:
         """Whether memory ran out, on the device or on the host: a bound for the memory model."""
         return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)

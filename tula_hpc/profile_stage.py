@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
 from tula_hpc.launch import Ended, unsettled
@@ -58,7 +58,7 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)
-        wrong = any(failure.failure is Failure.BAD_INPUT for failure in failures)
+        wrong = any(end.failure.is_the_users for end in failures)
         hopeless = not _measured_anything(part) and (wrong or _broken_rounds(part) >= HOPELESS_ROUNDS)
         proposed = [] if hopeless else propose_on(part, trusted_batch)
         if not proposed:

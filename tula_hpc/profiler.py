@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import Failure
+from tula_hpc.errors import DivergedError, Failure
 from tula_hpc.forward_probe import time_forward
 from tula_hpc.methods import pass_interval
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
@@ -119,9 +120,17 @@ class StepProfile:
         self.batches = worker.batches()
 
     def run(self, memory: MemoryMeter, power: NodePower) -> None:
-        """Warm up, then time whole steps (memory and power are metered here), and each part apart."""
+        """Warm up, then time whole steps (memory and power are metered here), and each part apart.
+
+        Raises:
+            DivergedError: The untrained model's loss is not finite already.
+        """
+        loss = torch.zeros(())
         for _ in range(self.worker.sweep.search.warmup_steps):
-            self.worker.train_step(*next(self.batches))
+            loss = self.worker.train_step(*next(self.batches))
+        (diverged,) = self.worker.agree(0.0 if math.isfinite(float(loss)) else 1.0)
+        if diverged:
+            raise DivergedError("the loss is not finite before any training: look at the model and at the data")
         power.start()
         memory.start()
         self.worker.train_step(*next(self.batches))  # it takes back the memory that metering gave to the kernel

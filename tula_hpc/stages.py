@@ -322,7 +322,7 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     first = failures[0]
     words = (failure or first.failure).value.replace("_", " ")
     log = f"\nlog: {first.log_file}" if first.log_file else ""
-    if (failure or first.failure) in (Failure.BAD_INPUT, Failure.DIVERGED):  # the log's last line is a sentence
+    if (failure or first.failure).is_the_users:  # the log's last line is a sentence
         return f"{last_line(first.log_tail)}{log}"
     return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail)}{log}"
 

@@ -17,9 +17,13 @@ NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in traini
 
 
 def print_summary(
-    plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None, profiling_cost: str = ""
+    plan: Plan,
+    measurements: Sequence[Measurement],
+    result: TrainResult | None,
+    profiling_cost: str = "",
+    trained_epoch_s: float | None = None,
 ) -> None:
-    """Print the table with rich, and below it what profiling cost."""
+    """Print the table with rich, and below it what profiling cost; see `report_tables.summary_rows`."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -29,7 +33,7 @@ def print_summary(
 
     console = Console()
     console.width = console.width if console.is_terminal else LOG_WIDTH
-    content = summary_table(summary_rows(plan, measurements, result))
+    content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
     where = f" on {escape(plan.chosen.partition)}" if plan.chosen.partition else ""
     title = f"Chosen configuration and its neighbours{where}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))

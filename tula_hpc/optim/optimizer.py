@@ -11,6 +11,7 @@ The defaults are that algorithm to the letter. What goes beyond it is each one o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, overload
 
@@ -30,6 +31,7 @@ from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer
 
 Apply = Literal["gradient", "update"]
 VERSION = 2  # of the state; 1 had no averages and no batches
+STEPS_UNTIL_WARNING = 100  # without any estimate of the factors
 
 
 class Statistics(NamedTuple):
@@ -189,6 +191,8 @@ class TulaOptimizer(WrappingOptimizer):
         """
         loss = self._step_on_gradients(closure) if self.apply == "gradient" else self._step_and_scale(closure)
         self.steps += 1
+        if self.steps == STEPS_UNTIL_WARNING and self.update_interval is None:  # else whoever set it will come to it
+            self._warn_without_factors()
         self._steps_since_update += 1
         self._steps_since_statistics += 1
         return loss
@@ -305,6 +309,11 @@ class TulaOptimizer(WrappingOptimizer):
         super().zero_grad(set_to_none)
         self._estimates.forget()
         self._shortened = 1.0
+
+    def _warn_without_factors(self) -> None:
+        if all(factor is None for factor in self.gradscale):
+            message = "nothing has been scaled: call update_gradscale or observe_small, which give the factors"
+            warnings.warn(f"after {self.steps} steps {message}", stacklevel=4)
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
