@@ -42,7 +42,7 @@ def test_the_summary_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     run = make_run(tmp_path / "run")
     result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
-    print_summary(run.read_plan(), run.measurements().records, result)
+    print_summary(run.read_plan(), run.measurements().records, result, trained_epoch_s=31.0)
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert all(len(line) <= width for line in text.splitlines())
     assert "…" not in text
