@@ -88,7 +88,7 @@ RULES: dict[str, set[str]] = {
     "summary": {"analysis", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},
-    "command": {"config", "detach", "errors", "files", "launch", "pipeline", "records", "stages"},
+    "command": {"analysis", "config", "detach", "errors", "files", "launch", "pipeline", "records", "stages"},
     "study_stage": {"analysis", "config", "errors", "jobs", "launch", "progress", "records", "stages", "trainings"},
     "waiting": {"slurm"},
     "accounting": {"slurm"},

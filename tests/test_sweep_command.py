@@ -81,12 +81,16 @@ def test_other_inputs_are_refused_with_the_difference(
     root = sweep_file.parent / "run"
     run = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root).run
     run.log_event("submitted", "profile", job_id="1")
+    (run.train().root / "checkpoints").mkdir(parents=True)
     again = [str(sweep_file), "--run-dir", str(root), *dry]
     assert main([*again, "--set", "workload.epochs=99"]) == 2
     error = capsys.readouterr().err
     assert "made from other inputs" in error
     assert "workload.epochs: 10 there, 99 now" in error
     assert "plan again" not in error
+    assert f"To train anew over the same measurements, delete {run.root / 'train'}." in error
+    assert main([*again, "--set", "search.max_batch=99"]) == 2
+    assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
     assert "objective.budget: not set there, 99.0 now" in error
@@ -99,17 +103,17 @@ def test_inputs_may_be_mended_until_something_came_of_them(sweep_file: Path) -> 
     from tula_hpc.errors import RunDirectoryError
     from tula_hpc.sweep import _parser
 
-    def inputs(epochs: int) -> tuple[SweepSpec, ClusterSpec]:
-        return load_inputs(_parser().parse_args([str(sweep_file), "--set", f"workload.epochs={epochs}"]))
+    def inputs(seed: int) -> tuple[SweepSpec, ClusterSpec]:
+        return load_inputs(_parser().parse_args([str(sweep_file), "--set", f"workload.seed={seed}"]))
 
     root = sweep_file.parent / "run"
     run = open_run(*inputs(7), root).run
     (run.root / "footprint.json").write_text("{}")
     (run.profile / "n1-b32-0.jsonl").touch()  # as after a job that the scheduler refused
     check_run(*inputs(8), root)
-    assert load_sweep(run.sweep_file).workload.epochs == 7
+    assert load_sweep(run.sweep_file).workload.seed == 7
     open_run(*inputs(8), root)
-    assert load_sweep(run.sweep_file).workload.epochs == 8
+    assert load_sweep(run.sweep_file).workload.seed == 8
     assert not (run.root / "footprint.json").exists()
     notice = run.slurm / "profile-1" / "submission.json"  # of a command that was killed while it submitted
     notice.parent.mkdir()
@@ -122,7 +126,42 @@ def test_inputs_may_be_mended_until_something_came_of_them(sweep_file: Path) -> 
     (run.profile / "n1-b32-0.jsonl").write_text("{}\n")
     with pytest.raises(RunDirectoryError, match="made from other inputs"):
         check_run(*inputs(9), root)
-    assert load_sweep(run.sweep_file).workload.epochs == 8
+    assert load_sweep(run.sweep_file).workload.seed == 8
+
+
+def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.config import load_sweep
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.sweep import _parser
+
+    def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
+        return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
+
+    run = open_run(*inputs(), sweep_file.parent / "run").run
+    run.log_event("submitted", "profile", job_id="1")
+    run.plan_file.write_text("{}")
+    changed = inputs("workload.lr=0.01", "objective.kind=cost", "training.delta=0.3")
+    check_run(*changed, run.root)
+    assert run.plan_file.exists()
+    opened = open_run(*changed, run.root)
+    assert load_sweep(run.sweep_file) == opened.spec == changed[0]
+    assert not run.plan_file.exists(), "it is made anew"
+    assert "workload.lr: 0.05 before, 0.01 from now on" in capsys.readouterr().err
+    with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 there, 1 now"):
+        open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
+    other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
+    run.log_event("submitted", "train", job_id="2")
+    with pytest.raises(RunDirectoryError, match="To train anew"):
+        open_run(*other, run.root)
+    run.log_event("ended", "train", job_id="2")
+    check_run(*other, run.root)
+    run.train().root.mkdir()
+    run.train().metrics_file.write_text("")
+    with pytest.raises(RunDirectoryError, match="To train anew"):
+        open_run(*other, run.root)
 
 
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(

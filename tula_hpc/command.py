@@ -137,12 +137,12 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         raise RunDirectoryError(message, source=error.filename or run.root) from None
     if _is_unused(run):  # a mistake in the inputs was mended before anything came of them
         _forget_other_inputs(run, spec, cluster)
-    for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
+    _refuse_other_inputs(run, spec, cluster)
+    for path, inputs in _files(run, spec, cluster):
         if path.exists():
-            _refuse_other_inputs(path, inputs, run.root)
+            _take_over(run, path, inputs)
         else:
             write_atomically(path, _frozen(inputs))
-    _take_over_submission(run, cluster)
     return Sweep(spec, cluster, run, started_at=time.time())
 
 
@@ -158,11 +158,8 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
     _refuse_other_folder(run)
     if run.root.is_dir():
         run.check_owner()
-    if _is_unused(run):
-        return
-    for path, inputs in ((run.sweep_file, spec), (run.cluster_file, cluster)):
-        if path.exists():
-            _refuse_other_inputs(path, inputs, run.root)
+    if not _is_unused(run):
+        _refuse_other_inputs(run, spec, cluster)
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
@@ -184,8 +181,7 @@ def _is_unused(run: RunDirectory) -> bool:
 
 def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Remove the inputs of an unused run, where they are other ones, and the estimate that was made from them."""
-    both = ((run.sweep_file, spec), (run.cluster_file, cluster))
-    if not any(path.exists() and _differ(path, inputs) for path, inputs in both):
+    if not any(path.exists() and _differ(path, inputs) for path, inputs in _files(run, spec, cluster)):
         return
     with run.locked():
         if _is_unused(run):  # still: the command that was at work may have submitted meanwhile
@@ -197,26 +193,54 @@ def _differ(path: Path, inputs: SweepSpec | ClusterSpec) -> bool:
     return _keys(_read_frozen(path)) != _keys(_frozen(inputs))
 
 
-def _refuse_other_inputs(path: Path, inputs: SweepSpec | ClusterSpec, root: Path) -> None:
-    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
-    if not _differing(old, new) <= OF_SUBMISSION:
-        raise RunDirectoryError(_other_inputs(old, new, root), source=path)
+def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
+    return [(run.sweep_file, spec), (run.cluster_file, cluster)]
 
 
-def _take_over_submission(run: RunDirectory, cluster: ClusterSpec) -> None:
-    """From now on jobs are submitted as the cluster file says now; those that wait or run stay as they are."""
+def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    for path, inputs in _files(run, spec, cluster):
+        if path.exists():
+            old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
+            if not all(_may_change(key, run, spec) for key in _differing(old, new)):
+                raise RunDirectoryError(_other_inputs(old, new, run, spec), source=path)
+
+
+def _may_change(key: str, run: RunDirectory, spec: SweepSpec) -> bool:
+    """How jobs are submitted at any time; until the first training of a sweep all that no measurement depends on."""
+    return key in OF_SUBMISSION or (spec.study is None and _is_unmeasured(key) and not _has_trained(run))
+
+
+def _is_unmeasured(key: str) -> bool:
+    from tula_hpc.analysis.measured_inputs import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
+
+    section, _, name = key.partition(".")
+    free = {"workload": name in FREE_OF_WORKLOAD, "training": name not in MEASURED_OF_TRAINING}
+    return free.get(section, section in ("objective", "pricing") and bool(name))
+
+
+def _has_trained(run: RunDirectory) -> bool:
+    """Whether a training has begun, or a job is on its way to that."""
+    from tula_hpc.launch import unsettled
+
+    return any((run.root / "train").glob("*/*")) or any(unsettled(run, "train", "control"))
+
+
+def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
+    """Go on with these inputs; jobs that wait or run stay as they are. Measurements stay, a plan is made anew."""
     from tula_hpc.records import write_atomically
 
-    old, new = _keys(_read_frozen(run.cluster_file)), _keys(_frozen(cluster))
-    if old == new:
+    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
+    differing = _differing(old, new)
+    if not differing:
         return
     with run.locked():
-        write_atomically(run.cluster_file, _frozen(cluster))
-    for key in sorted(_differing(old, new)):
-        said = _shown(
-            f"{run.cluster_file}: {key}: {old.get(key, 'not set')} before, {new.get(key, 'not set')} from now on"
+        write_atomically(path, _frozen(inputs))
+        if not differing <= OF_SUBMISSION:
+            run.plan_file.unlink(missing_ok=True)
+    for key in sorted(differing):
+        sys.stderr.write(
+            _shown(f"{path}: {key}: {old.get(key, 'not set')} before, {new.get(key, 'not set')} from now on") + "\n"
         )
-        sys.stderr.write(f"{said}\n")
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
@@ -241,14 +265,16 @@ def _read_frozen(path: Path) -> str:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
 
 
-def _other_inputs(old: Mapping[str, Any], new: Mapping[str, Any], root: Path) -> str:
+def _other_inputs(old: Mapping[str, Any], new: Mapping[str, Any], run: RunDirectory, spec: SweepSpec) -> str:
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
     differing = sorted(_differing(old, new))
     lines = [_shown(f"  {key}: {old.get(key, 'not set')} there, {new.get(key, 'not set')} now") for key in differing]
     more = ["  ..."] if len(lines) > SHOWN_LINES else []
     if all(key.startswith(("objective.", "pricing.")) for key in differing):
-        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(root))} --set KEY=VALUE --write"
+        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(run.root))} --set KEY=VALUE --write"
         more.append(f"To plan again over the same measurements: {again}")
+    elif spec.study is None and all(key in OF_SUBMISSION or _is_unmeasured(key) for key in differing):
+        more.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
     words = "was made from other inputs; use another --run-dir or the same inputs:"
     return "\n".join([words, *lines[:SHOWN_LINES], *more])
 
