@@ -596,6 +596,19 @@ def test_factors_can_refer_to_another_batch_while_averages_stay(reference: float
     assert optimizer.s_max == LARGE / SMALL
 
 
+def test_noise_estimated_below_zero_is_not_stretched_until_nothing_is_left_of_a_step() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    form: dict[str, Any] = {"granularity": "tensor", "exponent": 2.0}
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, **form)
+    optimizer.set_reference(1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.observe_small(torch.tensor([0.99]), 16)
+    optimizer.step()
+    (factor,) = optimizer.gradscale
+    assert factor is not None
+    assert factor.item() == pytest.approx(1.0)
+
+
 def test_a_refused_reference_changes_nothing() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, granularity="tensor")

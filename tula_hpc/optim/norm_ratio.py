@@ -109,7 +109,10 @@ class NormRatios:
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
         if stretch != 1.0:
-            means = torch.stack([torch.lerp(means[1], means[0], stretch), means[1]])
+            more = (means[0] - means[1]).clamp_min(
+                0.0
+            )  # of noise; an estimate below 0 must not be stretched to no step
+            means = torch.stack([means[1] + stretch * more, means[1]])
         if guard and self.spike_guard:
             means = torch.stack([*means, torch.where(known, large, means[1])])
         per_unit = torch.nn.functional.pad(means, (0, 1))[:, units.members].sum(-1)
