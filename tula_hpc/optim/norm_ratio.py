@@ -109,9 +109,7 @@ class NormRatios:
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where(weight > 0, sums / weight, 0.0)
         if stretch != 1.0:
-            more = (means[0] - means[1]).clamp_min(
-                0.0
-            )  # of noise; an estimate below 0 must not be stretched to no step
+            more = (means[0] - means[1]).clamp_min(0.0)  # of noise; below 0 it would be stretched to no step
             means = torch.stack([means[1] + stretch * more, means[1]])
         if guard and self.spike_guard:
             means = torch.stack([*means, torch.where(known, large, means[1])])
