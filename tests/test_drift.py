@@ -159,10 +159,20 @@ def test_the_part_that_grew_is_named(part: str, factor: float, other: float) -> 
 
 
 def test_a_deviation_that_no_part_explains_is_said_to_be_unknown() -> None:
-    almost = EXPECTED.model_copy(update={"compute_time_s": 0.06 + 0.9 * NAMED_FROM})
+    almost = EXPECTED.model_copy(update={"data_time_s": 0.01 + 0.9 * NAMED_FROM})
     assert attribute(EXPECTED, EXPECTED, 1.0) == "unknown"
     assert attribute(almost, EXPECTED, 1.0) == "unknown"
     assert attribute(StepParts(compute_time_s=9.0), StepParts(), 1.0) == "unknown"
+
+
+def test_a_processor_that_is_had_in_turns_is_named_though_its_link_seems_slow() -> None:
+    """Seen on a node with four busy neighbours: a step is hit harder than its parts by themselves."""
+    then = StepParts(data_time_s=0.001, compute_time_s=0.008, allreduce_time_s=0.003)
+    for compute_s, allreduce_s in ((0.020, 0.033), (0.041, 0.055), (0.020, 0.090)):
+        now = StepParts(data_time_s=0.008, compute_time_s=compute_s, allreduce_time_s=allreduce_s)
+        assert attribute(now, then, 0.16) == "compute"
+    slow_link = StepParts(data_time_s=0.001, compute_time_s=0.009, allreduce_time_s=0.161)
+    assert attribute(slow_link, then, 0.14) == "network"
 
 
 def test_a_step_that_became_faster_has_a_part_that_became_faster() -> None:

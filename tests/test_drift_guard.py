@@ -205,7 +205,7 @@ def test_a_probe_leaves_weights_gradients_buffers_and_random_numbers_alone() -> 
     before = {name: value.clone() for name, value in worker.model.state_dict().items()}
     gradients = [p.grad.clone() for p in worker.parameters if p.grad is not None]
     state = torch.get_rng_state()
-    probe = probe_parts(worker, *batch, step_time_s=0.01)
+    probe = probe_parts(worker, *batch)
     assert probe.parts.compute_time_s is not None
     assert probe.parts.compute_time_s > 0
     assert (probe.parts.allreduce_time_s, probe.slowest_rank) == (0.0, None)
@@ -222,7 +222,7 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
 
     monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
-    assert probe_parts(worker, *next(worker.batches()), step_time_s=0.01).parts.compute_time_s is None
+    assert probe_parts(worker, *next(worker.batches())).parts.compute_time_s is None
 
 
 def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does_not(
@@ -232,16 +232,16 @@ def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does
     monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(turns))
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     batch = next(worker.batches())
-    assert probe_parts(worker, *batch, step_time_s=0.013).parts.compute_time_s == pytest.approx(0.013, rel=0.1)
+    assert probe_parts(worker, *batch).parts.compute_time_s == pytest.approx(0.013, rel=0.1)
 
     pause = chain(repeat(0.005, 30), [5.0], repeat(0.005))
     monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(pause))
-    assert probe_parts(worker, *batch, step_time_s=0.005).parts.compute_time_s == pytest.approx(0.005)
+    assert probe_parts(worker, *batch).parts.compute_time_s == pytest.approx(0.005)
 
 
 def test_slow_steps_are_probed_for_some_seconds_only() -> None:
-    for step_time_s in (1e-6, 0.013, 0.19, 0.21, 1.4, 6.0):
-        blocks, passes = extent_of(step_time_s)
+    for pass_s in (1e-6, 0.013, 0.19, 0.21, 1.4, 6.0):
+        blocks, passes = extent_of(pass_s)
         assert blocks >= 1
-        assert blocks * passes * step_time_s <= max(drift_probe.SECONDS, step_time_s)
+        assert blocks * passes * pass_s <= max(drift_probe.SECONDS, pass_s)
     assert extent_of(60.0) == (1, 1)

@@ -219,12 +219,14 @@ def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
     return job
 
 
-@pytest.mark.parametrize(("exit_code", "failure"), [(1, Failure.BUG), (-9, Failure.KILLED)])
-def test_a_worker_that_fails_ends_its_job(tmp_path: Path, exit_code: int, failure: Failure) -> None:
-    local = launcher(tmp_path, workers_per_node=2)
-    (end,) = local.wait(local.submit([fails_with_a_peer_that_waits(exit_code)], stage="train", nodes=1, minutes=4))
-    assert end.failure is failure
-    assert ("of rank 1" if exit_code == 1 else "task 1: Killed") in end.log_tail
+def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
+    local = launcher(tmp_path, workers_per_node=2, array_parallelism=2)
+    jobs = [fails_with_a_peer_that_waits(exit_code) for exit_code in (1, -9)]
+    raised, killed = local.wait(local.submit(jobs, stage="train", nodes=1, minutes=4))
+    assert raised.failure is Failure.BUG
+    assert "of rank 1" in raised.log_tail
+    assert killed.failure is Failure.KILLED
+    assert "task 1: Killed" in killed.log_tail
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash"])

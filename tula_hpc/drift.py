@@ -20,6 +20,7 @@ MARGIN = 1.1  # how far beyond the interval's end a step time must lie to count;
 WARM_UP_LOOKS = 10  # after every start: allocators, caches and loader processes are not yet what they will be
 NAMED_FROM = 0.3  # a part is named when it explains this share of the deviation
 STARVED_FROM = 0.1  # so much of it in the computation, and the all-reduce is slow because the processor is
+STARVED_TIMES = 1.5  # likewise where the computation takes so many times as long; then it is named from that share on
 SECONDS_PER_LOOK = 1.0  # windows are made of looks about so far apart
 
 Verdict = Literal["drifted", "recovered"]
@@ -238,7 +239,8 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
 
     What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the computation alone:
-    where both deviate, the all-reduce counts to the computation.
+    where both deviate, the all-reduce counts to the computation. It slows a whole step more than its parts by
+    themselves: where the computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
 
     Args:
         measured: Parts as they are now.
@@ -247,11 +249,13 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     """
     sign = 1.0 if deviation_s >= 0 else -1.0
     excess = {part: sign * extra_s(measured, expected, part) for part in PARTS}
-    enough = NAMED_FROM * abs(deviation_s)
-    if excess["network"] > 0.0 and excess["compute"] > STARVED_FROM * abs(deviation_s):
+    now, then = measured.compute_time_s, expected.compute_time_s
+    slow = excess["compute"] > 0.0 and bool(now and then and max(now / then, then / now) > STARVED_TIMES)
+    if excess["network"] > 0.0 and (slow or excess["compute"] > STARVED_FROM * abs(deviation_s)):
         excess["compute"] += excess["network"]
     part = max(excess, key=lambda name: excess[name])
-    return part if excess[part] > enough else "unknown"
+    share = STARVED_FROM if part == "compute" and slow else NAMED_FROM
+    return part if excess[part] > share * abs(deviation_s) else "unknown"
 
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:

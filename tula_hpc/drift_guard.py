@@ -103,7 +103,7 @@ class DriftGuard:
             return
         verdict = self.watch.observe(Look(*shared))
         if verdict is not None:
-            probe = probe_parts(self.worker, *batch, self.watch.detector.measured_s)
+            probe = probe_parts(self.worker, *batch)
             self._say(verdict, self._drift(self.watch, probe))
 
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:

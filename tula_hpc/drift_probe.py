@@ -27,10 +27,14 @@ class Extent(NamedTuple):
     passes: int
 
 
-def extent_of(step_time_s: float) -> Extent:
-    """Short steps get more passes, as training's own step times are means over many; long ones fewer blocks."""
-    passes = max(1, math.ceil(BLOCK_S / max(step_time_s, 1e-3)))
-    return Extent(max(1, min(BLOCKS, int(SECONDS / max(step_time_s, BLOCK_S)))), passes)
+def extent_of(pass_s: float) -> Extent:
+    """Short passes come in larger numbers, as training's own step times are means over many; long ones in fewer blocks.
+
+    Args:
+        pass_s: Of one pass, about.
+    """
+    passes = max(1, math.ceil(BLOCK_S / max(pass_s, 1e-3)))
+    return Extent(max(1, min(BLOCKS, int(SECONDS / max(pass_s, BLOCK_S)))), passes)
 
 
 class Probe(NamedTuple):
@@ -40,7 +44,7 @@ class Probe(NamedTuple):
     slowest_rank: int | None  # in computing, where workers differ; None for one worker or where it is not known
 
 
-def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: float) -> Probe:
+def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor) -> Probe:
     """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
 
     Weights, gradients, buffers and random numbers are afterwards what they were: gradients are taken beside `.grad`,
@@ -51,27 +55,25 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor, step_time_s: fl
         worker: Whose model to use.
         inputs: A batch of the size that is trained with.
         targets: Its targets.
-        step_time_s: Of training now, the same on every worker.
     """
-    extent = extent_of(step_time_s)
-    by_rank = _by_rank(worker, _compute_s(worker, inputs, targets, extent))
+    by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
     compute_s = None if min(by_rank) < 0 else max(by_rank)
     slowest = by_rank.index(max(by_rank)) if compute_s is not None and len(by_rank) > 1 else None
-    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker, extent))
+    parts = StepParts(compute_time_s=compute_s, allreduce_time_s=_all_reduce_s(worker))
     return Probe(parts, slowest)
 
 
-def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor, extent: Extent) -> float:
+def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor) -> float:
     """Seconds of a pass; −1 where memory ran out."""
     try:
-        return _pass_s(worker, lambda: worker.local_gradient(inputs, targets), extent)
+        return _pass_s(worker, lambda: worker.local_gradient(inputs, targets))
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
     return -1.0
 
 
-def _all_reduce_s(worker: Worker, extent: Extent) -> float | None:
+def _all_reduce_s(worker: Worker) -> float | None:
     """Seconds of a bare all-reduce, the slowest worker's; None where memory ran out on any worker."""
     if worker.env.world_size == 1:
         return 0.0
@@ -84,13 +86,22 @@ def _all_reduce_s(worker: Worker, extent: Extent) -> float | None:
     (missing,) = worker.agree(float(step is None))  # whoever went on alone would wait for ever
     if missing or step is None:
         return None
-    (slowest_s,) = worker.agree(_pass_s(worker, step, extent))
+    (slowest_s,) = worker.agree(_pass_s(worker, step, together=True))
     return slowest_s
 
 
-def _pass_s(worker: Worker, step: Callable[[], object], extent: Extent) -> float:
-    """Seconds of one pass: the median over blocks of their means, after a pass that warms up."""
-    seconds_of(worker, step)
+def _pass_s(worker: Worker, step: Callable[[], object], *, together: bool = False) -> float:
+    """Seconds of one pass: the median over blocks of their means, after passes that warm up and tell how many to take.
+
+    Args:
+        worker: Whose device is waited for.
+        step: A pass.
+        together: Whether it takes all workers, who have to take as many.
+    """
+    _, about_s = seconds_of(worker, step), seconds_of(worker, step)
+    if together:
+        (about_s,) = worker.agree(about_s)
+    extent = extent_of(about_s)
     return median(fmean(seconds_of(worker, step) for _ in range(extent.passes)) for _ in range(extent.blocks))
 
 

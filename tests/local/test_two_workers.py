@@ -124,10 +124,10 @@ def probe(env: WorkerEnvironment) -> dict[str, Any]:
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, env)
     batches = worker.batches()
     seen: dict[str, Any] = {"noise": noise_probe.probe_noise(worker, batches)}
-    seen["slowest_rank"] = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).slowest_rank
+    seen["slowest_rank"] = drift_probe.probe_parts(worker, *next(batches)).slowest_rank
     if env.rank == 1:
         stand_in(worker_module, "local_gradient", out_of_memory)
-    compute_s = drift_probe.probe_parts(worker, *next(batches), step_time_s=0.01).parts.compute_time_s
+    compute_s = drift_probe.probe_parts(worker, *next(batches)).parts.compute_time_s
     seen["out of memory"] = [compute_s, noise_probe.probe_noise(worker, batches)]
     return seen
 
