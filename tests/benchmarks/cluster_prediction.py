@@ -5,7 +5,7 @@
 DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
 root, Slurm and a machine that is otherwise idle. With the word `recorded` for DATA nothing is run: the models of today
 are compared with what WORK holds. The workloads differ in computation to communication: little gradient
-(squeezenet1_1), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
+(shufflenet_v2_x0_5), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
 
 Each is profiled by full search with one job for each configuration, and by the adaptive search in packed jobs; and both
 in three rounds, each over all workloads. Neighbours on the host of a virtual machine
@@ -81,7 +81,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "squeezenet": Workload("squeezenet1_1", 8, 128),
+    "shufflenet": Workload("shufflenet_v2_x0_5", 8, 128),
     "mobilenet": Workload("mobilenet_v3_small", 8, 128),
     "vgg_like": Workload("tests.benchmarks.vgg_like:vgg_like", 16, 256),
 }
