@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures_curvature import draw_curvature, draw_gradient_norm, draw_variability
@@ -42,11 +42,19 @@ class Figures(NamedTuple):
     drawings: list[Drawing]
     missing: list[Missing]
 
+    @classmethod
+    def of(cls, results: Iterable[Drawing | Missing]) -> Figures:
+        """The results apart; nothing of what nobody asked for."""
+        drawings, missing = [], []
+        for result in results:
+            if isinstance(result, Drawing):
+                drawings.append(result)
+            elif not result.optional:
+                missing.append(result)
+        return cls(drawings, missing)
+
 
 def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
     alone = run.of_chosen_partition()
-    shown = {name: run if draw is draw_pareto else alone for name, draw in FIGURES.items()}
-    results = [attempt(name, partial(draw, shown[name])) for name, draw in FIGURES.items()]
-    drawings = [result for result in results if isinstance(result, Drawing)]
-    return Figures(drawings, [item for item in results if isinstance(item, Missing) and not item.optional])
+    return Figures.of(attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items())

@@ -94,10 +94,10 @@ class Missing(NamedTuple):
     optional: bool = False  # nobody asked for it: its absence is not worth a line
 
 
-def attempt(name: str, draw: Callable[[], Drawing | Missing]) -> Drawing | Missing:
+def attempt(name: str, draw: Callable[..., Drawing | Missing], *contents: object) -> Drawing | Missing:
     """Draw one figure of several; one that fails is named with its error, and takes nothing else with it."""
     try:
-        return draw()
+        return draw(*contents)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other figures and the tables are worth having
         return Missing(name, name.replace("_", " "), f"it could not be drawn, {type(error).__name__}: {error}")
 

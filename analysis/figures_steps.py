@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_percent
-from tula_hpc.analysis.report_data import RunContents, find_candidate, trained_configuration
+from tula_hpc.analysis.report_data import RunContents, find_candidate, trained_candidate
 from tula_hpc.records import Configuration, StepTimes
 
 ROW_IN = 0.17  # height of a bar with its gap
@@ -257,8 +257,7 @@ def _step_errors(run: RunContents) -> Iterable[Error]:
 
 def _training_errors(run: RunContents) -> Iterable[Error]:
     for training in run.trainings:
-        configuration = trained_configuration(run, training)
-        candidate = find_candidate(run.plan, configuration) if configuration else None
+        candidate = trained_candidate(run, training)
         if candidate is not None and training.epoch_time_s:
             yield Error(candidate.configuration, candidate.epoch_time_s, training.epoch_time_s, training.label)
 

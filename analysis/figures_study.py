@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tula_hpc.analysis.figures import Figures
-from tula_hpc.analysis.figures_drawing import Drawing, Missing, attempt
+from tula_hpc.analysis.figures_drawing import attempt
 from tula_hpc.analysis.figures_study_delta import draw_study_delta
 from tula_hpc.analysis.figures_study_lines import draw_study_accuracy, draw_study_epochs
 from tula_hpc.analysis.figures_study_scale import draw_study_scale, draw_study_scale_elements
@@ -28,6 +26,4 @@ STUDY_FIGURES = {
 
 def draw_study(contents: StudyContents, table: StudyTable) -> Figures:
     """Draw every figure that has data."""
-    results = [attempt(name, partial(draw, contents, table)) for name, draw in STUDY_FIGURES.items()]
-    drawings = [result for result in results if isinstance(result, Drawing)]
-    return Figures(drawings, [item for item in results if isinstance(item, Missing) and not item.optional])
+    return Figures.of(attempt(name, draw, contents, table) for name, draw in STUDY_FIGURES.items())

@@ -323,6 +323,12 @@ def trained_configuration(run: RunContents, training: Training) -> Configuration
     return None if changed else configuration
 
 
+def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
+    """What the plan says of where a training ran."""
+    configuration = trained_configuration(run, training)
+    return find_candidate(run.plan, configuration) if configuration else None
+
+
 def used_bytes(item: Measurement) -> int | None:
     """The memory that counts against the limit: reserved by the GPU allocator, or resident in the whole process."""
     return item.memory.reserved_bytes if item.memory else None

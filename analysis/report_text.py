@@ -21,11 +21,10 @@ from tula_hpc.analysis.planning import AGAIN
 from tula_hpc.analysis.report_data import (
     RunContents,
     Training,
-    find_candidate,
     measured_epochs,
     memory_kind,
     predicted,
-    trained_configuration,
+    trained_candidate,
 )
 from tula_hpc.analysis.report_tables import format_time
 from tula_hpc.config import ClusterSpec
@@ -151,8 +150,7 @@ def _tuned(found: TuningOutcome) -> str:
 
 
 def _against_prediction(run: RunContents, training: Training) -> str:
-    configuration = trained_configuration(run, training)
-    candidate = find_candidate(run.plan, configuration) if configuration else None
+    candidate = trained_candidate(run, training)
     if candidate is None or not training.epoch_time_s:
         return ""
     return f" ({_in_words(candidate.epoch_time_s / training.epoch_time_s - 1)})"
@@ -187,8 +185,7 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
 def _off_prediction(run: RunContents) -> Iterator[str]:
     """Trainings whose epochs took what the plan all but ruled out."""
     for training in run.trainings:
-        configuration = trained_configuration(run, training)
-        candidate = find_candidate(run.plan, configuration) if configuration else None
+        candidate = trained_candidate(run, training)
         if candidate is None or training.epoch_time_s is None:
             continue
         foreseen = predicted(candidate, "epoch_time_s")

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ OF_SUBMISSION = frozenset({
     "controller_minutes", "controller_partition", "controller_memory_gb",
 })  # fmt: skip
 SHOWN_LINES = 40  # of what differs between inputs
+NOT_SET = "not set"  # a key's value, in words
+Changes = dict[str, tuple[Any, Any]]  # by key: its value in the run directory, and now
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +183,7 @@ def _is_unused(run: RunDirectory) -> bool:
 
 def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Remove the inputs of an unused run, where they are other ones, and the estimate that was made from them."""
-    if not any(path.exists() and _differ(path, inputs) for path, inputs in _files(run, spec, cluster)):
+    if not any(_changes(path, inputs) for path, inputs in _files(run, spec, cluster)):
         return
     with run.locked():
         if _is_unused(run):  # still: the command that was at work may have submitted meanwhile
@@ -189,25 +191,27 @@ def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
                 path.unlink(missing_ok=True)
 
 
-def _differ(path: Path, inputs: SweepSpec | ClusterSpec) -> bool:
-    return _keys(_read_frozen(path)) != _keys(_frozen(inputs))
-
-
 def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
     return [(run.sweep_file, spec), (run.cluster_file, cluster)]
 
 
+def _changes(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
+    """What of a run's inputs is another than in its file, if that is there."""
+    if not path.exists():
+        return {}
+    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
+    differing = (key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
+    return {key: (old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+
+
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """How jobs are submitted may change at any time; until the first training all that no measurement depends on."""
+    is_sweep = spec.study is None
+    free = is_sweep and not _has_trained(run)
     for path, inputs in _files(run, spec, cluster):
-        if path.exists():
-            old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
-            if not all(_may_change(key, run, spec) for key in _differing(old, new)):
-                raise RunDirectoryError(_other_inputs(old, new, run, spec), source=path)
-
-
-def _may_change(key: str, run: RunDirectory, spec: SweepSpec) -> bool:
-    """How jobs are submitted at any time; until the first training of a sweep all that no measurement depends on."""
-    return key in OF_SUBMISSION or (spec.study is None and _is_unmeasured(key) and not _has_trained(run))
+        changes = _changes(path, inputs)
+        if not all(key in OF_SUBMISSION or (free and _is_unmeasured(key)) for key in changes):
+            raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
 
 
 def _is_unmeasured(key: str) -> bool:
@@ -229,22 +233,15 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
     """Go on with these inputs; jobs that wait or run stay as they are. Measurements stay, a plan is made anew."""
     from tula_hpc.records import write_atomically
 
-    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
-    differing = _differing(old, new)
-    if not differing:
+    changes = _changes(path, inputs)
+    if not changes:
         return
     with run.locked():
         write_atomically(path, _frozen(inputs))
-        if not differing <= OF_SUBMISSION:
+        if not changes.keys() <= OF_SUBMISSION:
             run.plan_file.unlink(missing_ok=True)
-    for key in sorted(differing):
-        sys.stderr.write(
-            _shown(f"{path}: {key}: {old.get(key, 'not set')} before, {new.get(key, 'not set')} from now on") + "\n"
-        )
-
-
-def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    return {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    for key, (was, now) in changes.items():
+        sys.stderr.write(_shown(f"{path}: {key}: {was} before, {now} from now on") + "\n")
 
 
 def _is_fresh(root: Path) -> bool:
@@ -265,15 +262,14 @@ def _read_frozen(path: Path) -> str:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
 
 
-def _other_inputs(old: Mapping[str, Any], new: Mapping[str, Any], run: RunDirectory, spec: SweepSpec) -> str:
+def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
-    differing = sorted(_differing(old, new))
-    lines = [_shown(f"  {key}: {old.get(key, 'not set')} there, {new.get(key, 'not set')} now") for key in differing]
+    lines = [_shown(f"  {key}: {was} there, {now} now") for key, (was, now) in changes.items()]
     more = ["  ..."] if len(lines) > SHOWN_LINES else []
-    if all(key.startswith(("objective.", "pricing.")) for key in differing):
+    if all(key.startswith(("objective.", "pricing.")) for key in changes):
         again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(run.root))} --set KEY=VALUE --write"
         more.append(f"To plan again over the same measurements: {again}")
-    elif spec.study is None and all(key in OF_SUBMISSION or _is_unmeasured(key) for key in differing):
+    elif is_sweep and all(key in OF_SUBMISSION or _is_unmeasured(key) for key in changes):
         more.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
     words = "was made from other inputs; use another --run-dir or the same inputs:"
     return "\n".join([words, *lines[:SHOWN_LINES], *more])

@@ -53,7 +53,6 @@ _PEER_LOST = re.compile(
 # torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
 _NCCL_ENDS = re.compile(r"watchdog thread terminated with exception: (.*)")
 _NCCL_PEER_LOST = re.compile(r"remote process exited|Watchdog caught collective operation timeout")
-_ABORTED = re.compile(r"Aborted")
 _ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
 _CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
@@ -70,7 +69,7 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
     ends = _NCCL_ENDS.findall(log)
     by_nccl = bool(ends) and all(_NCCL_PEER_LOST.search(why) for why in ends)
     crash_codes = _CRASH_CODES - ({_ABORT_CODE} if by_nccl else set())
-    crashed = _CRASHED.search(_ABORTED.sub("", log) if by_nccl else log)
+    crashed = _CRASHED.search(log.replace("Aborted", "") if by_nccl else log)
     if len(lost) < len(raised) or crashed or crash_codes & set(exit_codes):
         return False
     return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))

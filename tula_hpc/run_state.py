@@ -429,9 +429,10 @@ def _command_words(parts: _Parts) -> str:
 def _stage_failed(parts: _Parts) -> Verdict | None:
     """A stage, not one of its jobs. Jobs are over by then."""
     event = _failed_stage(parts.facts)
-    why = event.detail.strip().partition("\n")[0] if event is not None else ""
-    why = why.removeprefix(f"{event.stage}: ") if event is not None else why  # most stages put it there themselves
-    return ("failed", f"{event.stage}: {why}; mend the cause and {AGAIN}") if event is not None and why else None
+    if event is None or not event.detail.strip():
+        return None
+    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")  # most put it there themselves
+    return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
 
 
 def _failed(parts: _Parts) -> Verdict | None:
