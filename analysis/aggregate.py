@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tula_hpc.records import Configuration, Measurement, MemoryUse, Record, StepTimes
+
+CREDIBLE_S = 1e6  # what a record says beyond that is damaged
 
 
 class Profile(NamedTuple):
@@ -24,6 +26,12 @@ class Profile(NamedTuple):
     emulated: bool  # some repeat shared one machine between "nodes"
     backend: str = ""  # collective library: nccl, gloo, none for one worker
     watts_per_node: float = 0.0  # median over the repeats that have it; 0: unknown
+    parts: int = 1  # in so many a step takes the local batch, one after another
+
+    @property
+    def part_batch(self) -> float:
+        """Samples of a worker that are on the device together."""
+        return self.configuration.local_batch / self.parts
 
 
 class Summary(NamedTuple):
@@ -37,6 +45,23 @@ class Summary(NamedTuple):
     parameters: int  # of the model; likewise
     warnings: tuple[str, ...]
     test_samples: int = 0  # of an evaluation; likewise
+    start_s: float | None = None  # from the start of a job to its first step, median over the jobs that measured it
+
+    @property
+    def parts(self) -> int:
+        """In so many a single worker takes its batch; several never do."""
+        return max((profile.parts for profile in self.profiles), default=1)
+
+    def oom_bound(self, *, alone: bool) -> float:
+        """Local batch from which on memory is known not to suffice, for one worker or for several; inf if for none."""
+        return min(as_large(self.out_of_memory, self.parts, alone=alone), default=math.inf)
+
+
+def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool) -> Iterator[float]:
+    """The local batches with which one worker, that takes them in parts, or several would hold as much at once."""
+    for configuration in configurations:
+        is_alone = configuration.world_size == 1
+        yield configuration.local_batch * (1.0 if is_alone == alone else parts if alone else 1.0 / parts)
 
 
 def is_usable(measurement: Measurement) -> bool:
@@ -74,7 +99,13 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         parameters=_most_common(parameters),
         warnings=tuple(warnings),
         test_samples=_most_common(tests),
+        start_s=_start_s(row for rows in usable.values() for row in rows),
     )
+
+
+def _start_s(rows: Iterable[Measurement]) -> float | None:
+    known = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
+    return median(known) if known else None
 
 
 Groups = dict[Configuration, list[Measurement]]
@@ -102,6 +133,7 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         emulated=any(row.emulated for row in rows),
         backend=rows[0].backend,
         watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
+        parts=min(row.parts for row in rows),
     )
 
 

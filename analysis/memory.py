@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
-from tula_hpc.analysis.aggregate import Profile, Summary
+from tula_hpc.analysis.aggregate import Profile, Summary, as_large
 from tula_hpc.analysis.regression import (
     Array,
     Fit,
@@ -84,6 +84,7 @@ class MemoryModel:
     oom_contradicts_: bool
     residual_median_: float
     _fit: Fit
+    _alone: MemoryModel | None = None  # of a single worker, where its step takes the batch in parts
 
     def fit(
         self,
@@ -193,6 +194,12 @@ class MemoryModel:
         return self._predicted(local_batch, self._default_workers(workers))
 
     def _predicted(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
+        if self._alone is None:
+            return self._predicted_together(local_batch, workers)
+        together, alone = self._predicted_together(local_batch, workers), self._alone._predicted(local_batch, 1)
+        return np.where(np.asarray(workers) == 1, alone, together)
+
+    def _predicted_together(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
         line = self._predicted_below_bounds(local_batch, workers)
         for batch, limit in self._bounds:
             line = np.where(np.asarray(local_batch) >= batch, np.maximum(line, np.nextafter(limit, math.inf)), line)
@@ -227,7 +234,14 @@ class MemoryModel:
     ) -> tuple[Array, Array]:
         """Lower and upper end, bytes, that hold a new measurement with probability `level`; see `regression`."""
         world = self._default_workers(workers)
-        predicted = self._predicted(local_batch, world)
+        if self._alone is not None:
+            together, alone = self._interval(local_batch, level, world), self._alone.interval(local_batch, level, 1)
+            low, high = (np.where(np.asarray(world) == 1, *ends) for ends in zip(alone, together, strict=True))
+            return low, high
+        return self._interval(local_batch, level, world)
+
+    def _interval(self, local_batch: ArrayLike, level: float, world: ArrayLike) -> tuple[Array, Array]:
+        predicted = self._predicted_together(local_batch, world)
         batch, several = np.broadcast_arrays(np.asarray(local_batch, dtype=np.float64), np.asarray(world) > 1)
         gradients = (
             _design(batch.ravel(), several.ravel().astype(np.float64)) / np.maximum(predicted.ravel(), 1.0)[:, None]
@@ -338,35 +352,43 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
     On CUDA `reserved_bytes` is what the allocator took and `peak_bytes` what tensors held of it; on CPU it is the
     process with interpreter and libraries, whose smallest baseline counts as known.
 
+    A single worker that takes its batch in parts holds the activations of one part. For several workers, which do not,
+    its profiles are those of a part; for itself it has a model of its own.
+
     Args:
         summary: At least one profile.
         limit_bytes: Memory that there was for one worker; None where unknown.
     """
-    uses = [row.memory for row in summary.profiles]
+    out, parts = summary.out_of_memory, summary.parts
+    model = _fit_profiles(summary.profiles, list(as_large(out, parts, alone=False)), limit_bytes)
+    alone = [row._replace(parts=1) for row in summary.profiles if row.parts > 1]
+    if alone:
+        model._alone = _fit_profiles(alone, list(as_large(out, parts, alone=True)), limit_bytes)
+    return model
+
+
+def _fit_profiles(profiles: Sequence[Profile], out: list[float], limit_bytes: float | None) -> MemoryModel:
+    uses = [row.memory for row in profiles]
     baseline = min(use.baseline_bytes for use in uses)
     counted = [baseline + use.parameter_bytes + use.optimizer_bytes for use in uses]
     floors = [known + use.gradient_bytes for known, use in zip(counted, uses, strict=True)]
     held = [use.baseline_bytes + use.peak_bytes for use in uses]
     reserved = [use.reserved_bytes for use in uses]
+    batches = [row.part_batch for row in profiles]
     reserves = any(map(gt, reserved, held)) and all(map(ge, held, floors))
     if not all(map(ge, reserved, floors)):  # less than counting tells cannot be: the counts are of something else
-        return MemoryModel().fit(*_pairs(summary), oom_limit_bytes=limit_bytes)
+        return MemoryModel().fit(batches, reserved, out or None, oom_limit_bytes=limit_bytes)
     return MemoryModel().fit(
-        *_pairs(summary),
+        batches,
+        reserved,
+        out or None,
         oom_limit_bytes=limit_bytes,
         static_bytes=[known - use.sharded_bytes for known, use in zip(counted, uses, strict=True)],
         sharded_bytes=[use.sharded_bytes for use in uses],
         gradient_bytes=[use.gradient_bytes for use in uses],
-        workers=[row.configuration.world_size for row in summary.profiles],
+        workers=[row.configuration.world_size for row in profiles],
         allocated_bytes=held if reserves else None,
     )
-
-
-def _pairs(summary: Summary) -> tuple[list[int], list[int], list[int] | None]:
-    """Local batches, what the limit counts of each, and the local batches that ran out of memory."""
-    batches = [row.configuration.local_batch for row in summary.profiles]
-    out = [row.local_batch for row in summary.out_of_memory]
-    return batches, [row.memory.reserved_bytes for row in summary.profiles], out or None
 
 
 def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float | None:
@@ -375,7 +397,7 @@ def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float |
     The estimate is for the fewest workers of a search; with more of them buckets come and shares of states go.
     """
     errors = [
-        abs(footprint.peak_bytes(row.configuration.local_batch) / row.memory.reserved_bytes - 1.0) for row in profiles
+        abs(footprint.peak_bytes(math.ceil(row.part_batch)) / row.memory.reserved_bytes - 1.0) for row in profiles
     ]
     return float(np.median(errors)) if errors else None
 

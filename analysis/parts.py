@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from tula_hpc.analysis.energy import node_power
 from tula_hpc.analysis.evaluation import evaluation_of
 from tula_hpc.analysis.grid import Grid, candidate_grid
 from tula_hpc.analysis.knee import Array, TrainTime
+from tula_hpc.analysis.starts import with_start
 from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
@@ -112,7 +112,8 @@ def _fit(
     wanted = {int(batch) for batch in candidate_grid(sweep.search, cluster).local_batch}
     if not wanted:
         raise NotEnoughDataError(f"plan: no candidate: max_nodes = {cluster.max_nodes} is below every cluster size")
-    possible = {batch for batch in wanted if batch < (summary.oom_local_batch or math.inf)}
+    bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
+    possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster), sweep.search.form, possible)
     part = part_of(name, sweep, cluster, summary, models)
     if trained.metrics is not None:
@@ -123,7 +124,8 @@ def _fit(
 def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:
     """One kind of nodes before any training: models, and what profiles and files say beside them."""
     evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples)
-    return Part(name, cluster, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
+    priced = with_start(cluster, summary.start_s)
+    return Part(name, priced, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
 
 
 def fitting_limit(cluster: ClusterSpec) -> float | None:

@@ -6,6 +6,7 @@ robustly, within bounds, to whole steps and to all that the profiler measured ap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Self, get_args
 
@@ -61,6 +62,7 @@ class StepTimeModel:
         workers_per_node: ArrayLike = 1,
         compute_time_s: ArrayLike | None = None,
         allreduce_time_s: ArrayLike | None = None,
+        compute_batch: ArrayLike | None = None,
     ) -> Self:
         """Fit to measured steps.
 
@@ -71,6 +73,7 @@ class StepTimeModel:
             workers_per_node: (n,) or scalar; the mean, where nodes differ.
             compute_time_s: (n,), the step without synchronization, measured apart; NaN or 0 where unknown.
             allreduce_time_s: (n,), the bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
+            compute_batch: (n,), samples that `compute_time_s` is of; the local batch if None.
 
         Returns:
             Itself.
@@ -85,16 +88,17 @@ class StepTimeModel:
             workers_per_node=workers_per_node,
             compute_time_s=np.nan if compute_time_s is None else compute_time_s,
             allreduce_time_s=np.nan if allreduce_time_s is None else allreduce_time_s,
+            compute_batch=local_batch if compute_batch is None else compute_batch,
         )
         self._fitted = choose_form(rows, self.form, BELIEFS[self.backend])
         self._steps = rows.kind == STEP
-        self._describe(has_several=bool(np.any(rows.per_node > 1)), has_bare=bool(np.any(rows.kind == ALLREDUCE)))
+        self._describe(rows)
         return self
 
-    def _describe(self, *, has_several: bool, has_bare: bool) -> None:
+    def _describe(self, rows: Rows) -> None:
         fitted = self._fitted
         self.form_ = fitted.form
-        absent = fitted.absent(has_several=has_several, has_bare=has_bare)
+        absent = fitted.absent(rows)
         values = dict(zip(NAMES, fitted.fit.coefficients.tolist(), strict=False))
         self.parameters_ = {name: value for name, value in values.items() if name not in absent}
         self.pinned_ = [name for name in fitted.untold() if name not in absent]
@@ -181,18 +185,29 @@ def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepT
     """The model of a run's step times.
 
     What is known apart as "compute" is the step without synchronization, that is waiting for data, forward and
-    backward, and the optimizer together.
+    backward, and the optimizer together; of one part of the batch, where a step takes it in parts.
     """
     configurations = np.array([row.configuration for row in profiles], dtype=np.float64)
     times = [row.times for row in profiles]
+    apart = [_compute_apart(row) for row in profiles]
     return StepTimeModel(form, "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo").fit(
         nodes=configurations[:, 0],
         local_batch=configurations[:, 2],
         step_time_s=[row.step_time_s for row in times],
         workers_per_node=configurations[:, 1],
-        compute_time_s=[row.data_time_s + row.compute_time_s + row.optimizer_time_s for row in times],
+        compute_time_s=[seconds for _, seconds in apart],
         allreduce_time_s=[row.allreduce_time_s for row in times],
+        compute_batch=[batch for batch, _ in apart],
     )
+
+
+def _compute_apart(profile: Profile) -> tuple[float, float]:
+    """Samples, and the seconds that a step without synchronization takes for them."""
+    times = profile.times
+    beside = times.data_time_s + times.optimizer_time_s
+    if profile.parts == 1 or times.part_time_s is None:
+        return float(profile.configuration.local_batch), beside + times.compute_time_s
+    return math.ceil(profile.part_batch), beside + times.part_time_s
 
 
 def _points(nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike) -> tuple[Rows, tuple[int, ...]]:
@@ -210,15 +225,16 @@ def _collect(
     workers_per_node: ArrayLike,
     compute_time_s: ArrayLike,
     allreduce_time_s: ArrayLike,
+    compute_batch: ArrayLike,
 ) -> Rows:
     """All observations as rows, in an order that does not depend on that of the input."""
-    count, batch, steps, per_node, computes, allreduces = as_columns(
-        nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s
+    count, batch, steps, per_node, computes, allreduces, seen = as_columns(
+        nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s, compute_batch
     )
-    check_positive(nodes=count, local_batch=batch, step_time_s=steps, workers_per_node=per_node)
+    check_positive(nodes=count, local_batch=batch, step_time_s=steps, workers_per_node=per_node, compute_batch=seen)
     kind = np.repeat([STEP, COMPUTE, ALLREDUCE], len(steps))
     seconds = np.concatenate([steps, computes, allreduces])
-    rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.tile(batch, 3), seconds)
+    rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.concatenate([batch, seen, batch]), seconds)
     usable = np.isfinite(rows.seconds) & (rows.seconds > 0.0) & ((kind != ALLREDUCE) | (rows.workers > 1.0))
     rows = rows.only(usable)
     rows = _medians(rows) if len(rows.kind) > MANY_ROWS else rows

@@ -109,7 +109,7 @@ def _remarks(
 
 def _notes(part: Part) -> list[str]:
     """What prices, times and memory assume."""
-    from tula_hpc.analysis import checkpoints
+    from tula_hpc.analysis import checkpoints, starts
     from tula_hpc.analysis.formatting import format_bytes
     from tula_hpc.analysis.pricing import assumptions
     from tula_hpc.analysis.table import checkpoint_copy
@@ -118,7 +118,8 @@ def _notes(part: Part) -> list[str]:
     counted = "which is reckoned with" if part.cluster.device == "cpu" else "beside what loads the data"
     said = f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
     costs = checkpoints.describe(part.save, part.cluster.pricing)
-    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, said]
+    begins = starts.describe(part.summary.start_s, part.cluster.pricing)
+    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, begins, said]
 
 
 def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:

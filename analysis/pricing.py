@@ -122,7 +122,7 @@ def bill(
     if pricing.basis == "spot":
         work_s = _with_preemptions_s(pricing, usage, interval_s, save_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
-    limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.restart_s)
+    limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
     wall_s = np.minimum(limited.time_s, FOREVER_S)
     kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue) if power else np.full_like(wall_s, np.nan)
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
@@ -148,7 +148,7 @@ def _with_preemptions_s(pricing: PricingSpec, usage: Usage, interval_s: Array, s
     work_s = usage.train_time_s + usage.evaluation_s
     evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)  # they lie between checkpoints as steps do
     between_s = between_preemptions_s(pricing, usage.nodes)
-    return spot.expected_time_s(work_s, interval_s * evaluating, between_s, write_s=save_s, restart_s=pricing.restart_s)
+    return spot.expected_time_s(work_s, interval_s * evaluating, between_s, write_s=save_s, restart_s=pricing.start_s)
 
 
 def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array) -> Array:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
+from tula_hpc.analysis.aggregate import as_large, is_out_of_memory, is_usable
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.records import Configuration, Measurement
 
@@ -89,9 +89,11 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
 
 
-def _below_bound(wanted: Iterable[Configuration], measurements: Iterable[Measurement]) -> list[Configuration]:
-    bound = min((row.local_batch for row in measurements if is_out_of_memory(row)), default=math.inf)
-    return [configuration for configuration in wanted if configuration.local_batch < bound]
+def _below_bound(wanted: Iterable[Configuration], measurements: Sequence[Measurement]) -> list[Configuration]:
+    out = [row.configuration for row in measurements if is_out_of_memory(row)]
+    parts = max((row.parts for row in measurements if is_usable(row)), default=1)
+    bounds = {alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)}
+    return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
 
 
 def _within_memory(

@@ -23,6 +23,8 @@ from scipy.optimize import nnls
 from tula_hpc.analysis.regression import Array, Fit, Problem, Scatter, fit_relative, identified, spread
 from tula_hpc.analysis.step_time_law import (
     ALLREDUCE,
+    ALONE,
+    COMPUTE,
     CONTENTION,
     FIXED,
     FLOOR,
@@ -106,13 +108,14 @@ class Fitted(NamedTuple):
             "nodes": dict(zip(names, values[len(batches) :], strict=True)),
         }
 
-    def absent(self, *, has_several: bool, has_bare: bool) -> set[str]:
+    def absent(self, rows: Rows) -> set[str]:
         """Coefficients that this form does not have, or that nothing measured is about."""
-        absent = set() if has_bare else {"overhead_s"}
-        absent |= set() if has_several else {"contention", "sharing_s", "node_sync_s"}
+        absent = set() if np.any(rows.kind == ALLREDUCE) else {"overhead_s"}
+        absent |= set() if _tells_alone(rows) else {"alone_s"}
+        absent |= set() if np.any(rows.per_node > 1.0) else {"contention", "sharing_s", "node_sync_s"}
         absent |= set() if self.free[FLOOR] else {"compute_floor_s"}
         absent |= {"latency_s"} if self.law.form.latency is None else set()
-        return absent | ({"overlap_share", "overhead_s"} if self.law.additive else set())
+        return absent | ({"overlap_share", "overhead_s", "alone_s"} if self.law.additive else set())
 
 
 def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
@@ -142,6 +145,13 @@ def _clearly_best(first: Fitted, others: list[Fitted]) -> Fitted:
 def _tells_forms(rows: Rows) -> bool:
     """Forms differ between cluster sizes, so that one size above a single node says nothing about them."""
     return len(np.unique(rows.nodes[rows.nodes > 1.0])) > 1
+
+
+def _tells_alone(rows: Rows) -> bool:
+    """What one worker pays for taking its batch in parts shows where the computation of one part was timed."""
+    alone = rows.workers == 1.0
+    steps, computes = (rows.batch[alone & (rows.kind == kind)] for kind in (STEP, COMPUTE))
+    return bool(len(steps) and len(computes) and computes.min() < steps.min())
 
 
 def _tells_floor(rows: Rows) -> bool:
@@ -179,7 +189,8 @@ def _knots(rows: Rows, *, use: bool = True) -> Knots:
 def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.bool_]:
     """Which coefficients the data can tell; those of which something is believed are always free."""
     bare = (OVERHEAD,) if np.any(rows.kind == ALLREDUCE) and not law.additive else ()
-    free = identified(linear, (PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY, *bare, SHARING))
+    alone = (ALONE,) if _tells_alone(rows) and not law.additive else ()
+    free = identified(linear, (PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY, *bare, SHARING, *alone))
     free[SYNC] |= free[LATENCY]  # where only several nodes were measured, overlap tells a constant from the computation
     together = bool(free[SYNC] or free[NODE_SYNC])
     free[OVERLAP] = together and not law.additive

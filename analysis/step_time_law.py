@@ -7,7 +7,8 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
     t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1) + node_sync_s × f(r)) × e^v(K, r)
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
-For one worker t_step = t_compute. On one node only the last term of t_sync, the collective inside a node, is left.
+For one worker t_step = t_compute + alone_s. On one node only the last term of t_sync, the collective inside a node, is
+left.
 
 - Sum and shapes f, g: S. Tyagi, F. Wang, "Tula" (parameter server, ring, tree); bandwidth and latency terms: R. Thakur,
   R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005); double binary trees,
@@ -19,6 +20,8 @@ For one worker t_step = t_compute. On one node only the last term of t_sync, the
 - `overhead_s`: what a step pays beside the bare collective, for each message that has to wait for another worker (the
   next one may still compute, its scheduler may let it sleep); g(N) such messages follow one another, log₂ N where the
   form does not say.
+- `alone_s`: what one worker alone pays beside the computation. AGS takes its batch in two parts there, for the gradient
+  of a small batch that several workers have anyway: all that a pass takes whatever the batch is then paid twice.
 - u and v: how far a measured batch or cluster size departs from the law, as real ones do by some percent (the kernels
   that suit a batch, the switch that joins these nodes). They are shrunk towards 0, see `performance`; u is interpolated
   over log b between the measured batches, v is 0 for cluster sizes that were not measured.
@@ -71,8 +74,9 @@ NAMES = (
     "node_sync_s",
     "overhead_s",
     "overlap_share",
+    "alone_s",
 )
-FIXED, PER_SAMPLE, FLOOR, CONTENTION, SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP = range(len(NAMES))
+FIXED, PER_SAMPLE, FLOOR, CONTENTION, SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE = range(len(NAMES))
 STEP, COMPUTE, ALLREDUCE = range(
     3
 )  # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
@@ -146,7 +150,7 @@ class Law(NamedTuple):
         u, v = self._effects(coefficients, rows)
         compute, sync = self._compute(coefficients, rows, u)[0], self._sync(coefficients, rows, v)[0]
         joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
-        return np.asarray(joined + _waits(self.form, rows) * coefficients[OVERHEAD])
+        return np.asarray(joined + self._beside(coefficients, rows))
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
         """Predictions and their gradients."""
@@ -154,18 +158,19 @@ class Law(NamedTuple):
         compute, of_compute = self._compute(coefficients, rows, u)
         sync, of_sync = self._sync(coefficients, rows, v)
         joined, by_compute, by_sync, by_share = self._join(coefficients[OVERLAP], compute, sync, rows)
-        waits = _waits(self.form, rows)
         by_u, by_v = by_compute * compute, by_sync * sync
         at_batches, at_sizes = self.knots.weights(rows)
         blocks = [
             by_compute[:, None] * of_compute,
             by_sync[:, None] * of_sync,
-            waits[:, None],
+            _waits(self.form, rows)[:, None],
             by_share[:, None],
+            _is_alone(rows)[:, None],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
-        return Evaluation(joined + waits * coefficients[OVERHEAD], np.concatenate(blocks, axis=1), by_u, by_v)
+        seconds = joined + self._beside(coefficients, rows)
+        return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v)
 
     def design(self, rows: Rows) -> Array:
         """(n, p) gradients of the plain sum, without floor, contention, overlap and departures, which are 0."""
@@ -174,8 +179,13 @@ class Law(NamedTuple):
         columns[:, FIXED], columns[:, PER_SAMPLE] = sees_compute, sees_compute * rows.batch
         sees_sync = np.maximum(_is_together(rows), np.where(rows.kind == ALLREDUCE, 1.0, 0.0))
         columns[:, SYNC : NODE_SYNC + 1] = sees_sync[:, None] * _sync_columns(self.form, rows)
-        columns[:, OVERHEAD] = _waits(self.form, rows)
+        columns[:, OVERHEAD], columns[:, ALONE] = _waits(self.form, rows), _is_alone(rows)
         return columns
+
+    def _beside(self, coefficients: Array, rows: Rows) -> Array:
+        """What a step pays beside computation and synchronization."""
+        beside = _waits(self.form, rows) * coefficients[OVERHEAD] + _is_alone(rows) * coefficients[ALONE]
+        return np.asarray(beside)
 
     def _effects(self, coefficients: Array, rows: Rows) -> tuple[Array | float, Array | float]:
         """The departures u and v at some rows."""
@@ -222,6 +232,11 @@ class Law(NamedTuple):
 def _is_together(rows: Rows) -> Array:
     """1 for a whole step of several workers, else 0."""
     return np.where((rows.kind == STEP) & (rows.workers > 1.0), 1.0, 0.0)
+
+
+def _is_alone(rows: Rows) -> Array:
+    """1 for a whole step of one worker, else 0."""
+    return np.where((rows.kind == STEP) & (rows.workers == 1.0), 1.0, 0.0)
 
 
 def _waits(form: Collective, rows: Rows) -> Array:

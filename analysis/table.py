@@ -144,10 +144,11 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
 
 def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
     """The first reason against each; the user's own constraints come later (`constraints`)."""
-    bound, allowed = part.summary.oom_local_batch, allowed_bytes(part.cluster)
+    allowed, alone = allowed_bytes(part.cluster), grid.nodes * grid.workers_per_node == 1
+    bound = np.where(alone, *(part.summary.oom_bound(alone=is_alone) for is_alone in (True, False)))
     against = [
         (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
-        (Why.OUT_OF_MEMORY, grid.local_batch >= bound if bound is not None else np.zeros(peak.shape, dtype=bool)),
+        (Why.OUT_OF_MEMORY, grid.local_batch >= bound),
         (Why.MEMORY, peak > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),
     ]
@@ -259,7 +260,7 @@ def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]
     wall_s = float(row.wall_time_s)
     if wall_s >= FOREVER_S:
         return {}
-    starts_s = pricing.restart_s * (1.0 + float(row.requeues))
+    starts_s = pricing.start_s * (1.0 + float(row.requeues))
     known = {"steps": float(row.train_time_s), "evaluation": float(row.evaluation_s)}
     known |= {"checkpoints": float(row.saving_s), "starts": starts_s}
     return known | {"repeated": max(0.0, wall_s - sum(known.values()))}

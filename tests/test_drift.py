@@ -203,6 +203,18 @@ def test_parts_of_others_lie_on_the_line_through_their_neighbours(local_batch: i
     assert parts.allreduce_time_s == (0 if nodes == 1 else pytest.approx(two + (nodes - 2) * (four - two) / 2))
 
 
+def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> None:
+    rows = []
+    for batch in (64, 256):
+        row = measurement(Configuration(1, 1, batch), 0)
+        assert row.times is not None
+        apart = {"compute_time_s": 2 * compute_time_s(batch // 2), "part_time_s": compute_time_s(batch // 2)}
+        rows.append(row.model_copy(update={"parts": 2, "times": row.times.model_copy(update=apart)}))
+    alone, several = (expected_parts(rows, Configuration(nodes, 1, 64)).compute_time_s for nodes in (1, 4))
+    assert alone == pytest.approx(2 * compute_time_s(32))
+    assert several == pytest.approx(compute_time_s(64))
+
+
 def test_nothing_is_known_of_what_was_never_measured() -> None:
     assert expected_parts([], Configuration(2, 1, 8)) == StepParts()
     assert expected_parts(PROFILES, Configuration(2, 4, 8)).compute_time_s is None

@@ -77,7 +77,9 @@ def prepared(folder: Path, step_time_s: float | None, largest_s: float | None = 
 def profile_of(configuration: Configuration, factor: float) -> Measurement:
     row = measurement(configuration)
     assert row.times is not None
-    return row.model_copy(update={"times": StepTimes(**{k: factor * v for k, v in row.times.model_dump().items()})})
+    return row.model_copy(
+        update={"times": StepTimes(**{k: v and factor * v for k, v in row.times.model_dump().items()})}
+    )
 
 
 @pytest.fixture(autouse=True)

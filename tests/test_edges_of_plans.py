@@ -259,3 +259,15 @@ def test_of_equal_nodes_the_free_ones_are_taken_whichever_stand_first(objective:
     rows = [row.model_copy(update={"partition": name}) for name in names for row in CORNERS]
     on = cluster(partitions=[{"partition": name, "pricing": prices[name]} for name in names])
     assert make_plan(sweep(objective), on, rows).chosen.partition == "own"
+
+
+def test_a_batch_that_one_worker_cannot_hold_in_parts_is_not_tried_on_several() -> None:
+    """One worker holds half of its batch at once: where that fails, half as large a batch fails on several workers."""
+    spec = sweep("time", mode="full", cluster_sizes=[1, 4], min_batch=64, max_batch=2048)
+    rows = [*(ok(1, batch, parts=2) for batch in (64, 128, 256)), oom(1, 512)]
+    left = propose(spec, cluster(), rows)
+    assert max(c.local_batch for c in left if c.nodes == 4) == 128
+    plan = make_plan(spec, cluster(), [*rows, ok(4, 16), ok(4, 128)])
+    feasible = {(c.nodes, c.local_batch) for c in plan.candidates if c.feasible}
+    assert {(1, 256), (4, 128)} <= feasible
+    assert (4, 256) not in feasible

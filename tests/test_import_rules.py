@@ -84,12 +84,15 @@ RULES: dict[str, set[str]] = {
     "profile_stage": {
         "analysis", "config", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
     },
-    "dry_run": {"analysis", "config", "launch", "profile_stage", "records", "stages"},
+    "submission": {"errors", "launch", "sbatch", "slurm"},
+    "dry_run": {"analysis", "config", "profile_stage", "records", "stages", "submission"},
     "summary": {"analysis", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},
     "command": {"analysis", "config", "detach", "errors", "files", "launch", "pipeline", "records", "stages"},
-    "study_stage": {"analysis", "config", "errors", "jobs", "launch", "progress", "records", "stages", "trainings"},
+    "study_stage": {
+        "analysis", "config", "errors", "jobs", "launch", "progress", "records", "stages", "submission", "trainings",
+    },
     "waiting": {"slurm"},
     "accounting": {"slurm"},
     "holder": set(),

@@ -259,6 +259,16 @@ def test_parts_train_what_the_whole_batch_does() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_a_batch_is_taken_as_a_whole_where_that_is_asked_for() -> None:
+    worker, passes = worker_of(PERCEPTRON, 33), []
+    worker.model.register_forward_hook(lambda *_: passes.append(1))
+    batch = next(worker.batches())
+    worker.forward_backward(*batch, whole=True)
+    assert (len(passes), worker.parts) == (1, 2)
+    worker.forward_backward(*batch)
+    assert len(passes) == 3
+
+
 def test_half_precision_norms_are_those_of_the_unscaled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     squares = []
     for precision in ("fp32", "fp16"):
@@ -295,3 +305,5 @@ def test_a_profile_times_an_update_only_where_it_takes_a_pass(model: str, update
     measurement = measure(spec, ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert measurement.status == "ok"
     assert ("update" in measurement.samples) == updates
+    assert measurement.times is not None
+    assert (measurement.parts, measurement.times.part_time_s is None) == ((1, True) if updates else (2, False))

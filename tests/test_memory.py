@@ -201,6 +201,10 @@ def summary(*rows: Measurement) -> Summary:
     return summarize(rows)
 
 
+def row_bytes(batch: int) -> int:
+    return memory(batch).reserved_bytes
+
+
 def test_a_summary_is_fitted_with_what_counting_tells() -> None:
     rows = [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 64, 128)]
     model = fit_memory(summary(*rows, oom(1, 1024)), limit_bytes=2000 * MIB)
@@ -233,3 +237,28 @@ def test_the_copy_for_a_checkpoint_is_the_state_and_divided_states_are_gathered_
     divided = memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB)
     assert checkpoint_copy_bytes([divided], [4]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
     assert checkpoint_copy_bytes([plain, divided], [1, 4]) == checkpoint_copy_bytes([divided], [4])
+
+
+def test_what_a_single_worker_takes_in_parts_says_what_a_part_takes_on_several() -> None:
+    def taken(batch: int, of: int) -> Measurement:
+        return ok(1, batch, parts=2, memory=memory(of))
+
+    rows = [taken(batch, batch // 2) for batch in (64, 256, 1024)]
+    alone = fit_memory(summary(*rows))
+    np.testing.assert_allclose(alone.predict([64, 512], 1), [row_bytes(32), row_bytes(256)], rtol=0.01)
+    together = fit_memory(summary(*rows, ok(4, 32), ok(4, 512)))
+    np.testing.assert_allclose(together.predict([64, 512], 1), [row_bytes(32), row_bytes(256)], rtol=0.02)
+    np.testing.assert_allclose(together.predict([64, 512], 4), [row_bytes(64), row_bytes(512)], rtol=0.02)
+    low, high = together.interval([512, 512], workers=[1, 4])
+    assert low[0] < row_bytes(256) < high[0] < low[1] < row_bytes(512) < high[1]
+
+
+def test_what_ran_out_of_memory_in_parts_bounds_smaller_batches_of_several_workers() -> None:
+    rows = [ok(1, batch, parts=2, memory=memory(batch // 2)) for batch in (64, 256)]
+    limit = 1.2 * row_bytes(256)
+    model = fit_memory(summary(*rows, oom(1, 512)), limit_bytes=limit)
+    assert model.max_batch(limit, 1) < 512
+    assert model.max_batch(limit, 4) < 256
+    several = fit_memory(summary(*rows, oom(4, 512)), limit_bytes=limit)
+    assert 512 <= several.max_batch(limit, 1) < 1024
+    assert several.max_batch(limit, 4) < 512

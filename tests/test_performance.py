@@ -239,6 +239,20 @@ def test_what_a_step_waits_beside_the_bare_collective_grows_with_its_rounds(form
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
 
 
+def test_what_a_worker_alone_pays_for_taking_its_batch_in_parts_is_not_believed_of_several() -> None:
+    truth = Truth(fixed=0.03, sync=0.05, overlap=0.1)  # as is believed where nothing tells it
+    steps = truth.step("ring", NODES, BATCH) + np.where(NODES == 1, truth.fixed, 0.0)
+    part = np.where(NODES == 1, BATCH / 2, BATCH)
+    cheap = (BATCH != 128) & ((NODES == 1) | ((NODES == 8) & (BATCH == 8)))
+    points: dict[str, Array] = {"nodes": NODES[cheap], "local_batch": BATCH[cheap], "step_time_s": steps[cheap]}
+    apart = {"compute_time_s": truth.compute(part)[cheap], "allreduce_time_s": truth.allreduce("ring", NODES)[cheap]}
+    model = StepTimeModel("ring", "gloo").fit(**points, **apart, compute_batch=part[cheap])
+    assert model.parameters_["alone_s"] == pytest.approx(truth.fixed, rel=0.1)
+    np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
+    assert "alone_s" not in StepTimeModel("ring", "gloo").fit(**points, **apart).parameters_
+    assert "alone_s" not in StepTimeModel("paper").fit(**points, **apart, compute_batch=part[cheap]).parameters_
+
+
 def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
     truth, nodes, batch = Truth(), np.array([4.0, 4.0]), np.array([8.0, 512.0])
     steps = truth.step("ring", nodes, batch)

@@ -252,6 +252,15 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     assert "if 1 node is chosen" in dry_run(sweep_file, capsys, "--set", "search.cluster_sizes=[1]")
 
 
+def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(sweep_file.parent))
+    assert "Slurm was not asked: sbatch is not on PATH" in dry_run(sweep_file, capsys)
+    assert main([str(sweep_file), "--dry-run"]) == 0
+    assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
+
+
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.pack=never")
     assert "N=2: local batches 16, 32, in an array of 2 jobs" in out

@@ -190,17 +190,15 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     Where it was measured, medians. Elsewhere straight lines: data wait and compute over the local batch, the all-reduce
     over the number of workers, through the two nearest measured values.
     """
-    rows = [
-        (m.configuration, m.times)
-        for m in measurements
-        if m.status == "ok" and m.times and m.workers_per_node == configuration.workers_per_node
-    ]
+    usable = [m for m in measurements if m.status == "ok" and m.workers_per_node == configuration.workers_per_node]
+    rows = [(m.configuration, m.times) for m in usable if m.times]
     own = [(place, times) for place, times in rows if place == configuration] or rows
+    measured = [m for m in usable if m.configuration == configuration] or usable
     batch, world = configuration.local_batch, configuration.world_size
     alone = world == 1
     return StepParts(
         data_time_s=_at(batch, [(place.local_batch, times.data_time_s) for place, times in own]),
-        compute_time_s=_at(batch, [(place.local_batch, times.compute_time_s) for place, times in own]),
+        compute_time_s=_at(batch, _computes(measured, alone=alone)),
         allreduce_time_s=0.0 if alone else _at(world, _all_reduces(rows)),
     )
 
@@ -211,6 +209,19 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
     near = min((abs(m.configuration.world_size - world_size) for m in rows), default=0)
     times = [m.times for m in rows if m.times and abs(m.configuration.world_size - world_size) == near]
     return median(t.update_time_s for t in times) if times else 0.0
+
+
+def _computes(rows: Sequence[Measurement], *, alone: bool) -> list[tuple[int, float]]:
+    """Local batches and their computation. What one worker takes in parts says of several what a part takes them."""
+    found = []
+    for row in rows:
+        if row.times is None or (alone and row.parts == 1 and any(other.parts > 1 for other in rows)):
+            continue
+        if alone or row.parts == 1 or row.times.part_time_s is None:
+            found.append((row.local_batch, row.times.compute_time_s))
+        else:
+            found.append((math.ceil(row.local_batch / row.parts), row.times.part_time_s))
+    return found
 
 
 def _all_reduces(rows: Sequence[tuple[Configuration, StepTimes]]) -> list[tuple[int, float]]:

@@ -64,9 +64,10 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor) -> Probe:
 
 
 def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor) -> float:
-    """Seconds of a pass; −1 where memory ran out."""
+    """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out."""
+    parts = list(zip(inputs.tensor_split(worker.parts), targets.tensor_split(worker.parts), strict=True))
     try:
-        return _pass_s(worker, lambda: worker.local_gradient(inputs, targets))
+        return _pass_s(worker, lambda: [worker.local_gradient(*part) for part in parts])
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise

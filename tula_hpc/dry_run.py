@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the first jobs, an upper bound of their node-hours, and the sbatch scripts."""
+"""What `--dry-run` prints of a sweep: the first jobs, an upper bound of their node-hours, and the sbatch scripts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.launch import Launcher
 from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages import Sweep
+from tula_hpc.submission import Script, Submission, script_of
 
 
 class Wave(NamedTuple):
@@ -22,15 +22,15 @@ class Wave(NamedTuple):
     tasks: int
 
 
-def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
-    """Text for the user; nothing is created and no scheduler is asked."""
+def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Submission:
+    """What a sweep would submit first; nothing is created."""
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
     lines, scripts = [head], []
     for part in parts_of(Sweep(spec, cluster, RunDirectory(root))):
         waves = _waves(part)
         lines += [*_profiling(part, waves), _training(part)]
         scripts += [*_profile_scripts(part, waves), *_train_script(part)]
-    return "\n".join([*lines, *scripts]) + "\n"
+    return Submission(lines, scripts)
 
 
 def _waves(part: Sweep) -> list[Wave]:
@@ -80,20 +80,14 @@ def _training(part: Sweep) -> str:
     )
 
 
-def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[str]:
+def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
     for wave in waves:
-        title = f"profile, N={wave.nodes}, {wave.tasks} task(s)"
+        title = f"profile, N={wave.nodes}, {plural(wave.tasks, 'task')}"
         minutes = part.cluster.profile_minutes
-        yield from _script(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
+        yield from script_of(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
 
 
-def _train_script(part: Sweep) -> Iterator[str]:
+def _train_script(part: Sweep) -> Iterator[Script]:
     nodes, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
-    title = f"train, N={nodes}, 1 task(s)"
-    yield from _script(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)
-
-
-def _script(launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int) -> Iterator[str]:
-    if launcher.cluster.executor == "slurm":
-        yield f"\n# ---- {title} ----"
-        yield launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
+    title = f"train, N={nodes}, 1 task"
+    yield from script_of(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)

@@ -45,6 +45,8 @@ def measure(
     configuration: Configuration,
     env: WorkerEnvironment,
     shared: SharedTimes | None = None,
+    *,
+    job_began_at: float | None = None,
 ) -> Measurement:
     """Measure one configuration: times apart by part of a step, and memory.
 
@@ -56,6 +58,7 @@ def measure(
         configuration: Nodes and local batch.
         env: This worker's place among those that measure.
         shared: What earlier configurations of the same job measured for this one too; what this one measures is added.
+        job_began_at: Unix time, for the first configuration of a job: how long a start takes is measured too.
     """
     started = time.monotonic()
     memory = MemoryMeter(cluster)
@@ -72,6 +75,8 @@ def measure(
         "test_samples": len(worker.workload.test),  # type: ignore[arg-type] # checked when the data was built
         "updates_per_epoch": _updates_per_epoch(sweep, worker),
         "parameters": sum(p.numel() for p in worker.model.parameters()),
+        "parts": worker.parts,
+        "start_s": 0.0 if job_began_at is None else max(0.0, profile.stepped_at - job_began_at),
     }
     del worker, profile, power
     gc.collect()
@@ -115,6 +120,7 @@ class StepProfile:
         self.samples: dict[str, list[float]] = {}
         self.batch_bytes = 0
         self.noise = NoiseEstimate()
+        self.stepped_at = math.inf  # Unix time at the end of the first step
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
@@ -128,6 +134,7 @@ class StepProfile:
         loss = torch.zeros(())
         for _ in range(self.worker.sweep.search.warmup_steps):
             loss = self.worker.train_step(*next(self.batches))
+            self._note_first_step()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(loss)) else 1.0)
         if diverged:
             raise DivergedError("the loss is not finite before any training: look at the model and at the data")
@@ -140,6 +147,9 @@ class StepProfile:
         inputs, targets = next(self.batches)
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
+        if self.worker.parts > 1:
+            first = math.ceil(len(targets) / self.worker.parts)
+            self._time("part", lambda: self._compute(inputs[:first], targets[:first], whole=True))
         self._time_optimizer()
         method = self.worker.sweep.training.method
         if method in ("ags", "adascale") and self.worker.norms is None:  # else no update takes a pass
@@ -149,6 +159,11 @@ class StepProfile:
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
+
+    def _note_first_step(self) -> None:
+        if math.isinf(self.stepped_at):
+            self.worker.synchronize_device()
+            self.stepped_at = time.time()
 
     def _time_whole_steps(self) -> None:
         waits: list[float] = []
@@ -167,9 +182,9 @@ class StepProfile:
         rule = self.rule._replace(max_steps=self.rule.min_steps) if briefly else self.rule
         self.samples[name] = time_steps(self.worker, rule, step)
 
-    def _compute(self, inputs: Tensor, targets: Tensor) -> None:
+    def _compute(self, inputs: Tensor, targets: Tensor, *, whole: bool = False) -> None:
         self.worker.optimizer.zero_grad(set_to_none=True)
-        self.worker.forward_backward(inputs, targets, synchronize=False)
+        self.worker.forward_backward(inputs, targets, synchronize=False, whole=whole)
 
     def _time_optimizer(self) -> None:
         for parameter in self.worker.parameters:  # or each step would scale, in place, what the one before has scaled
@@ -180,9 +195,9 @@ class StepProfile:
     def times(self) -> StepTimes:
         """Medians, the slowest worker's for the parts that workers do alone. Collective."""
         whole = median_interval(self.samples["step"])
-        parts = ("data", "compute", "optimizer", "allreduce", "update", "forward")
+        parts = ("data", "compute", "optimizer", "allreduce", "update", "forward", "part")
         medians = [median_interval(self.samples[part]).median_s if self.samples.get(part) else 0.0 for part in parts]
-        data, compute, optimizer, allreduce, update, forward = self.worker.agree(*medians)
+        data, compute, optimizer, allreduce, update, forward, part = self.worker.agree(*medians)
         allreduce = self.shared.setdefault(self.worker.env.world_size, allreduce)
         return StepTimes(
             step_time_s=whole.median_s,
@@ -194,6 +209,7 @@ class StepProfile:
             allreduce_time_s=allreduce,
             update_time_s=update,
             forward_time_s=forward or None,
+            part_time_s=part or None,
         )
 
 

@@ -8,7 +8,9 @@ left to do, and a submitter that is killed then has lost nothing.
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
+TEST_S = 30.0  # so long an answer about a job that nobody submits is waited for
+REFUSAL = "allocation failure"  # sbatch's words for a job that the controller would not take
 REVIVALS = 3  # of a job whose process is killed, see `come_again`
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
@@ -133,6 +137,28 @@ def submissions_named(name: str, settle_s: float = SETTLE_S) -> list[str]:
         time.sleep(settle_s)
         found = slurm.patiently(lambda: slurm.named(name))
     return found
+
+
+def could_start(script: str) -> str:
+    """When and where the job of a script could start, in sbatch's words; nothing is submitted.
+
+    Raises:
+        RefusedError: The scheduler would not take it.
+        LaunchError: It did not say.
+    """
+    given = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
+    try:
+        with outside_of_job(given):
+            asked = ["sbatch", "--test-only"]
+            done = subprocess.run(asked, input=script, capture_output=True, text=True, timeout=TEST_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"sbatch gives no answer: {error}") from None
+    words = _last_line(done.stderr).removeprefix("sbatch: ")
+    if done.returncode == 0:
+        return words
+    if slurm.is_unanswered(done.stderr) or REFUSAL not in done.stderr:
+        raise LaunchError(f"sbatch gives no answer: {words}")
+    raise RefusedError(words.removeprefix(f"{REFUSAL}: "))
 
 
 def _last_line(words: str) -> str:

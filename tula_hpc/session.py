@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from tula_hpc.agenda import Agenda
 from tula_hpc.allocation import Allocation
-from tula_hpc.env import WorkerEnvironment
+from tula_hpc.env import WorkerEnvironment, job_started_at
 from tula_hpc.errors import StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.jobs import ProfileJob
@@ -25,7 +25,8 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     while (configuration := _hear(allocation, agenda)) is not None:
         place = allocation.join(configuration.nodes)
         if place is not None:
-            _measure_and_record(job, configuration, place, shared, ground)
+            began_at = job_started_at() if measured == 0 else None
+            _measure_and_record(job, configuration, place, shared, ground, began_at=began_at)
             measured += 1
     allocation.close()
     return measured
@@ -38,11 +39,17 @@ def _hear(allocation: Allocation, agenda: Agenda) -> Configuration | None:
 
 
 def _measure_and_record(
-    job: ProfileJob, configuration: Configuration, env: WorkerEnvironment, shared: SharedTimes, ground: HeldFolder
+    job: ProfileJob,
+    configuration: Configuration,
+    env: WorkerEnvironment,
+    shared: SharedTimes,
+    ground: HeldFolder,
+    *,
+    began_at: float | None,
 ) -> None:
     failure = measurement = None
     try:
-        measurement = measure(job.sweep, job.cluster, configuration, env, shared)
+        measurement = measure(job.sweep, job.cluster, configuration, env, shared, job_began_at=began_at)
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
         if failure is None:

@@ -30,7 +30,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print trainings and sbatch script; submit nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print trainings, script, and what Slurm says of it; submit nothing",
+    )
     parser.add_argument("--report-only", action="store_true", help="write the report anew; submit nothing")
     return parser
 
@@ -54,7 +58,7 @@ def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, r
     if options.dry_run:
         from tula_hpc.study_stage import describe_study
 
-        sys.stdout.write(describe_study(spec, cluster, root))
+        describe_study(spec, cluster, root).show()
         return 0
     if getattr(options, "report_only", False):
         from tula_hpc.pipeline import report_study

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tula_hpc.analysis.formatting import plural
@@ -27,6 +27,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages import Sweep
+from tula_hpc.submission import Submission, script_of
 from tula_hpc.trainings import Trainings, most_at_once
 
 OWN_RATES = ("lars", "lamb")  # methods whose step is of another size: a rate for the base optimizer is none for them
@@ -161,8 +162,8 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
     return TunedRates(rates=rates, trials=ordered)
 
 
-def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
-    """What `--dry-run` prints; nothing is created and no scheduler is asked."""
+def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Submission:
+    """What a study would submit; nothing is created."""
     study, _, part = _study_and_part(spec, cluster)
     cells = study.cells()
     trials = trial_specs(spec) if study.base_lrs else {}
@@ -179,13 +180,9 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> str:
         count = plural(len(trials), "training")
         lines.append(f"before them {count} to choose the learning rate at B = {study.small_batch}")
     lines.append(f"at most {hours:.2f} node-hours ({part.train_minutes} min is the limit of each)")
-    return "\n".join([*lines, *_script(spec, part, root, len(cells))]) + "\n"
-
-
-def _script(spec: SweepSpec, part: ClusterSpec, root: Path, cells: int) -> Sequence[str]:
-    if part.executor != "slurm" or spec.study is None:
-        return [f"{most_at_once(part, spec.study.nodes * part.workers_per_node)} at a time"] if spec.study else []
+    if part.executor != "slurm":
+        lines.append(f"{most_at_once(part, study.nodes * part.workers_per_node)} at a time")
     launcher = Launcher(part, RunDirectory(root), spec.job_name)
-    nodes, minutes = spec.study.nodes, part.train_minutes
-    script = launcher.script(stage="train", nodes=nodes, minutes=minutes, tasks=cells)
-    return [f"\n# ---- train, {cells} task(s) ----", script]
+    shape = {"nodes": study.nodes, "minutes": part.train_minutes, "tasks": len(cells)}
+    scripts = script_of(launcher, f"train, {plural(len(cells), 'task')}", stage="train", **shape)
+    return Submission(lines, list(scripts))

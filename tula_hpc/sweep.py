@@ -30,7 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     add_input_options(parser)
     parser.add_argument("--until", choices=STAGES, default="report", help="stop after this stage")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print jobs, node-hours and sbatch scripts; submit nothing"
+        "--dry-run",
+        action="store_true",
+        help="print jobs, node-hours, scripts, and what Slurm says of them; submit nothing",
     )
     return parser
 
@@ -44,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
         from tula_hpc.dry_run import describe_submission
 
         check_run(spec, cluster, root)
-        sys.stdout.write(describe_submission(spec, cluster, root))
+        describe_submission(spec, cluster, root).show()
         return 0
     return work(open_run(spec, cluster, root), options.until, detach=options.detach)
 

@@ -132,11 +132,25 @@ class Worker:
         dtype = DTYPES[self.sweep.workload.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, *, synchronize: bool = True) -> Tensor:
-        """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off."""
+    @property
+    def parts(self) -> int:
+        """In so many parts a step takes its local batch, one after another."""
+        return self.norms.count if isinstance(self.norms, PartNorms) else 1
+
+    def forward_backward(
+        self, inputs: Tensor, targets: Tensor, *, synchronize: bool = True, whole: bool = False
+    ) -> Tensor:
+        """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off.
+
+        Args:
+            inputs: The batch.
+            targets: As many.
+            synchronize: Off: as if there were no other workers.
+            whole: Take it at once, where a step takes it in parts.
+        """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            if isinstance(self.norms, PartNorms):
+            if isinstance(self.norms, PartNorms) and not whole:
                 return torch.stack([self._backward(*part) for part in self.norms.parts(inputs, targets)]).sum()
             return self._backward(inputs, targets)
 

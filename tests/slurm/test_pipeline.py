@@ -119,6 +119,14 @@ def test_one_job_per_cluster_size(digits: Finished) -> None:
     assert "profiling cost: 6 configurations in 3 jobs" in digits.done.stdout
 
 
+def test_the_first_measurement_of_each_job_tells_how_long_a_start_takes(digits: Finished) -> None:
+    first = [m for m in digits.run.measurements().records if m.start_s > 0.0]
+    assert sorted(m.nodes for m in first) == [1, 2, 4]
+    ready = {note.job_id: note.time - note.began_at for note in digits.run.job_notes() if note.note == "ready"}
+    assert all(ready[m.job_id] < m.start_s < ready[m.job_id] + m.elapsed_s for m in first)
+    assert digits.plan["chosen"]["wall_parts_s"]["starts"] == sorted(m.start_s for m in first)[1]
+
+
 def test_training_ran_at_the_chosen_configuration_and_learned(digits: Finished) -> None:
     chosen = digits.plan["chosen"]
     result = TrainResult.model_validate_json(digits.run.train().result_file.read_text())

@@ -23,6 +23,7 @@ from tula_hpc.errors import LaunchError
 from tula_hpc.launch import NOTICE, Launcher
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import submission_of
+from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
@@ -164,3 +165,26 @@ def test_what_the_scheduler_refuses_for_good_is_one_clear_line(slurm_cluster: Mi
     with pytest.raises(LaunchError, match=r"refused the job: .*partition"):
         launcher.submit([says(0, tmp_path)], stage="profile", nodes=1, minutes=2)
     assert launcher.find_lost() == []
+
+
+def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
+    slurm_cluster: MiniCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text('name = "asked"\n[workload]\ndataset = "digits"\n[search]\nmin_batch = 32\nmax_batch = 64\n')
+    command = [str(sweep), "--cluster", str(TEMPLATE), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    before = slurm.own_jobs()
+    assert main([*command, "--set", "search.cluster_sizes=[1,2]"]) == 0
+    out = capsys.readouterr().out
+    assert "profile, N=2, 1 task: could start at 20" in out
+    assert "in partition" in out
+    assert main([*command, "--set", "search.cluster_sizes=[1]", "--set", "cluster.partition=nowhere"]) == 1
+    shown = capsys.readouterr()
+    assert "nowhere: train, N=1, 1 task: refused: " in shown.out
+    assert "Slurm would refuse 2 of 2 submissions" in shown.err
+    study = "[study]\nmethods = ['lbt']\nbatches = [64]\nseeds = [0, 1]\nnodes = 64\n"
+    sweep.write_text(f"{sweep.read_text()}{study}")
+    assert main([*command, "--set", "cluster.max_nodes=64"]) == 1
+    assert "train, 4 tasks: refused: " in capsys.readouterr().out
+    assert slurm.own_jobs() == before
+    assert not (tmp_path / "run").exists()

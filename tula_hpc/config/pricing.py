@@ -10,6 +10,7 @@ from tula_hpc.config.spec import MOST_GIB, Spec
 from tula_hpc.tres import parse_weights
 
 MOST_WEIGHTS = 2000  # characters of TRES weights
+ASSUMED_START_S = 60.0  # where nothing was measured
 
 
 class PricingSpec(Spec):
@@ -35,7 +36,7 @@ class PricingSpec(Spec):
     pue: float = Field(default=1.2, ge=1)  # power usage effectiveness: all that the site draws over what the nodes draw
     # interruptions, whatever the basis
     checkpoint_write_s: float = Field(default=5.0, ge=0)  # until a training of the run has measured it
-    restart_s: float = Field(default=60.0, ge=0)  # from the start of a job to its first step
+    restart_s: float | None = Field(default=None, ge=0)  # from the start of a job to its first step; None: as profiled
 
     @field_validator("tres_weights", mode="before")
     @classmethod
@@ -50,6 +51,11 @@ class PricingSpec(Spec):
             example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", as `scontrol show partition` has them'
             raise ValueError(f'tres_weights: basis = "tres" needs the billing weights, for example {example}')
         return self
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the start of a job to its first step, as far as they are known here."""
+        return ASSUMED_START_S if self.restart_s is None else self.restart_s
 
     @property
     def currency(self) -> str:

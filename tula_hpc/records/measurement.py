@@ -22,6 +22,7 @@ class StepTimes(Record):
     allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
     update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
     forward_time_s: float | None = None  # a local batch as evaluation takes it, measured apart; None: unknown
+    part_time_s: float | None = None  # forward and backward of one of `Measurement.parts` as a whole, measured apart
 
 
 class MemoryUse(Record):
@@ -58,6 +59,7 @@ class Measurement(Record):
     test_samples: int = 0  # that an evaluation takes; 0: unknown
     updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
     parameters: int = 0
+    parts: int = Field(default=1, ge=1, le=10**6)  # in so many a step takes the local batch, one after another
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Measurement(Record):
     job_id: JobId = ""
     finished_at: float = 0.0  # Unix time
     elapsed_s: float = 0.0  # of the whole profile of this configuration
+    start_s: float = 0.0  # from the start of its job to the end of the first step; 0 for what the job measured later
     partition: str = ""  # which of [[partitions]]; empty where the cluster has none
     watts_per_node: float = 0.0  # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
     node_seconds: float = 0.0  # elapsed_s × nodes of the job's allocation, those that only waited included
