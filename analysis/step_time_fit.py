@@ -3,8 +3,8 @@
 The coefficients of the law are unknown but for their signs; of three other things something is believed beforehand, and
 the data decide as far as they can:
 
-- the overlapped share of the computation: 0.6 on GPUs (the backward pass is two thirds of it), 0.1 on CPUs, where the
-  collective needs the same cores; both ± 0.3;
+- the overlapped share of the computation: 0.6 ± 0.3 on GPUs (the backward pass is two thirds of it), 0.1 ± 0.1 on CPUs,
+  where the collective needs the same cores (on the test cluster full fits of three networks find 0, 0 and 0.3);
 - contention between workers of a node: 0 ± 0.1 for each further worker;
 - departures u of batches and v of cluster sizes from the law: 0 ± 10 % where the typical residual is 3 %.
 
@@ -53,12 +53,18 @@ class Belief(NamedTuple):
 
     form: str
     overlap_share: float
+    overlap_spread: float  # standard deviation of that
+
+    @property
+    def spreads(self) -> dict[int, float]:
+        """Standard deviations of what is believed, by coefficient."""
+        return {OVERLAP: self.overlap_spread, CONTENTION: CONTENTION_SPREAD}
 
 
-BELIEFS: dict[Backend, Belief] = {"nccl": Belief("double_tree", 0.6), "gloo": Belief("ring", 0.1)}
+BELIEFS: dict[Backend, Belief] = {"nccl": Belief("double_tree", 0.6, 0.3), "gloo": Belief("ring", 0.1, 0.1)}
+CONTENTION_SPREAD = 0.1
 NOISE = 0.03  # typical relative residual of a step; the beliefs count in its units
 LEAST_NOISE = 0.003
-SPREADS = {OVERLAP: 0.3, CONTENTION: 0.1}  # standard deviations of what is believed
 EFFECT_SPREAD = 0.1
 SCATTER = Scatter(error=0.04, rows=8.0)  # of a measured step, believed before any residual is seen
 MAX_KNOTS = 64  # batches, and cluster sizes, with a departure of their own; with more of them the law alone is fitted
@@ -81,6 +87,7 @@ class Fitted(NamedTuple):
     free: NDArray[np.bool_]
     bounds: tuple[Array, Array]
     noise: float
+    belief: Belief
 
     @property
     def misfit(self) -> float:
@@ -95,7 +102,7 @@ class Fitted(NamedTuple):
     def untold(self) -> list[str]:
         """Coefficients that are not free, or of which the data tell hardly more than what was believed."""
         told = np.sqrt(np.maximum(np.diag(self.fit.covariance), 0.0)) * self.noise
-        believed = {i for i, wide in SPREADS.items() if told[i] > SPREAD_UNTOLD * wide}
+        believed = {i for i, wide in self.belief.spreads.items() if told[i] > SPREAD_UNTOLD * wide}
         return [name for index, name in enumerate(NAMES) if not self.free[index] or index in believed]
 
     def departures(self) -> dict[str, dict[str, float]]:
@@ -172,7 +179,7 @@ def _fit_form(rows: Rows, form: str, belief: Belief, *, floor: bool = False, noi
 
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness)
     fit = fit_relative(problem, _starts(linear, weights, free, believed), free)
-    return Fitted(form, law, fit, free, (lower, upper), noise)
+    return Fitted(form, law, fit, free, (lower, upper), noise, belief)
 
 
 def _knots(rows: Rows, *, use: bool = True) -> Knots:
@@ -211,7 +218,7 @@ def _bounds(law: Law) -> tuple[Array, Array]:
 def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
     believed, firmness = np.zeros(law.coefficients), np.zeros(law.coefficients)
     believed[OVERLAP] = 0.0 if law.additive else belief.overlap_share
-    for index, wide in SPREADS.items():
+    for index, wide in belief.spreads.items():
         firmness[index] = noise / wide
     firmness[len(NAMES) :] = noise / EFFECT_SPREAD
     return believed, firmness

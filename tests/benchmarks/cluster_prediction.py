@@ -19,7 +19,8 @@ disturb it for seconds to minutes, and never make it faster: the fastest round o
 - repeatability: how much slower than the fastest the other rounds of a configuration are.
 - cost_share: node-seconds of the adaptive search's jobs over those of the full search's in the same round, start-up and
   all.
-- regret: of the configuration chosen from the adaptive search, by the true measurements, for three objectives.
+- regret: of the configuration chosen for each of three objectives, by the true measurements: from what the adaptive
+  search measured itself, for the knee; and from its replay for that objective.
 - memory: predicted peak against the full search's, from both.
 """
 
@@ -175,7 +176,8 @@ def corners(searched: Searched) -> list[Measurement]:
 def replayed(searched: Searched) -> list[Measurement]:
     """What the adaptive search would have measured."""
     by_configuration = {row.configuration: row for row in searched.measured if is_usable(row)}
-    search = AdaptiveSearch(list(by_configuration), Aim(searched.sweep.objective.kind))
+    aim = Aim(searched.sweep.objective.kind, searched.sweep, searched.cluster)
+    search = AdaptiveSearch(list(by_configuration), aim)
     rows: list[Measurement] = []
     while proposed := search.propose(rows):
         rows.append(by_configuration[proposed[0]].model_copy(update={"finished_at": len(rows) + 1.0}))
@@ -183,36 +185,57 @@ def replayed(searched: Searched) -> list[Measurement]:
 
 
 def regrets(full: Searched, rounds: Sequence[Searched]) -> dict[str, dict[str, Any]]:
-    """True objective of what is chosen from an adaptive search, over the least one, less 1."""
-    epochs = measured_epochs(full.measured, full.measured[0].dataset_samples)
+    """True objective of what is chosen from an adaptive search, over the least one, less 1.
+
+    As the plan's, of a whole training: steps as measured, and evaluation, checkpoints and start as the full search has
+    them.
+    """
+    whole = _trainings(full)
     memory = {p.configuration: p.memory.reserved_bytes for p in summarize(full.measured).profiles}
     true: dict[str, Callable[[Configuration], float]] = {
-        "time": lambda c: epochs[c],
-        "cost by node-hour": lambda c: epochs[c] * c.nodes,
-        "cost by memory": lambda c: epochs[c] * c.nodes * memory[c],
+        "time": lambda c: whole[c],
+        "cost by node-hour": lambda c: whole[c] * c.nodes,
+        "cost by memory": lambda c: whole[c] * c.nodes * memory[c],
     }
     found = {}
     for name, value in true.items():
-        chosen = [_chosen(adaptive, name) for adaptive in rounds]
-        best = min(epochs, key=value)
+        best = min(whole, key=value)
+        chosen = [_chosen(_for_objective(adaptive, name)) for adaptive in rounds]
+        aimed = _for_objective(full, name)
+        aimed = aimed._replace(measured=replayed(aimed))
+        last = _chosen(aimed)
         regret = [value(c) / value(best) - 1.0 for c in chosen]
         found[name] = {
-            "chosen": [str(c) for c in chosen],
             "best": str(best),
-            "regret": median(regret),
-            "rounds": regret,
+            "searched for the knee": {"chosen": [str(c) for c in chosen], "regret": median(regret), "rounds": regret},
+            "searched for it, replayed": {
+                "chosen": str(last),
+                "regret": value(last) / value(best) - 1.0,
+                "profiled": len(aimed.measured),
+            },
         }
     return found
 
 
-def _chosen(searched: Searched, name: str) -> Configuration:
+def _trainings(full: Searched) -> dict[Configuration, float]:
+    """Seconds of a whole training at each configuration, its steps as measured."""
+    epochs = measured_epochs(full.measured, full.measured[0].dataset_samples)
+    plan = make_plan(full.sweep, full.cluster, full.measured)
+    beside = {c.configuration: (c.wall_time_s or 0.0) - c.train_time_s for c in plan.candidates}
+    return {c: beside[c] + full.sweep.workload.epochs * seconds for c, seconds in epochs.items()}
+
+
+def _for_objective(searched: Searched, name: str) -> Searched:
     kind = "time" if name == "time" else "cost"
     basis = "memory" if "memory" in name else "node-hour"
     objective = searched.sweep.objective.model_copy(update={"kind": kind})
     pricing = searched.cluster.pricing.model_copy(update={"basis": basis})
     sweep = searched.sweep.model_copy(update={"objective": objective})
-    cluster = searched.cluster.model_copy(update={"pricing": pricing})
-    return make_plan(sweep, cluster, searched.measured).chosen.configuration
+    return searched._replace(sweep=sweep, cluster=searched.cluster.model_copy(update={"pricing": pricing}))
+
+
+def _chosen(searched: Searched) -> Configuration:
+    return make_plan(searched.sweep, searched.cluster, searched.measured).chosen.configuration
 
 
 def memory_error(fitted: Searched, truth: Searched) -> float:
