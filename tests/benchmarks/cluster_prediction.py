@@ -255,7 +255,7 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
     truth = full.times()
     played = replayed(full)
     named = (("full", full_rounds), ("adaptive", adaptive_rounds))
-    shares = [a.node_seconds / f.node_seconds for a, f in zip(adaptive_rounds, full_rounds, strict=True)]
+    shares = [a.node_seconds / f.node_seconds for a, f in zip(adaptive_rounds, full_rounds, strict=False)]
     return {
         "full": errors(full.measured, truth),
         "full, paper's form": errors(full.measured, truth, "paper"),
