@@ -59,9 +59,9 @@ class Summary(NamedTuple):
 
 def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool) -> Iterator[float]:
     """The local batches with which one worker, that takes them in parts, or several would hold as much at once."""
+    other = parts if alone else 1.0 / parts
     for configuration in configurations:
-        is_alone = configuration.world_size == 1
-        yield configuration.local_batch * (1.0 if is_alone == alone else parts if alone else 1.0 / parts)
+        yield configuration.local_batch * (1.0 if (configuration.world_size == 1) == alone else other)
 
 
 def is_usable(measurement: Measurement) -> bool:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.aggregate import CREDIBLE_S
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.spot import best_interval_s
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec
@@ -28,7 +29,6 @@ Array = NDArray[np.float64]
 
 MOST_S = 60.0 * CHECKPOINT_MINUTES
 MAX_SHARE = 0.03  # of training time
-CREDIBLE_S = 1e6  # what a record says beyond that is damaged
 
 
 class SaveCost(NamedTuple):

@@ -21,7 +21,7 @@ as an error; the memory of a CUDA context lies outside of the allocator and is n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import ge, gt
 from typing import NamedTuple, Self
 
@@ -360,14 +360,15 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
         limit_bytes: Memory that there was for one worker; None where unknown.
     """
     out, parts = summary.out_of_memory, summary.parts
-    model = _fit_profiles(summary.profiles, list(as_large(out, parts, alone=False)), limit_bytes)
+    model = _fit_profiles(summary.profiles, as_large(out, parts, alone=False), limit_bytes)
     alone = [row._replace(parts=1) for row in summary.profiles if row.parts > 1]
     if alone:
-        model._alone = _fit_profiles(alone, list(as_large(out, parts, alone=True)), limit_bytes)
+        model._alone = _fit_profiles(alone, as_large(out, parts, alone=True), limit_bytes)
     return model
 
 
-def _fit_profiles(profiles: Sequence[Profile], out: list[float], limit_bytes: float | None) -> MemoryModel:
+def _fit_profiles(profiles: Sequence[Profile], out: Iterable[float], limit_bytes: float | None) -> MemoryModel:
+    bounds = list(out) or None
     uses = [row.memory for row in profiles]
     baseline = min(use.baseline_bytes for use in uses)
     counted = [baseline + use.parameter_bytes + use.optimizer_bytes for use in uses]
@@ -377,11 +378,11 @@ def _fit_profiles(profiles: Sequence[Profile], out: list[float], limit_bytes: fl
     batches = [row.part_batch for row in profiles]
     reserves = any(map(gt, reserved, held)) and all(map(ge, held, floors))
     if not all(map(ge, reserved, floors)):  # less than counting tells cannot be: the counts are of something else
-        return MemoryModel().fit(batches, reserved, out or None, oom_limit_bytes=limit_bytes)
+        return MemoryModel().fit(batches, reserved, bounds, oom_limit_bytes=limit_bytes)
     return MemoryModel().fit(
         batches,
         reserved,
-        out or None,
+        bounds,
         oom_limit_bytes=limit_bytes,
         static_bytes=[known - use.sharded_bytes for known, use in zip(counted, uses, strict=True)],
         sharded_bytes=[use.sharded_bytes for use in uses],

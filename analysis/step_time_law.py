@@ -150,7 +150,8 @@ class Law(NamedTuple):
         u, v = self._effects(coefficients, rows)
         compute, sync = self._compute(coefficients, rows, u)[0], self._sync(coefficients, rows, v)[0]
         joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
-        return np.asarray(joined + self._beside(coefficients, rows))
+        waits, alone = self._beside(rows)
+        return np.asarray(joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE]))
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
         """Predictions and their gradients."""
@@ -158,18 +159,19 @@ class Law(NamedTuple):
         compute, of_compute = self._compute(coefficients, rows, u)
         sync, of_sync = self._sync(coefficients, rows, v)
         joined, by_compute, by_sync, by_share = self._join(coefficients[OVERLAP], compute, sync, rows)
+        waits, alone = self._beside(rows)
         by_u, by_v = by_compute * compute, by_sync * sync
         at_batches, at_sizes = self.knots.weights(rows)
         blocks = [
             by_compute[:, None] * of_compute,
             by_sync[:, None] * of_sync,
-            _waits(self.form, rows)[:, None],
+            waits[:, None],
             by_share[:, None],
-            _is_alone(rows)[:, None],
+            alone[:, None],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
-        seconds = joined + self._beside(coefficients, rows)
+        seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
         return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v)
 
     def design(self, rows: Rows) -> Array:
@@ -179,13 +181,12 @@ class Law(NamedTuple):
         columns[:, FIXED], columns[:, PER_SAMPLE] = sees_compute, sees_compute * rows.batch
         sees_sync = np.maximum(_is_together(rows), np.where(rows.kind == ALLREDUCE, 1.0, 0.0))
         columns[:, SYNC : NODE_SYNC + 1] = sees_sync[:, None] * _sync_columns(self.form, rows)
-        columns[:, OVERHEAD], columns[:, ALONE] = _waits(self.form, rows), _is_alone(rows)
+        columns[:, OVERHEAD], columns[:, ALONE] = self._beside(rows)
         return columns
 
-    def _beside(self, coefficients: Array, rows: Rows) -> Array:
-        """What a step pays beside computation and synchronization."""
-        beside = _waits(self.form, rows) * coefficients[OVERHEAD] + _is_alone(rows) * coefficients[ALONE]
-        return np.asarray(beside)
+    def _beside(self, rows: Rows) -> tuple[Array, Array]:
+        """(n,) each: how often a step pays overhead_s and alone_s, beside computation and synchronization."""
+        return _waits(self.form, rows), _is_alone(rows)
 
     def _effects(self, coefficients: Array, rows: Rows) -> tuple[Array | float, Array | float]:
         """The departures u and v at some rows."""

@@ -190,15 +190,17 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     Where it was measured, medians. Elsewhere straight lines: data wait and compute over the local batch, the all-reduce
     over the number of workers, through the two nearest measured values.
     """
-    usable = [m for m in measurements if m.status == "ok" and m.workers_per_node == configuration.workers_per_node]
-    rows = [(m.configuration, m.times) for m in usable if m.times]
-    own = [(place, times) for place, times in rows if place == configuration] or rows
-    measured = [m for m in usable if m.configuration == configuration] or usable
+    rows = [
+        (m, m.times)
+        for m in measurements
+        if m.status == "ok" and m.times and m.workers_per_node == configuration.workers_per_node
+    ]
+    own = [(row, times) for row, times in rows if row.configuration == configuration] or rows
     batch, world = configuration.local_batch, configuration.world_size
     alone = world == 1
     return StepParts(
-        data_time_s=_at(batch, [(place.local_batch, times.data_time_s) for place, times in own]),
-        compute_time_s=_at(batch, _computes(measured, alone=alone)),
+        data_time_s=_at(batch, [(row.local_batch, times.data_time_s) for row, times in own]),
+        compute_time_s=_at(batch, _computes(own, alone=alone)),
         allreduce_time_s=0.0 if alone else _at(world, _all_reduces(rows)),
     )
 
@@ -211,21 +213,21 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
     return median(t.update_time_s for t in times) if times else 0.0
 
 
-def _computes(rows: Sequence[Measurement], *, alone: bool) -> list[tuple[int, float]]:
+def _computes(rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool) -> list[tuple[int, float]]:
     """Local batches and their computation. What one worker takes in parts says of several what a part takes them."""
-    found = []
-    for row in rows:
-        if row.times is None or (alone and row.parts == 1 and any(other.parts > 1 for other in rows)):
-            continue
-        if alone or row.parts == 1 or row.times.part_time_s is None:
-            found.append((row.local_batch, row.times.compute_time_s))
-        else:
-            found.append((math.ceil(row.local_batch / row.parts), row.times.part_time_s))
-    return found
+    if alone:
+        in_parts = [(row, times) for row, times in rows if row.parts > 1]
+        return [(row.local_batch, times.compute_time_s) for row, times in in_parts or rows]
+    return [
+        (row.local_batch, times.compute_time_s)
+        if row.parts == 1 or times.part_time_s is None
+        else (math.ceil(row.local_batch / row.parts), times.part_time_s)
+        for row, times in rows
+    ]
 
 
-def _all_reduces(rows: Sequence[tuple[Configuration, StepTimes]]) -> list[tuple[int, float]]:
-    return [(place.world_size, times.allreduce_time_s) for place, times in rows if times.allreduce_time_s > 0]
+def _all_reduces(rows: Sequence[tuple[Measurement, StepTimes]]) -> list[tuple[int, float]]:
+    return [(row.configuration.world_size, times.allreduce_time_s) for row, times in rows if times.allreduce_time_s > 0]
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:
