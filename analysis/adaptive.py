@@ -1,6 +1,7 @@
 """The adaptive search: profile where it changes the decision or the model is least sure, stop when the decision stands.
 
 It starts at cheap corners: the smallest and the largest local batch on the fewest nodes, and the smallest on the most.
+On the fewest nodes a profile also times the computation of the batches in between.
 From then on the model's own uncertainty decides (D. MacKay, "Information-based objective functions for active data
 selection", 1992): of every candidate that was not measured, by how much would its measurement narrow the predictions
 that matter, for each node-second it costs? With Σ the covariance of all predictions, in units of a measurement's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
@@ -27,6 +28,7 @@ class Profile(NamedTuple):
     backend: str = ""  # collective library: nccl, gloo, none for one worker
     watts_per_node: float = 0.0  # median over the repeats that have it; 0: unknown
     parts: int = 1  # in so many a step takes the local batch, one after another
+    smaller_computes: tuple[tuple[int, float], ...] = ()  # smaller batches, and seconds of forward and backward of each
 
     @property
     def part_batch(self) -> float:
@@ -134,7 +136,16 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         backend=rows[0].backend,
         watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
         parts=min(row.parts for row in rows),
+        smaller_computes=_medians_by_batch(row.smaller_computes for row in rows),
     )
+
+
+def _medians_by_batch(rows: Iterable[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for batch, seconds in chain.from_iterable(rows):
+        if 0.0 < seconds < CREDIBLE_S:
+            found[batch].append(seconds)
+    return tuple((batch, median(found[batch])) for batch in sorted(found))
 
 
 Fields = TypeVar("Fields", bound=Record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tula_hpc.analysis.figures_computation import draw_computation
 from tula_hpc.analysis.figures_curvature import draw_curvature, draw_gradient_norm, draw_variability
 from tula_hpc.analysis.figures_drawing import Drawing, Missing, attempt
 from tula_hpc.analysis.figures_memory import draw_memory
@@ -26,6 +27,7 @@ FIGURES = {
     "pareto": draw_pareto,
     "memory": draw_memory,
     "step_breakdown": draw_step_breakdown,
+    "computation": draw_computation,
     "prediction_error": draw_prediction_error,
     "training": draw_training,
     "sensitivity": draw_sensitivity,

@@ -7,7 +7,7 @@ robustly, within bounds, to whole steps and to all that the profiler measured ap
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self, get_args
 
 import numpy as np
@@ -28,13 +28,14 @@ class StepTimeModel:
         form: The collective, see `step_time_law`. "auto" takes the one with the least information criterion; the
             backend's own unless another is clearly better. "paper" is the paper's plain sum, without what was added.
         backend: Sets what is believed beforehand: which collective, and how much of it the computation hides.
+        in_parts: One worker takes its batch in parts; several never do.
 
     Attributes:
         parameters_: Coefficients by name, see `step_time_law`: seconds, seconds per sample, or 1.
         departures_: From the law, in logarithms: {"local_batch": {"32": u, …}, "nodes": {"4": v, …}}; with several
             workers on each node "4x2".
         form_: The collective that was chosen.
-        pinned_: Coefficients that the data cannot identify: 0, or for overlap_share and contention what is believed.
+        pinned_: Coefficients that the data cannot identify: 0, or what is believed of it.
         spread_: Relative standard deviation of a single measurement around the law, as residuals and belief tell.
         residual_median_: Median of |predicted / measured − 1| over the fitted steps.
     """
@@ -46,13 +47,14 @@ class StepTimeModel:
     residual_median_: float
     spread_: float
 
-    def __init__(self, form: FormName = "auto", backend: Backend = "nccl") -> None:
+    def __init__(self, form: FormName = "auto", backend: Backend = "nccl", *, in_parts: bool = False) -> None:
         if form not in get_args(FormName):
             raise ValueError(f"form: {form!r} is not one of: {', '.join(get_args(FormName))}")
         if backend not in BELIEFS:
             raise ValueError(f"backend: {backend!r} is not one of: {', '.join(BELIEFS)}")
         self.form: FormName = form
         self.backend: Backend = backend
+        self.in_parts = in_parts
 
     def fit(  # noqa: PLR0917 - the columns of one table, in the order of their use, as in scikit-learn
         self,
@@ -62,18 +64,17 @@ class StepTimeModel:
         workers_per_node: ArrayLike = 1,
         compute_time_s: ArrayLike | None = None,
         allreduce_time_s: ArrayLike | None = None,
-        compute_batch: ArrayLike | None = None,
     ) -> Self:
-        """Fit to measured steps.
+        """Fit to measured steps, and to parts of steps.
 
         Args:
             nodes: (n,) or scalar.
             local_batch: (n,) or scalar, samples per worker.
-            step_time_s: (n,), a whole training step.
+            step_time_s: (n,), a whole training step; NaN where only parts are known.
             workers_per_node: (n,) or scalar; the mean, where nodes differ.
-            compute_time_s: (n,), the step without synchronization, measured apart; NaN or 0 where unknown.
+            compute_time_s: (n,), the step without synchronization, of the batch as a whole, measured apart; NaN or 0
+                where unknown.
             allreduce_time_s: (n,), the bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
-            compute_batch: (n,), samples that `compute_time_s` is of; the local batch if None.
 
         Returns:
             Itself.
@@ -88,9 +89,8 @@ class StepTimeModel:
             workers_per_node=workers_per_node,
             compute_time_s=np.nan if compute_time_s is None else compute_time_s,
             allreduce_time_s=np.nan if allreduce_time_s is None else allreduce_time_s,
-            compute_batch=local_batch if compute_batch is None else compute_batch,
         )
-        self._fitted = choose_form(rows, self.form, BELIEFS[self.backend])
+        self._fitted = choose_form(rows, self.form, BELIEFS[self.backend], in_parts=self.in_parts)
         self._steps = rows.kind == STEP
         self._describe(rows)
         return self
@@ -185,29 +185,25 @@ def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepT
     """The model of a run's step times.
 
     What is known apart as "compute" is the step without synchronization, that is waiting for data, forward and
-    backward, and the optimizer together; of one part of the batch, where a step takes it in parts.
+    backward, and the optimizer together; of batches as a whole, where a step takes its own in parts.
     """
-    configurations = np.array([row.configuration for row in profiles], dtype=np.float64)
-    times = [row.times for row in profiles]
-    apart = [_compute_apart(row) for row in profiles]
-    return StepTimeModel(form, "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo").fit(
-        nodes=configurations[:, 0],
-        local_batch=configurations[:, 2],
-        step_time_s=[row.step_time_s for row in times],
-        workers_per_node=configurations[:, 1],
-        compute_time_s=[seconds for _, seconds in apart],
-        allreduce_time_s=[row.allreduce_time_s for row in times],
-        compute_batch=[batch for batch, _ in apart],
-    )
+    nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(
+        [columns for profile in profiles for columns in _observations(profile)], dtype=np.float64
+    ).T
+    backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
+    model = StepTimeModel(form, backend, in_parts=any(row.parts > 1 for row in profiles))
+    return model.fit(nodes, batch, step_s, per_node, compute_s, allreduce_s)
 
 
-def _compute_apart(profile: Profile) -> tuple[float, float]:
-    """Samples, and the seconds that a step without synchronization takes for them."""
-    times = profile.times
-    beside = times.data_time_s + times.optimizer_time_s
-    if profile.parts == 1 or times.part_time_s is None:
-        return float(profile.configuration.local_batch), beside + times.compute_time_s
-    return math.ceil(profile.part_batch), beside + times.part_time_s
+def _observations(profile: Profile) -> Iterator[tuple[float, ...]]:
+    """Nodes, workers per node, batch, and seconds of a step, of one without synchronization, and of the all-reduce."""
+    (nodes, per_node, batch), times = profile.configuration, profile.times
+    beside_s = times.data_time_s + times.optimizer_time_s
+    whole_s = beside_s + times.compute_time_s if profile.parts == 1 else math.nan
+    yield nodes, per_node, batch, times.step_time_s, whole_s, times.allreduce_time_s
+    for smaller, seconds in profile.smaller_computes:
+        waits_s = times.data_time_s * smaller / batch  # a loader that is too slow is so for each sample
+        yield nodes, per_node, smaller, math.nan, waits_s + times.optimizer_time_s + seconds, math.nan
 
 
 def _points(nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike) -> tuple[Rows, tuple[int, ...]]:
@@ -225,16 +221,15 @@ def _collect(
     workers_per_node: ArrayLike,
     compute_time_s: ArrayLike,
     allreduce_time_s: ArrayLike,
-    compute_batch: ArrayLike,
 ) -> Rows:
     """All observations as rows, in an order that does not depend on that of the input."""
-    count, batch, steps, per_node, computes, allreduces, seen = as_columns(
-        nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s, compute_batch
+    count, batch, steps, per_node, computes, allreduces = as_columns(
+        nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s
     )
-    check_positive(nodes=count, local_batch=batch, step_time_s=steps, workers_per_node=per_node, compute_batch=seen)
+    check_positive(nodes=count, local_batch=batch, step_time_s=steps[~np.isnan(steps)], workers_per_node=per_node)
     kind = np.repeat([STEP, COMPUTE, ALLREDUCE], len(steps))
     seconds = np.concatenate([steps, computes, allreduces])
-    rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.concatenate([batch, seen, batch]), seconds)
+    rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.tile(batch, 3), seconds)
     usable = np.isfinite(rows.seconds) & (rows.seconds > 0.0) & ((kind != ALLREDUCE) | (rows.workers > 1.0))
     rows = rows.only(usable)
     rows = _medians(rows) if len(rows.kind) > MANY_ROWS else rows

@@ -1,11 +1,12 @@
 """Which form of the step-time law fits measured rows, and with which coefficients.
 
-The coefficients of the law are unknown but for their signs; of three other things something is believed beforehand, and
+The coefficients of the law are unknown but for their signs; of some others something is believed beforehand, and
 the data decide as far as they can:
 
 - the overlapped share of the computation: 0.6 ± 0.3 on GPUs (the backward pass is two thirds of it), 0.1 ± 0.1 on CPUs,
   where the collective needs the same cores (on the test cluster full fits of three networks find 0, 0 and 0.3);
 - contention between workers of a node: 0 ± 0.1 for each further worker;
+- straggling: 0 ± 0.05 for each doubling of the workers;
 - departures u of batches and v of cluster sizes from the law: 0 ± 10 % where the typical residual is 3 %.
 
 The belief in departures makes this a mixed-effects model: what is measured of one batch on one cluster size says
@@ -14,6 +15,8 @@ something of that batch on the others, and sizes that were not measured are as u
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -38,6 +41,7 @@ from tula_hpc.analysis.step_time_law import (
     PER_SAMPLE,
     SHARING,
     STEP,
+    STRAGGLING,
     SYNC,
     Knots,
     Law,
@@ -58,15 +62,16 @@ class Belief(NamedTuple):
     @property
     def spreads(self) -> dict[int, float]:
         """Standard deviations of what is believed, by coefficient."""
-        return {OVERLAP: self.overlap_spread, CONTENTION: CONTENTION_SPREAD}
+        return {OVERLAP: self.overlap_spread, CONTENTION: CONTENTION_SPREAD, STRAGGLING: STRAGGLING_SPREAD}
 
 
 BELIEFS: dict[Backend, Belief] = {"nccl": Belief("double_tree", 0.6, 0.3), "gloo": Belief("ring", 0.1, 0.1)}
 CONTENTION_SPREAD = 0.1
+STRAGGLING_SPREAD = 0.05
 NOISE = 0.03  # typical relative residual of a step; the beliefs count in its units
 LEAST_NOISE = 0.003
 EFFECT_SPREAD = 0.1
-SCATTER = Scatter(error=0.04, rows=8.0)  # of a measured step, believed before any residual is seen
+SCATTER = Scatter(error=0.037, rows=8.0)  # of a measured step, believed before any residual is seen
 MAX_KNOTS = 64  # batches, and cluster sizes, with a departure of their own; with more of them the law alone is fitted
 MANY_ROWS = 5000  # likewise with more rows; and repeated measurements become their median before the fit
 FLOOR_BATCHES = 4  # a floor needs so many batches to be told from a line
@@ -88,6 +93,7 @@ class Fitted(NamedTuple):
     bounds: tuple[Array, Array]
     noise: float
     belief: Belief
+    in_parts: bool
 
     @property
     def misfit(self) -> float:
@@ -118,30 +124,39 @@ class Fitted(NamedTuple):
     def absent(self, rows: Rows) -> set[str]:
         """Coefficients that this form does not have, or that nothing measured is about."""
         absent = set() if np.any(rows.kind == ALLREDUCE) else {"overhead_s"}
-        absent |= set() if _tells_alone(rows) else {"alone_s"}
+        absent |= set() if self.in_parts and _tells_alone(rows) else {"alone_s"}
+        absent |= set() if np.any(rows.workers > 1.0) else {"straggling"}
         absent |= set() if np.any(rows.per_node > 1.0) else {"contention", "sharing_s", "node_sync_s"}
         absent |= set() if self.free[FLOOR] else {"compute_floor_s"}
         absent |= {"latency_s"} if self.law.form.latency is None else set()
-        return absent | ({"overlap_share", "overhead_s", "alone_s"} if self.law.additive else set())
+        return absent | ({"overlap_share", "overhead_s", "alone_s", "straggling"} if self.law.additive else set())
 
 
-def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
-    """The wanted form, or the best; the believed one unless another is clearly better, with a floor only if it is."""
+def choose_form(rows: Rows, wanted: FormName, belief: Belief, *, in_parts: bool = False) -> Fitted:
+    """The wanted form, or the best; the believed one unless another is clearly better, with a floor only if it is.
+
+    Args:
+        rows: What was measured.
+        wanted: A form, or "auto".
+        belief: What is believed beforehand.
+        in_parts: One worker takes its batch in parts.
+    """
+    fit = partial(_fit_form, rows, belief=belief, in_parts=in_parts)
+    found = _sharpened(fit(belief.form if wanted == "auto" else wanted), rows, fit)
     if wanted != "auto":
-        return _sharpened(_fit_form(rows, wanted, belief), rows, belief)
-    found = _sharpened(_fit_form(rows, belief.form, belief), rows, belief)
+        return found
     if _tells_forms(rows) and found.misfit > BETTER_BY - 2.0:  # or no form can be better by so much
         names = [name for name in FORMS if name != belief.form]
-        found = _clearly_best(found, [_fit_form(rows, name, belief, noise=found.noise) for name in names])
+        found = _clearly_best(found, [fit(name, noise=found.noise) for name in names])
     if not _tells_floor(rows) or found.misfit < BETTER_BY + 2.0:
         return found
-    return _clearly_best(found, [_fit_form(rows, found.form, belief, floor=True, noise=found.noise)])
+    return _clearly_best(found, [fit(found.form, floor=True, noise=found.noise)])
 
 
-def _sharpened(found: Fitted, rows: Rows, belief: Belief) -> Fitted:
+def _sharpened(found: Fitted, rows: Rows, fit: Callable[..., Fitted]) -> Fitted:
     """Fit again where steps scatter less than is usual: the beliefs, which count in units of it, then count less."""
     noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
-    return found if noise > SHARPER * NOISE else _fit_form(rows, found.form, belief, noise=noise)
+    return found if noise > SHARPER * NOISE else fit(found.form, noise=noise)
 
 
 def _clearly_best(first: Fitted, others: list[Fitted]) -> Fitted:
@@ -155,21 +170,22 @@ def _tells_forms(rows: Rows) -> bool:
 
 
 def _tells_alone(rows: Rows) -> bool:
-    """What one worker pays for taking its batch in parts shows where the computation of one part was timed."""
+    """What one worker pays for taking its batch in parts shows beside the computation of batches as a whole."""
     alone = rows.workers == 1.0
-    steps, computes = (rows.batch[alone & (rows.kind == kind)] for kind in (STEP, COMPUTE))
-    return bool(len(steps) and len(computes) and computes.min() < steps.min())
+    return all(np.any(alone & (rows.kind == kind)) for kind in (STEP, COMPUTE))
 
 
 def _tells_floor(rows: Rows) -> bool:
     return len(np.unique(rows.batch[rows.kind != ALLREDUCE])) >= FLOOR_BATCHES
 
 
-def _fit_form(rows: Rows, form: str, belief: Belief, *, floor: bool = False, noise: float = NOISE) -> Fitted:
+def _fit_form(
+    rows: Rows, form: str, *, belief: Belief, in_parts: bool, floor: bool = False, noise: float = NOISE
+) -> Fitted:
     law = Law(PAPER, _knots(rows, use=False), additive=True) if form == "paper" else Law(FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
-    free = _free(law, rows, linear, floor=floor)
+    free = _free(law, rows, linear, floor=floor, in_parts=in_parts)
     lower, upper = _bounds(law)
     believed, firmness = _beliefs(law, belief, noise)
 
@@ -179,7 +195,7 @@ def _fit_form(rows: Rows, form: str, belief: Belief, *, floor: bool = False, noi
 
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness)
     fit = fit_relative(problem, _starts(linear, weights, free, believed), free)
-    return Fitted(form, law, fit, free, (lower, upper), noise, belief)
+    return Fitted(form, law, fit, free, (lower, upper), noise, belief, in_parts)
 
 
 def _knots(rows: Rows, *, use: bool = True) -> Knots:
@@ -193,15 +209,16 @@ def _knots(rows: Rows, *, use: bool = True) -> Knots:
     )
 
 
-def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.bool_]:
+def _free(law: Law, rows: Rows, linear: Array, *, floor: bool, in_parts: bool) -> NDArray[np.bool_]:
     """Which coefficients the data can tell; those of which something is believed are always free."""
     bare = (OVERHEAD,) if np.any(rows.kind == ALLREDUCE) and not law.additive else ()
-    alone = (ALONE,) if _tells_alone(rows) and not law.additive else ()
+    alone = (ALONE,) if in_parts and _tells_alone(rows) and not law.additive else ()
     free = identified(linear, (PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY, *bare, SHARING, *alone))
     free[SYNC] |= free[LATENCY]  # where only several nodes were measured, overlap tells a constant from the computation
     together = bool(free[SYNC] or free[NODE_SYNC])
     free[OVERLAP] = together and not law.additive
     free[CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive
+    free[STRAGGLING] = len(np.unique(rows.workers)) > 1 and not law.additive
     free[FLOOR] = floor and bool(free[FIXED]) and not law.additive
     batches, sizes = law.knots
     free[len(NAMES) :] = [True] * len(batches) + [together] * len(sizes)
@@ -210,7 +227,7 @@ def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.boo
 
 def _bounds(law: Law) -> tuple[Array, Array]:
     lower, upper = np.zeros(law.coefficients), np.full(law.coefficients, np.inf)
-    upper[[OVERLAP, CONTENTION]] = 1.0
+    upper[[OVERLAP, CONTENTION, STRAGGLING]] = 1.0
     lower[len(NAMES) :], upper[len(NAMES) :] = -1.0, 1.0
     return lower, upper
 

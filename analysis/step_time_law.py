@@ -3,7 +3,8 @@
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 
     t_step    = (1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N)
-    t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈ × (1 + contention × (r − 1)) × e^u(b)
+    t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈
+                × (1 + contention × (r − 1)) × (1 + straggling × log₂ N) × e^u(b)
     t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1) + node_sync_s × f(r)) × e^v(K, r)
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
@@ -22,6 +23,8 @@ left.
   form does not say.
 - `alone_s`: what one worker alone pays beside the computation. AGS takes its batch in two parts there, for the gradient
   of a small batch that several workers have anyway: all that a pass takes whatever the batch is then paid twice.
+- `straggling`: all wait for the slowest of N workers, which is the slower the more there are (the mean of the largest
+  of N exponentially distributed delays grows as log N); likewise where nodes share more than their network.
 - u and v: how far a measured batch or cluster size departs from the law, as real ones do by some percent (the kernels
   that suit a batch, the switch that joins these nodes). They are shrunk towards 0, see `performance`; u is interpolated
   over log b between the measured batches, v is 0 for cluster sizes that were not measured.
@@ -75,11 +78,11 @@ NAMES = (
     "overhead_s",
     "overlap_share",
     "alone_s",
+    "straggling",
 )
-FIXED, PER_SAMPLE, FLOOR, CONTENTION, SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE = range(len(NAMES))
-STEP, COMPUTE, ALLREDUCE = range(
-    3
-)  # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
+FIXED, PER_SAMPLE, FLOOR, CONTENTION = range(4)
+SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE, STRAGGLING = range(4, len(NAMES))
+STEP, COMPUTE, ALLREDUCE = 0, 1, 2  # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
 
 
 class Rows(NamedTuple):
@@ -163,11 +166,12 @@ class Law(NamedTuple):
         by_u, by_v = by_compute * compute, by_sync * sync
         at_batches, at_sizes = self.knots.weights(rows)
         blocks = [
-            by_compute[:, None] * of_compute,
+            by_compute[:, None] * of_compute[:, :-1],
             by_sync[:, None] * of_sync,
             waits[:, None],
             by_share[:, None],
             alone[:, None],
+            by_compute[:, None] * of_compute[:, -1:],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
@@ -199,14 +203,16 @@ class Law(NamedTuple):
         return u, v
 
     def _compute(self, coefficients: Array, rows: Rows, u: Array | float) -> tuple[Array, Array]:
-        """t_compute, and its gradient (n, 4) over fixed, per sample, floor, contention."""
+        """t_compute, and its gradient (n, 5) over fixed, per sample, floor, contention, straggling."""
         line = coefficients[FIXED] + coefficients[PER_SAMPLE] * rows.batch
         base, by_line, by_floor = _norm(line, coefficients[FLOOR], FLOOR_NORM)
-        others = rows.per_node - 1.0
-        effect = np.exp(u)
-        crowd = effect * (1.0 + coefficients[CONTENTION] * others)
-        gradient = [crowd * by_line, crowd * by_line * rows.batch, crowd * by_floor, effect * base * others]
-        return base * crowd, np.stack(gradient, axis=1)
+        others, doublings = rows.per_node - 1.0, np.log2(rows.workers)
+        crowded, late = 1.0 + coefficients[CONTENTION] * others, 1.0 + coefficients[STRAGGLING] * doublings
+        factor = np.exp(u) * crowded * late
+        of_line = factor * by_line
+        of_waits = base * np.exp(u) * late * others, base * np.exp(u) * crowded * doublings
+        gradient = np.stack([of_line, of_line * rows.batch, factor * by_floor, *of_waits], axis=1)
+        return base * factor, gradient
 
     def _sync(self, coefficients: Array, rows: Rows, v: Array | float) -> tuple[Array, Array]:
         """t_sync, and its gradient (n, 4) over sync, latency, sharing, node sync."""

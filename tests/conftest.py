@@ -46,9 +46,10 @@ def once_a_table(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.cache
     def fitted(pickled: bytes) -> Any:
-        return fit(*pickle.loads(pickled))  # noqa: S301 # of this very process
+        table, more = pickle.loads(pickled)  # noqa: S301 # of this very process
+        return fit(*table, **more)
 
-    return lambda *table: fitted(pickle.dumps(table))
+    return lambda *table, **more: fitted(pickle.dumps((table, more)))
 
 
 @pytest.fixture(scope="module", autouse=True)

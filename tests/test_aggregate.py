@@ -23,6 +23,12 @@ def test_repeats_become_their_median() -> None:
     assert (first.repeats, second.repeats) == (3, 2)
 
 
+def test_smaller_computations_become_medians_too() -> None:
+    apart = (((8, 0.1), (16, 0.3)), ((8, 0.3),), ((8, 0.2), (16, math.nan)), ())
+    (found,) = summarize(ok(1, 32, smaller_computes=row) for row in apart).profiles
+    assert dict(found.smaller_computes) == pytest.approx({8: 0.2, 16: 0.3})
+
+
 def test_repeats_that_do_not_know_a_time_do_not_count_for_its_median() -> None:
     rows = [ok(1, 32, times=times(1, 32, forward_time_s=forward)) for forward in (0.1, 0.3)]
     former = ok(1, 32)

@@ -21,6 +21,7 @@ from tula_hpc.config import (
     ClusterSpec,
     SearchSpec,
     SweepSpec,
+    batches_timed_apart,
     check_together,
     load_cluster,
     load_sweep,
@@ -315,6 +316,25 @@ def test_local_batches_are_all_powers_of_two_within_the_bounds(
     search = SearchSpec(min_batch=lowest, max_batch=lowest + width)
     expected = [b for b in (2**k for k in range(15)) if lowest <= nodes * workers * b <= lowest + width]
     assert local_batches(search, nodes, workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "local_batch", "expected"),
+    [
+        ({}, 1, 512, [4, 8, 16, 32, 64, 128, 256]),
+        ({}, 1, 16, [4, 8]),
+        ({}, 1, 4, []),
+        ({}, 2, 512, []),  # one node tells it
+        ({"cluster_sizes": [2, 8]}, 2, 512, [4, 8, 16, 32, 64, 128, 256]),
+        ({"mode": "full"}, 1, 512, []),
+        ({"min_batch": 2}, 1, 4, [2]),  # none of a single sample
+    ],
+)
+def test_smaller_batches_are_timed_apart_on_the_fewest_nodes(
+    changes: dict[str, Any], nodes: int, local_batch: int, expected: list[int]
+) -> None:
+    search = SearchSpec.model_validate({"cluster_sizes": [1, 2, 8], "min_batch": 32, "max_batch": 2048, **changes})
+    assert batches_timed_apart(search, nodes, 1, local_batch) == expected
 
 
 # Whatever is in a file: a specification or an InputError.

@@ -208,8 +208,9 @@ def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> Non
     for batch in (64, 256):
         row = measurement(Configuration(1, 1, batch), 0)
         assert row.times is not None
-        apart = {"compute_time_s": 2 * compute_time_s(batch // 2), "part_time_s": compute_time_s(batch // 2)}
-        rows.append(row.model_copy(update={"parts": 2, "times": row.times.model_copy(update=apart)}))
+        times = row.times.model_copy(update={"compute_time_s": 2 * compute_time_s(batch // 2)})
+        parts = {"parts": 2, "smaller_computes": ((batch // 2, compute_time_s(batch // 2)),)}
+        rows.append(row.model_copy(update={**parts, "times": times}))
     alone, several = (expected_parts(rows, Configuration(nodes, 1, 64)).compute_time_s for nodes in (1, 4))
     assert alone == pytest.approx(2 * compute_time_s(32))
     assert several == pytest.approx(compute_time_s(64))

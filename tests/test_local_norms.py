@@ -305,5 +305,5 @@ def test_a_profile_times_an_update_only_where_it_takes_a_pass(model: str, update
     measurement = measure(spec, ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert measurement.status == "ok"
     assert ("update" in measurement.samples) == updates
-    assert measurement.times is not None
-    assert (measurement.parts, measurement.times.part_time_s is None) == ((1, True) if updates else (2, False))
+    assert measurement.parts == (1 if updates else 2)
+    assert updates or 16 in dict(measurement.smaller_computes)

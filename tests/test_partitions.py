@@ -27,7 +27,8 @@ def both(**more: Any) -> ClusterSpec:
 
 def on(partition: str, nodes: int, local_batch: int, pace: float = 1.0) -> Measurement:
     step = pace * step_time_s(nodes, local_batch)
-    timed = times(nodes, local_batch, step_time_s=step, compute_time_s=0.9 * step, allreduce_time_s=0.0)
+    alone = pace * step_time_s(1, local_batch)
+    timed = times(nodes, local_batch, step_time_s=step, compute_time_s=0.9 * alone, allreduce_time_s=0.0)
     return ok(nodes, local_batch, partition=partition, times=timed)
 
 

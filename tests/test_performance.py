@@ -239,18 +239,57 @@ def test_what_a_step_waits_beside_the_bare_collective_grows_with_its_rounds(form
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
 
 
+def test_that_all_wait_for_the_slowest_is_found() -> None:
+    truth = Truth(sync=0.05, overlap=0.1)
+    late = 1 + 0.04 * np.log2(NODES)
+    steps = truth.step("ring", NODES, BATCH) + (late - 1) * truth.compute(BATCH)
+    apart = {"compute_time_s": late * truth.compute(BATCH), "allreduce_time_s": truth.allreduce("ring", NODES)}
+    few = (np.isin(NODES, [1, 2]) & np.isin(BATCH, [8, 512])) | ((NODES == 8) & (BATCH == 8))
+    apart = {name: values[few] for name, values in apart.items()}
+    model = StepTimeModel("ring", "gloo").fit(NODES[few], BATCH[few], steps[few], **apart)
+    assert model.parameters_["straggling"] == pytest.approx(0.04, rel=0.25)
+    np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
+
+
+def test_computation_that_was_timed_alone_tells_how_batches_depart_from_the_line_wherever_they_run() -> None:
+    truth, slow = Truth(sync=0.05), {32.0: 1.1, 128.0: 0.9}
+    factor = np.array([slow.get(batch, 1.0) for batch in BATCH])
+    steps = truth.step("ring", NODES, BATCH) + (factor - 1) * truth.compute(BATCH)
+    few = np.isin(NODES, [1, 8]) & np.isin(BATCH, [8, 512])
+    curve = (NODES == 1) & ~few
+    model = StepTimeModel("ring", "gloo").fit(NODES[few], BATCH[few], steps[few])
+    known = StepTimeModel("ring", "gloo").fit(
+        np.append(NODES[few], NODES[curve]),
+        np.append(BATCH[few], BATCH[curve]),
+        np.append(steps[few], np.full(curve.sum(), np.nan)),
+        compute_time_s=np.append(np.full(few.sum(), np.nan), (factor * truth.compute(BATCH))[curve]),
+    )
+    others = ~few
+    assert error(known, NODES[others], BATCH[others], steps[others]) < 0.03
+    assert np.max(np.abs(known.predict(NODES, BATCH) / steps - 1)) < 0.6 * np.max(
+        np.abs(model.predict(NODES, BATCH) / steps - 1)
+    )
+
+
 def test_what_a_worker_alone_pays_for_taking_its_batch_in_parts_is_not_believed_of_several() -> None:
     truth = Truth(fixed=0.03, sync=0.05, overlap=0.1)  # as is believed where nothing tells it
     steps = truth.step("ring", NODES, BATCH) + np.where(NODES == 1, truth.fixed, 0.0)
-    part = np.where(NODES == 1, BATCH / 2, BATCH)
     cheap = (BATCH != 128) & ((NODES == 1) | ((NODES == 8) & (BATCH == 8)))
-    points: dict[str, Array] = {"nodes": NODES[cheap], "local_batch": BATCH[cheap], "step_time_s": steps[cheap]}
-    apart = {"compute_time_s": truth.compute(part)[cheap], "allreduce_time_s": truth.allreduce("ring", NODES)[cheap]}
-    model = StepTimeModel("ring", "gloo").fit(**points, **apart, compute_batch=part[cheap])
+    whole = np.where(NODES > 1, truth.compute(BATCH), np.nan)[cheap]
+    parts = BATCH[cheap & (NODES == 1)] / 2
+    none = np.full(len(parts), np.nan)
+    points: dict[str, Array] = {
+        "nodes": np.append(NODES[cheap], np.ones(len(parts))),
+        "local_batch": np.append(BATCH[cheap], parts),
+        "step_time_s": np.append(steps[cheap], none),
+        "compute_time_s": np.append(whole, truth.compute(parts)),
+        "allreduce_time_s": np.append(truth.allreduce("ring", NODES)[cheap], none),
+    }
+    model = StepTimeModel("ring", "gloo", in_parts=True).fit(**points)
     assert model.parameters_["alone_s"] == pytest.approx(truth.fixed, rel=0.1)
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
-    assert "alone_s" not in StepTimeModel("ring", "gloo").fit(**points, **apart).parameters_
-    assert "alone_s" not in StepTimeModel("paper").fit(**points, **apart, compute_batch=part[cheap]).parameters_
+    assert "alone_s" not in StepTimeModel("ring", "gloo").fit(**points).parameters_
+    assert "alone_s" not in StepTimeModel("paper", in_parts=True).fit(**points).parameters_
 
 
 def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
@@ -276,7 +315,8 @@ def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
 def test_what_the_data_cannot_tell_is_pinned_and_named(nodes: list[int], batch: list[int], pinned: set[str]) -> None:
     steps = Truth().step("ring", np.array(nodes, dtype=float), np.array(batch, dtype=float))
     model = StepTimeModel("ring", "gloo").fit(nodes, batch, steps)
-    assert set(model.pinned_) - {"overlap_share"} == pinned - {"overlap_share"}
+    believed = {"overlap_share", "straggling"}
+    assert set(model.pinned_) - believed == pinned - believed
     assert ("overlap_share" in model.pinned_) >= ("overlap_share" in pinned)
     assert all(model.parameters_[name] == 0 for name in pinned - {"overlap_share"})
     np.testing.assert_allclose(model.predict(nodes, batch), steps, rtol=0.03)
@@ -311,7 +351,7 @@ def test_the_interval_holds_new_measurements_as_often_as_it_says() -> None:
         low, high = model.interval(NODES, BATCH, level=0.9)
         new = truth * random.lognormal(0, 0.05, NODES.shape)
         inside.append(np.mean((low <= new) & (new <= high)))
-    assert 0.86 <= np.mean(inside) <= 0.98
+    assert 0.85 <= np.mean(inside) <= 0.98
 
 
 def test_intervals_are_wider_for_few_data_far_points_and_high_levels() -> None:

@@ -21,7 +21,15 @@ from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.power import Power
-from tula_hpc.profiler import MemoryMeter, NodePower, StepProfile, _stopping_rule, _without_updates, measure
+from tula_hpc.profiler import (
+    MemoryMeter,
+    NodePower,
+    SharedTimes,
+    StepProfile,
+    _stopping_rule,
+    _without_updates,
+    measure,
+)
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.timing import StoppingRule
 from tula_hpc.worker import Worker, check_kernels, pick_device
@@ -117,7 +125,10 @@ def test_a_profile_times_every_part_and_counts_the_memory(profiled: Profiled) ->
     assert measurement.times is not None
     assert min(measurement.times.step_time_s, measurement.times.compute_time_s, measurement.times.update_time_s) > 0
     assert measurement.times.allreduce_time_s == 0
-    assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update", "forward"}
+    smaller = {"compute of 8", "compute of 16"}  # local batches of other candidates
+    assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update", "forward", *smaller}
+    assert [batch for batch, _ in measurement.smaller_computes] == [8, 16]
+    assert 0.0 < measurement.smaller_computes[0][1] < measurement.times.compute_time_s
     assert (measurement.dataset_samples, measurement.test_samples) == (1438, 359)
     assert measurement.memory is not None
     assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
@@ -268,11 +279,22 @@ def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, node
 
 
 def test_a_second_batch_takes_over_the_all_reduce_that_the_first_one_timed() -> None:
-    shared = {1: 0.25}  # as if a job of one worker had one
+    shared = SharedTimes({1: 0.25}, set())  # as if a job of one worker had one
     measurement = measure(sweep(model=PERCEPTRON), ClusterSpec(), CONFIGURATION, ALONE, shared)
     assert measurement.times is not None
     assert measurement.times.allreduce_time_s == 0.25
     assert "allreduce" not in measurement.samples
+
+
+@pytest.mark.parametrize(("mode", "known", "timed"), [("adaptive", {(1, 8)}, [16]), ("full", set(), [])])
+def test_no_smaller_batch_is_timed_that_the_job_knows_or_will_know(
+    mode: str, known: set[tuple[int, int]], timed: list[int]
+) -> None:
+    spec, shared = sweep("lbt", model=PERCEPTRON), SharedTimes({}, set(known))
+    spec = spec.model_copy(update={"search": spec.search.model_copy(update={"mode": mode})})
+    measurement = measure(spec, ClusterSpec(), CONFIGURATION, ALONE, shared)
+    assert [batch for batch, _ in measurement.smaller_computes] == timed
+    assert shared.computed == known | {(1, 32)} | {(1, batch) for batch in timed}
 
 
 class FakePower:

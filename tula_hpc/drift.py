@@ -218,12 +218,8 @@ def _computes(rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool) -> 
     if alone:
         in_parts = [(row, times) for row, times in rows if row.parts > 1]
         return [(row.local_batch, times.compute_time_s) for row, times in in_parts or rows]
-    return [
-        (row.local_batch, times.compute_time_s)
-        if row.parts == 1 or times.part_time_s is None
-        else (math.ceil(row.local_batch / row.parts), times.part_time_s)
-        for row, times in rows
-    ]
+    whole = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts == 1]
+    return whole + [point for row, _ in rows for point in row.smaller_computes]
 
 
 def _all_reduces(rows: Sequence[tuple[Measurement, StepTimes]]) -> list[tuple[int, float]]:

@@ -6,15 +6,16 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc import resident
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DivergedError, Failure
 from tula_hpc.forward_probe import time_forward
@@ -22,13 +23,23 @@ from tula_hpc.methods import pass_interval
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.power import PowerMeter
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
-from tula_hpc.timing import StoppingRule, median_interval, time_steps
+from tula_hpc.timing import StoppingRule, median_interval, seconds_of, time_steps
 from tula_hpc.worker import Worker, backend_of, describe_versions
 from tula_hpc.workloads.optimizers import own_states, shards
 
-SharedTimes = dict[int, float]  # bare all-reduce by world size, seconds: it does not depend on the batch
-
 BUCKET_BYTES = 25 * 1024**2  # DDP's default bucket: the bare all-reduce sends what DDP sends
+
+
+class SharedTimes(NamedTuple):
+    """What one configuration of a job tells of later ones."""
+
+    allreduce_s: dict[int, float]  # bare all-reduce by world size: it does not depend on the batch
+    computed: set[tuple[int, int]]  # world sizes and samples whose computation was timed
+
+    @classmethod
+    def none(cls) -> SharedTimes:
+        """At the start of a job."""
+        return cls({}, set())
 
 
 def oom_record(
@@ -63,7 +74,7 @@ def measure(
     started = time.monotonic()
     memory = MemoryMeter(cluster)
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
-    profile = StepProfile(worker, _stopping_rule(sweep), {} if shared is None else shared)
+    profile = StepProfile(worker, _stopping_rule(sweep), shared)
     power = NodePower(cluster, worker)
     profile.run(memory, power)
     facts: dict[str, Any] = {
@@ -76,6 +87,7 @@ def measure(
         "updates_per_epoch": _updates_per_epoch(sweep, worker),
         "parameters": sum(p.numel() for p in worker.model.parameters()),
         "parts": worker.parts,
+        "smaller_computes": profile.smaller_computes(),
         "start_s": 0.0 if job_began_at is None else max(0.0, profile.stepped_at - job_began_at),
     }
     del worker, profile, power
@@ -116,8 +128,9 @@ class StepProfile:
 
     def __init__(self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None) -> None:
         self.worker, self.rule = worker, rule
-        self.shared = {} if shared is None else shared
+        self.shared = SharedTimes.none() if shared is None else shared
         self.samples: dict[str, list[float]] = {}
+        self.computed: list[int] = []  # smaller batches whose computation was timed
         self.batch_bytes = 0
         self.noise = NoiseEstimate()
         self.stepped_at = math.inf  # Unix time at the end of the first step
@@ -147,15 +160,13 @@ class StepProfile:
         inputs, targets = next(self.batches)
         self.batch_bytes = _bytes((inputs, targets))
         self._time("compute", lambda: self._compute(inputs, targets))
-        if self.worker.parts > 1:
-            first = math.ceil(len(targets) / self.worker.parts)
-            self._time("part", lambda: self._compute(inputs[:first], targets[:first], whole=True))
+        self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
         method = self.worker.sweep.training.method
         if method in ("ags", "adascale") and self.worker.norms is None:  # else no update takes a pass
             self._compute(inputs, targets)  # the update looks at the gradients of a backward pass
             self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
-        if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared:
+        if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared.allreduce_s:
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
@@ -186,6 +197,30 @@ class StepProfile:
         self.worker.optimizer.zero_grad(set_to_none=True)
         self.worker.forward_backward(inputs, targets, synchronize=False, whole=whole)
 
+    def _time_smaller_computes(self, inputs: Tensor, targets: Tensor) -> None:
+        """Of one part of the batch, where a step takes it in parts; and of other candidates' batches.
+
+        They take turns: what disturbs the machine for seconds disturbs a few passes of each, which no median sees.
+        """
+        worker, batch = self.worker, len(targets)
+        part = math.ceil(batch / worker.parts)
+        place = worker.configuration
+        others = batches_timed_apart(worker.sweep.search, place.nodes, place.workers_per_node, batch)
+        known = {size for world, size in self.shared.computed if world == place.world_size}
+        self.computed = sorted({part, *others} - {batch} - (known - {part}))
+        samples: dict[int, list[float]] = {size: [] for size in self.computed}
+        for size in self.computed * self.rule.min_steps:
+            compute = partial(self._compute, inputs[:size], targets[:size], whole=True)
+            samples[size].append(seconds_of(worker, compute))
+        self.samples |= {_compute_of(size): seconds for size, seconds in samples.items()}
+        whole = [batch] if part == batch else []
+        self.shared.computed.update((place.world_size, size) for size in (*whole, *self.computed))
+
+    def smaller_computes(self) -> tuple[tuple[int, float], ...]:
+        """Medians for each smaller batch, the slowest worker's. Collective."""
+        medians = [median_interval(self.samples[_compute_of(size)]).median_s for size in self.computed]
+        return tuple(zip(self.computed, self.worker.agree(*medians), strict=True)) if medians else ()
+
     def _time_optimizer(self) -> None:
         for parameter in self.worker.parameters:  # or each step would scale, in place, what the one before has scaled
             if parameter.grad is not None:
@@ -195,10 +230,10 @@ class StepProfile:
     def times(self) -> StepTimes:
         """Medians, the slowest worker's for the parts that workers do alone. Collective."""
         whole = median_interval(self.samples["step"])
-        parts = ("data", "compute", "optimizer", "allreduce", "update", "forward", "part")
+        parts = ("data", "compute", "optimizer", "allreduce", "update", "forward")
         medians = [median_interval(self.samples[part]).median_s if self.samples.get(part) else 0.0 for part in parts]
-        data, compute, optimizer, allreduce, update, forward, part = self.worker.agree(*medians)
-        allreduce = self.shared.setdefault(self.worker.env.world_size, allreduce)
+        data, compute, optimizer, allreduce, update, forward = self.worker.agree(*medians)
+        allreduce = self.shared.allreduce_s.setdefault(self.worker.env.world_size, allreduce)
         return StepTimes(
             step_time_s=whole.median_s,
             step_time_low_s=whole.low_s,
@@ -209,8 +244,11 @@ class StepProfile:
             allreduce_time_s=allreduce,
             update_time_s=update,
             forward_time_s=forward or None,
-            part_time_s=part or None,
         )
+
+
+def _compute_of(size: int) -> str:
+    return f"compute of {size}"
 
 
 class NodePower:

@@ -19,7 +19,7 @@ from tula_hpc.records import Configuration, append_record, rank_file
 def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
-    shared: SharedTimes = {}
+    shared = SharedTimes.none()
     ground = HeldFolder(job.output.parent)
     measured = 0
     while (configuration := _hear(allocation, agenda)) is not None:

@@ -8,17 +8,18 @@ are compared with what WORK holds. The workloads differ in computation to commun
 (shufflenet_v2_x0_5), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
 
 Each is profiled by full search with one job for each configuration, and by the adaptive search in packed jobs; and both
-in three rounds, each over all workloads. Neighbours on the host of a virtual machine
-disturb it for seconds to minutes, and never make it faster: the fastest round of a configuration is taken for true.
+in three rounds, each over all workloads. Neighbours on the host of a virtual machine disturb it for seconds to hours:
+the median over the rounds is taken for true.
 
 - full: fitted to the true measurements and compared with them.
 - corners: fitted to four corners of them, compared elsewhere.
-- adaptive_replayed: the adaptive search replayed over them, compared where it did not look.
+- adaptive_replayed: the adaptive search replayed over them, compared where it did not look; what it also times, of
+  smaller batches' computation, is the median over its own rounds.
 - adaptive: fitted to what the adaptive search measured itself in one round, disturbances and all, compared with the
   true measurements where it did not look; one value for each round and their median.
-- repeatability: how much slower than the fastest the other rounds of a configuration are.
-- cost_share: node-seconds of the adaptive search's jobs over those of the full search's in the same round, start-up and
-  all.
+- repeatability: how far single rounds are from the median.
+- cost_share: node-seconds of the adaptive search's jobs over those of the full search's, median over its rounds,
+  start-up and all.
 - regret: of the configuration chosen for each of three objectives, by the true measurements: from what the adaptive
   search measured itself, for the knee; and from its replay for that objective.
 - memory: predicted peak against the full search's, from both.
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -123,29 +123,16 @@ def read(run: Path) -> Searched:
     return Searched(sweep, cluster, measured, cost.node_seconds, cost.jobs)
 
 
-def undisturbed(rounds: Sequence[Searched]) -> Searched:
-    """The fastest measurement of each configuration."""
-    fastest: dict[Configuration, Measurement] = {}
-    for searched in rounds:
-        for row in filter(is_usable, searched.measured):
-            known = fastest.get(row.configuration)
-            if known is None or _step_time_s(row) < _step_time_s(known):
-                fastest[row.configuration] = row
-    return rounds[0]._replace(measured=list(fastest.values()))
-
-
-def _step_time_s(row: Measurement) -> float:
-    return row.times.step_time_s if row.times is not None else math.inf
+def pooled(rounds: Sequence[Searched]) -> Searched:
+    """All measurements of all rounds: repeats count as their median."""
+    return rounds[0]._replace(measured=[row for searched in rounds for row in searched.measured if is_usable(row)])
 
 
 def repeatability(rounds: Sequence[Searched]) -> dict[str, float]:
-    """How much slower than the fastest the other measurements of a configuration are."""
-    by_configuration: dict[Configuration, list[float]] = {}
-    for searched in rounds:
-        for configuration, seconds in searched.times().items():
-            by_configuration.setdefault(configuration, []).append(seconds)
-    slower = [s / min(times) - 1 for times in by_configuration.values() for s in sorted(times)[1:]] or [math.nan]
-    return {"median": median(slower), "largest": max(slower)}
+    """How far the single measurements of a configuration are from their median."""
+    true = pooled(rounds).times()
+    off = [abs(s / true[c] - 1) for searched in rounds for c, s in searched.times().items()]
+    return {"median": median(off), "largest": max(off)}
 
 
 def errors(rows: Sequence[Measurement], truth: dict[Configuration, float], form: FormName = "auto") -> dict[str, float]:
@@ -174,14 +161,24 @@ def corners(searched: Searched) -> list[Measurement]:
 
 
 def replayed(searched: Searched) -> list[Measurement]:
-    """What the adaptive search would have measured."""
-    by_configuration = {row.configuration: row for row in searched.measured if is_usable(row)}
+    """What the adaptive search would have measured, all rounds of it."""
     aim = Aim(searched.sweep.objective.kind, searched.sweep, searched.cluster)
-    search = AdaptiveSearch(list(by_configuration), aim)
+    search = AdaptiveSearch(sorted(searched.times()), aim)
     rows: list[Measurement] = []
     while proposed := search.propose(rows):
-        rows.append(by_configuration[proposed[0]].model_copy(update={"finished_at": len(rows) + 1.0}))
+        latest = {"finished_at": len(rows) + 1.0}
+        rows += [row.model_copy(update=latest) for row in searched.measured if row.configuration == proposed[0]]
     return rows
+
+
+def with_smaller_computes(full: Searched, adaptive_rounds: Sequence[Searched]) -> Searched:
+    """The full search's measurements, each with what the adaptive ones timed beside it of smaller batches."""
+    timed = {p.configuration: p.smaller_computes for p in summarize(pooled(adaptive_rounds).measured).profiles}
+    rows = [
+        row.model_copy(update={"smaller_computes": timed.get(row.configuration) or row.smaller_computes})
+        for row in full.measured
+    ]
+    return full._replace(measured=rows)
 
 
 def regrets(full: Searched, rounds: Sequence[Searched]) -> dict[str, dict[str, Any]]:
@@ -211,7 +208,7 @@ def regrets(full: Searched, rounds: Sequence[Searched]) -> dict[str, dict[str, A
             "searched for it, replayed": {
                 "chosen": str(last),
                 "regret": value(last) / value(best) - 1.0,
-                "profiled": len(aimed.measured),
+                "profiled": len(aimed.times()),
             },
         }
     return found
@@ -251,11 +248,12 @@ def memory_error(fitted: Searched, truth: Searched) -> float:
 
 def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]) -> dict[str, Any]:
     """All numbers of one workload."""
-    full = undisturbed(full_rounds)
+    full = pooled(full_rounds)
     truth = full.times()
-    played = replayed(full)
+    played = replayed(with_smaller_computes(full, adaptive_rounds))
     named = (("full", full_rounds), ("adaptive", adaptive_rounds))
-    shares = [a.node_seconds / f.node_seconds for a, f in zip(adaptive_rounds, full_rounds, strict=False)]
+    whole = median(searched.node_seconds for searched in full_rounds)
+    shares = [searched.node_seconds / whole for searched in adaptive_rounds]
     return {
         "full": errors(full.measured, truth),
         "full, paper's form": errors(full.measured, truth, "paper"),
@@ -269,7 +267,7 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
         "node_seconds": {name: [s.node_seconds for s in rounds] for name, rounds in named},
         "jobs": {name: [s.jobs for s in rounds] for name, rounds in named},
         "cost_share": {"median": median(shares), "rounds": shares},
-        "regret": regrets(full, adaptive_rounds),
+        "regret": regrets(with_smaller_computes(full, adaptive_rounds), adaptive_rounds),
         "memory": {"full": memory_error(full, full), "adaptive": [memory_error(a, full) for a in adaptive_rounds]},
         "step_times_s": {str(c): [s.times().get(c) for s in full_rounds] for c in sorted(truth)},
     }

@@ -11,7 +11,7 @@ from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
 from tula_hpc.config.pricing import PricingSpec
 from tula_hpc.config.reading import load_cluster, load_sweep, load_together
-from tula_hpc.config.search import SearchSpec, local_batches
+from tula_hpc.config.search import SearchSpec, batches_timed_apart, local_batches
 from tula_hpc.config.spec import GIB, Spec
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
 from tula_hpc.config.study_columns import study_column
@@ -43,6 +43,7 @@ __all__ = [
     "SweepSpec",
     "TrainingSpec",
     "WorkloadSpec",
+    "batches_timed_apart",
     "check_together",
     "cluster_sizes",
     "load_cluster",

@@ -60,3 +60,15 @@ def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list
     lowest = max(0, math.ceil(math.log2(search.min_batch / world)))
     powers = (2**k for k in range(lowest, search.max_batch.bit_length()))
     return [b for b in powers if search.min_batch <= world * b <= search.max_batch]
+
+
+def batches_timed_apart(search: SearchSpec, nodes: int, workers_per_node: int, local_batch: int) -> list[int]:
+    """Smaller local batches of other candidates whose computation a profile times too, ascending.
+
+    Computation needs no cluster: the fewest nodes tell it for all. A full search measures every batch anyway. A batch
+    of one sample is left out, on which BatchNorm may refuse to train.
+    """
+    if search.mode == "full" or nodes > min(search.cluster_sizes):
+        return []
+    wanted = {b for size in search.cluster_sizes for b in local_batches(search, size, workers_per_node)}
+    return sorted(b for b in wanted if 1 < b < local_batch)

@@ -22,7 +22,6 @@ class StepTimes(Record):
     allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
     update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
     forward_time_s: float | None = None  # a local batch as evaluation takes it, measured apart; None: unknown
-    part_time_s: float | None = None  # forward and backward of one of `Measurement.parts` as a whole, measured apart
 
 
 class MemoryUse(Record):
@@ -60,11 +59,13 @@ class Measurement(Record):
     updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
     parameters: int = 0
     parts: int = Field(default=1, ge=1, le=10**6)  # in so many a step takes the local batch, one after another
+    # smaller batches, samples, and seconds of forward and backward of each at once, without synchronization
+    smaller_computes: tuple[tuple[Batch, float], ...] = ()
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default={})
-    # per-step seconds: step, data, compute, optimizer, update, allreduce, forward
+    # per-step seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce, forward
     samples: dict[str, list[float]] = Field(default={})
     job_id: JobId = ""
     finished_at: float = 0.0  # Unix time
