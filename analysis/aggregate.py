@@ -143,8 +143,7 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
 def _medians_by_batch(rows: Iterable[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
     found: defaultdict[int, list[float]] = defaultdict(list)
     for batch, seconds in chain.from_iterable(rows):
-        if 0.0 < seconds < CREDIBLE_S:
-            found[batch].append(seconds)
+        found[batch].append(seconds)
     return tuple((batch, median(found[batch])) for batch in sorted(found))
 
 

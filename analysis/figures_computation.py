@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Point(NamedTuple):
 def draw_computation(run: RunContents) -> Drawing | Missing:
     """Samples per second of forward and backward, measured, over the local batch."""
     points = [point for item in run.ok for point in _points(item)]
-    if len({point.configuration.local_batch for point in points}) < 2:
+    if not points or len(_by_batch(points)) < 2:
         return Missing("computation", "computation", "fewer than two local batches have been measured yet")
     title = _title(points)
     with style.styled():
@@ -50,8 +51,7 @@ def _points(item: Measurement) -> Iterable[Point]:
     if item.times is not None and item.times.compute_time_s > 0.0 and item.parts == 1:
         yield Point(item.configuration, item.times.compute_time_s, beside=False)
     for batch, seconds in item.smaller_computes:
-        if seconds > 0.0:
-            yield Point(item.configuration._replace(local_batch=batch), seconds, beside=True)
+        yield Point(item.configuration._replace(local_batch=batch), seconds, beside=True)
 
 
 def _draw(axes: Axes, points: Sequence[Point], sizes: list[int]) -> None:
@@ -71,10 +71,13 @@ def _draw(axes: Axes, points: Sequence[Point], sizes: list[int]) -> None:
         )
 
 
-def _by_batch(points: Iterable[Point]) -> dict[int, float]:
-    """Median speed of each batch, samples per second, ascending."""
+def _by_batch(points: Sequence[Point]) -> dict[int, float]:
+    """Median speed of each batch, samples per second, on as many nodes as most batches were computed on."""
+    batches = {(p.configuration.nodes, p.configuration.local_batch) for p in points}
+    count = Counter(nodes for nodes, _ in batches)
+    where = min(count, key=lambda nodes: (-count[nodes], nodes))
     speeds: dict[int, list[float]] = {}
-    for point in points:
+    for point in (point for point in points if point.configuration.nodes == where):
         speeds.setdefault(point.configuration.local_batch, []).append(point.samples_per_second)
     return {batch: median(speeds[batch]) for batch in sorted(speeds)}
 
@@ -108,7 +111,9 @@ def _caption(points: Sequence[Point]) -> str:
     )
     if any(point.beside for point in points):
         text += "Hollow markers were timed beside a profile with a larger batch, which costs no job of their own. "
-    return f"{text}Markers of other numbers of nodes lie lower where all wait for the slowest worker."
+    if len({point.configuration.nodes for point in points}) > 1:
+        text += "Of several workers it is the slowest; the line is the number of nodes with most batches."
+    return text.strip()
 
 
 def _table(points: Sequence[Point]) -> Table:

@@ -84,11 +84,14 @@ def full_search(
 def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configuration]) -> list[float]:
     """Seconds that measuring each configuration takes: as measured, else from a line through what was measured.
 
+    Without other candidates' batches beside it, which a full search measures for themselves.
+
     A measurement takes a number of steps, and a step has compute that is affine in the local batch b and a
     synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with coefficients at least 0, fit
     to relative errors.
     """
-    known = {row.configuration: row.elapsed_s for row in measurements if is_usable(row) and row.elapsed_s > 0}
+    usable = (row for row in measurements if is_usable(row) and row.elapsed_s > row.beside_s)
+    known = {row.configuration: row.elapsed_s - row.beside_s for row in usable}
     if not known:
         return [0.0] * len(wanted)
     scale = np.array(list(known.values()))

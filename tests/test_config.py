@@ -325,6 +325,7 @@ def test_local_batches_are_all_powers_of_two_within_the_bounds(
         ({}, 1, 16, [4, 8]),
         ({}, 1, 4, []),
         ({}, 2, 512, []),  # one node tells it
+        ({"cluster_sizes": [3, 4, 8], "max_batch": 40}, 4, 8, [4]),  # three nodes have no candidate
         ({"cluster_sizes": [2, 8]}, 2, 512, [4, 8, 16, 32, 64, 128, 256]),
         ({"mode": "full"}, 1, 512, []),
         ({"min_batch": 2}, 1, 4, [2]),  # none of a single sample

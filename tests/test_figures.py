@@ -314,6 +314,14 @@ def test_speed_is_samples_over_seconds_of_every_batch_that_was_computed(run: Run
         assert row["beside_a_larger_batch"] == str(batch in ("4", "16")).lower()
     assert "b = 4" in drawing.title
     assert "Hollow" in drawing.caption
+    assert "slowest" in drawing.caption
+
+
+def test_the_speed_of_a_worker_is_told_by_the_nodes_with_most_batches(run: RunContents) -> None:
+    alone = measurement(ALONE_64, smaller_computes=((8, 0.01), (16, 0.02)))
+    slower = measurement(Configuration(4, 1, 8))
+    titles = {drawn(run._replace(measurements=[alone, *more]), "computation").title for more in ([], [slower])}
+    assert len(titles) == 1
 
 
 @pytest.mark.parametrize(

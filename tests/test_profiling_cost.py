@@ -91,6 +91,12 @@ def test_measured_times_are_kept_and_others_lie_on_the_line() -> None:
     assert elapsed_times(known, corners)[0] == 1000.0
 
 
+def test_other_batches_beside_a_profile_are_no_part_of_what_it_takes() -> None:
+    where, samples = Configuration(1, 1, 64), {"step": [2.0], "compute of 8": [0.5, 0.5], "compute of 16": [1.0]}
+    measured = row(where, 20.0, smaller_computes=((8, 0.5), (16, 0.5)), samples=samples)
+    assert elapsed_times([measured], [where]) == [pytest.approx(18.0)]
+
+
 def test_a_full_search_pays_the_start_of_every_job() -> None:
     every = configurations()
     rows = [row(c, 10.0) for c in every]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import (
@@ -28,6 +29,14 @@ def oom(local_batch: int) -> Measurement:
 
 def test_global_batch_counts_every_worker() -> None:
     assert Configuration(nodes=4, workers_per_node=2, local_batch=32).global_batch == 256
+
+
+@pytest.mark.parametrize(
+    "row", [(64, 0.1), (2**44, 0.1), (8, 1e300), (8, float("nan")), (8, 0.0), (8, 1e-300), (0, 1.0)]
+)
+def test_a_computation_of_what_is_no_smaller_batch_was_not_written_by_this_program(row: tuple[int, float]) -> None:
+    with pytest.raises(ValidationError):
+        Measurement(status="ok", nodes=1, workers_per_node=1, local_batch=64, smaller_computes=(row,))
 
 
 def test_a_torn_last_line_is_skipped_counted_and_spoils_no_later_one(tmp_path: Path) -> None:

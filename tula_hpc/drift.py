@@ -215,9 +215,9 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
 
 def _computes(rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool) -> list[tuple[int, float]]:
     """Local batches and their computation. What one worker takes in parts says of several what a part takes them."""
-    if alone:
-        in_parts = [(row, times) for row, times in rows if row.parts > 1]
-        return [(row.local_batch, times.compute_time_s) for row, times in in_parts or rows]
+    in_parts = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts > 1]
+    if alone and in_parts:
+        return in_parts
     whole = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts == 1]
     return whole + [point for row, _ in rows for point in row.smaller_computes]
 

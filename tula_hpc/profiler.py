@@ -22,7 +22,7 @@ from tula_hpc.forward_probe import time_forward
 from tula_hpc.methods import pass_interval
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.power import PowerMeter
-from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
+from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes, compute_of
 from tula_hpc.timing import StoppingRule, median_interval, seconds_of, time_steps
 from tula_hpc.worker import Worker, backend_of, describe_versions
 from tula_hpc.workloads.optimizers import own_states, shards
@@ -212,13 +212,13 @@ class StepProfile:
         for size in self.computed * self.rule.min_steps:
             compute = partial(self._compute, inputs[:size], targets[:size], whole=True)
             samples[size].append(seconds_of(worker, compute))
-        self.samples |= {_compute_of(size): seconds for size, seconds in samples.items()}
+        self.samples |= {compute_of(size): seconds for size, seconds in samples.items()}
         whole = [batch] if part == batch else []
         self.shared.computed.update((place.world_size, size) for size in (*whole, *self.computed))
 
     def smaller_computes(self) -> tuple[tuple[int, float], ...]:
         """Medians for each smaller batch, the slowest worker's. Collective."""
-        medians = [median_interval(self.samples[_compute_of(size)]).median_s for size in self.computed]
+        medians = [median_interval(self.samples[compute_of(size)]).median_s for size in self.computed]
         return tuple(zip(self.computed, self.worker.agree(*medians), strict=True)) if medians else ()
 
     def _time_optimizer(self) -> None:
@@ -245,10 +245,6 @@ class StepProfile:
             update_time_s=update,
             forward_time_s=forward or None,
         )
-
-
-def _compute_of(size: int) -> str:
-    return f"compute of {size}"
 
 
 class NodePower:

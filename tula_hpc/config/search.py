@@ -68,7 +68,8 @@ def batches_timed_apart(search: SearchSpec, nodes: int, workers_per_node: int, l
     Computation needs no cluster: the fewest nodes tell it for all. A full search measures every batch anyway. A batch
     of one sample is left out, on which BatchNorm may refuse to train.
     """
-    if search.mode == "full" or nodes > min(search.cluster_sizes):
+    batches = {size: local_batches(search, size, workers_per_node) for size in search.cluster_sizes}
+    fewest = min((size for size in batches if batches[size]), default=nodes)
+    if search.mode == "full" or nodes > fewest:
         return []
-    wanted = {b for size in search.cluster_sizes for b in local_batches(search, size, workers_per_node)}
-    return sorted(b for b in wanted if 1 < b < local_batch)
+    return sorted(b for b in set().union(*batches.values()) if 1 < b < local_batch)

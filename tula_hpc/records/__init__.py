@@ -7,7 +7,7 @@ from tula_hpc.records.beside import notes_file, rank_file, with_rank_files
 from tula_hpc.records.drift import Drift, StepParts
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import Measurement, MemoryUse, StepTimes
+from tula_hpc.records.measurement import Measurement, MemoryUse, StepTimes, compute_of
 from tula_hpc.records.metrics import (
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
@@ -63,6 +63,7 @@ __all__ = [
     "TuningOutcome",
     "WorkersPerNode",
     "append_record",
+    "compute_of",
     "notes_file",
     "parse_record",
     "rank_file",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tula_hpc.errors import Failure
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
+
+# a smaller batch, samples, and seconds of forward and backward of it at once, without synchronization
+SmallerCompute = tuple[Batch, Annotated[float, Field(gt=1e-9, lt=1e6)]]
 
 
 class StepTimes(Record):
@@ -59,8 +62,7 @@ class Measurement(Record):
     updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
     parameters: int = 0
     parts: int = Field(default=1, ge=1, le=10**6)  # in so many a step takes the local batch, one after another
-    # smaller batches, samples, and seconds of forward and backward of each at once, without synchronization
-    smaller_computes: tuple[tuple[Batch, float], ...] = ()
+    smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
@@ -78,7 +80,23 @@ class Measurement(Record):
     noise_samples: int = 0  # so many samples the estimate was made from
     noise_terms: tuple[tuple[float, float], ...] = ()  # |G|² and tr(Σ) of each pass, unbiased, so of any sign
 
+    @model_validator(mode="after")
+    def _smaller_indeed(self) -> Measurement:
+        if any(batch >= self.local_batch for batch, _ in self.smaller_computes):
+            raise ValueError(f"smaller_computes: expected batches below local_batch = {self.local_batch}")
+        return self
+
+    @property
+    def beside_s(self) -> float:
+        """Part of `elapsed_s` that went into smaller_computes."""
+        return sum(sum(self.samples.get(compute_of(batch), ())) for batch, _ in self.smaller_computes)
+
     @property
     def configuration(self) -> Configuration:
         """The configuration that was measured."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+def compute_of(batch: int) -> str:
+    """The key among the samples of a smaller batch's computation."""
+    return f"compute of {batch}"
