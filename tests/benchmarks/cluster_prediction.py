@@ -15,6 +15,7 @@ the median over the rounds is taken for true.
 - corners: fitted to four corners of them, compared elsewhere.
 - adaptive_replayed: the adaptive search replayed over them, compared where it did not look; what it also times, of
   smaller batches' computation, is the median over its own rounds.
+- full, single rounds: fitted to each round of the full search alone: what disturbances leave to any model.
 - adaptive: fitted to what the adaptive search measured itself in one round, disturbances and all, compared with the
   true measurements where it did not look; one value for each round and their median.
 - repeatability: how far single rounds are from the median.
@@ -256,6 +257,7 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
     shares = [searched.node_seconds / whole for searched in adaptive_rounds]
     return {
         "full": errors(full.measured, truth),
+        "full, single rounds": of_rounds(full_rounds, truth),
         "full, paper's form": errors(full.measured, truth, "paper"),
         "corners": errors(corners(full), elsewhere(corners(full), truth)),
         "corners, paper's form": errors(corners(full), elsewhere(corners(full), truth), "paper"),
@@ -274,8 +276,8 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
 
 
 def of_rounds(rounds: Sequence[Searched], truth: dict[Configuration, float], form: FormName = "auto") -> dict[str, Any]:
-    """Errors of each round's own model where that round did not look."""
-    found = [errors(a.measured, elsewhere(a.measured, truth), form)["median"] for a in rounds]
+    """Errors of each round's own model where that round did not look; a full search looked everywhere."""
+    found = [errors(a.measured, elsewhere(a.measured, truth) or truth, form)["median"] for a in rounds]
     return {"median": median(found), "rounds": found}
 
 
@@ -312,7 +314,7 @@ def main(data: str, work: Path, output: Path, names: Sequence[str]) -> None:
         print(name, json.dumps({k: v for k, v in found[name].items() if k != "step_times_s"}, indent=1), flush=True)
     found["mean of medians"] = {
         row: fmean(found[name][row]["median"] for name in names)
-        for row in ("full", "corners", "adaptive_replayed", "adaptive", "cost_share")
+        for row in ("full", "corners", "adaptive_replayed", "full, single rounds", "adaptive", "cost_share")
     }
     found["load_average"] = None if recorded else os.getloadavg()[0]
     output.write_text(json.dumps(found, indent=1) + "\n")
