@@ -28,7 +28,6 @@ class StepTimeModel:
         form: The collective, see `step_time_law`. "auto" takes the one with the least information criterion; the
             backend's own unless another is clearly better. "paper" is the paper's plain sum, without what was added.
         backend: Sets what is believed beforehand: which collective, and how much of it the computation hides.
-        in_parts: One worker takes its batch in parts; several never do.
 
     Attributes:
         parameters_: Coefficients by name, see `step_time_law`: seconds, seconds per sample, or 1.
@@ -47,14 +46,13 @@ class StepTimeModel:
     residual_median_: float
     spread_: float
 
-    def __init__(self, form: FormName = "auto", backend: Backend = "nccl", *, in_parts: bool = False) -> None:
+    def __init__(self, form: FormName = "auto", backend: Backend = "nccl") -> None:
         if form not in get_args(FormName):
             raise ValueError(f"form: {form!r} is not one of: {', '.join(get_args(FormName))}")
         if backend not in BELIEFS:
             raise ValueError(f"backend: {backend!r} is not one of: {', '.join(BELIEFS)}")
         self.form: FormName = form
         self.backend: Backend = backend
-        self.in_parts = in_parts
 
     def fit(  # noqa: PLR0917 - the columns of one table, in the order of their use, as in scikit-learn
         self,
@@ -90,7 +88,7 @@ class StepTimeModel:
             compute_time_s=np.nan if compute_time_s is None else compute_time_s,
             allreduce_time_s=np.nan if allreduce_time_s is None else allreduce_time_s,
         )
-        self._fitted = choose_form(rows, self.form, BELIEFS[self.backend], in_parts=self.in_parts)
+        self._fitted = choose_form(rows, self.form, BELIEFS[self.backend])
         self._steps = rows.kind == STEP
         self._describe(rows)
         return self
@@ -191,8 +189,7 @@ def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepT
         [columns for profile in profiles for columns in _observations(profile)], dtype=np.float64
     ).T
     backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
-    model = StepTimeModel(form, backend, in_parts=any(row.parts > 1 for row in profiles))
-    return model.fit(nodes, batch, step_s, per_node, compute_s, allreduce_s)
+    return StepTimeModel(form, backend).fit(nodes, batch, step_s, per_node, compute_s, allreduce_s)
 
 
 def _observations(profile: Profile) -> Iterator[tuple[float, ...]]:

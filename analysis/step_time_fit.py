@@ -93,7 +93,6 @@ class Fitted(NamedTuple):
     bounds: tuple[Array, Array]
     noise: float
     belief: Belief
-    in_parts: bool
 
     @property
     def misfit(self) -> float:
@@ -124,7 +123,7 @@ class Fitted(NamedTuple):
     def absent(self, rows: Rows) -> set[str]:
         """Coefficients that this form does not have, or that nothing measured is about."""
         absent = set() if np.any(rows.kind == ALLREDUCE) else {"overhead_s"}
-        absent |= set() if self.in_parts and _tells_alone(rows) else {"alone_s"}
+        absent |= set() if _tells_alone(rows) else {"alone_s"}
         absent |= set() if np.any(rows.workers > 1.0) else {"straggling"}
         absent |= set() if np.any(rows.per_node > 1.0) else {"contention", "sharing_s", "node_sync_s"}
         absent |= set() if self.free[FLOOR] else {"compute_floor_s"}
@@ -132,16 +131,9 @@ class Fitted(NamedTuple):
         return absent | ({"overlap_share", "overhead_s", "alone_s", "straggling"} if self.law.additive else set())
 
 
-def choose_form(rows: Rows, wanted: FormName, belief: Belief, *, in_parts: bool = False) -> Fitted:
-    """The wanted form, or the best; the believed one unless another is clearly better, with a floor only if it is.
-
-    Args:
-        rows: What was measured.
-        wanted: A form, or "auto".
-        belief: What is believed beforehand.
-        in_parts: One worker takes its batch in parts.
-    """
-    fit = partial(_fit_form, rows, belief=belief, in_parts=in_parts)
+def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
+    """The wanted form, or the best; the believed one unless another is clearly better, with a floor only if it is."""
+    fit = partial(_fit_form, rows, belief=belief)
     found = _sharpened(fit(belief.form if wanted == "auto" else wanted), rows, fit)
     if wanted != "auto":
         return found
@@ -170,7 +162,7 @@ def _tells_forms(rows: Rows) -> bool:
 
 
 def _tells_alone(rows: Rows) -> bool:
-    """What one worker pays for taking its batch in parts shows beside the computation of batches as a whole."""
+    """What one worker pays beside its computation shows where that was timed."""
     alone = rows.workers == 1.0
     return all(np.any(alone & (rows.kind == kind)) for kind in (STEP, COMPUTE))
 
@@ -179,13 +171,11 @@ def _tells_floor(rows: Rows) -> bool:
     return len(np.unique(rows.batch[rows.kind != ALLREDUCE])) >= FLOOR_BATCHES
 
 
-def _fit_form(
-    rows: Rows, form: str, *, belief: Belief, in_parts: bool, floor: bool = False, noise: float = NOISE
-) -> Fitted:
+def _fit_form(rows: Rows, form: str, *, belief: Belief, floor: bool = False, noise: float = NOISE) -> Fitted:
     law = Law(PAPER, _knots(rows, use=False), additive=True) if form == "paper" else Law(FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
-    free = _free(law, rows, linear, floor=floor, in_parts=in_parts)
+    free = _free(law, rows, linear, floor=floor)
     lower, upper = _bounds(law)
     believed, firmness = _beliefs(law, belief, noise)
 
@@ -195,7 +185,7 @@ def _fit_form(
 
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness)
     fit = fit_relative(problem, _starts(linear, weights, free, believed), free)
-    return Fitted(form, law, fit, free, (lower, upper), noise, belief, in_parts)
+    return Fitted(form, law, fit, free, (lower, upper), noise, belief)
 
 
 def _knots(rows: Rows, *, use: bool = True) -> Knots:
@@ -209,10 +199,10 @@ def _knots(rows: Rows, *, use: bool = True) -> Knots:
     )
 
 
-def _free(law: Law, rows: Rows, linear: Array, *, floor: bool, in_parts: bool) -> NDArray[np.bool_]:
+def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.bool_]:
     """Which coefficients the data can tell; those of which something is believed are always free."""
     bare = (OVERHEAD,) if np.any(rows.kind == ALLREDUCE) and not law.additive else ()
-    alone = (ALONE,) if in_parts and _tells_alone(rows) and not law.additive else ()
+    alone = (ALONE,) if _tells_alone(rows) and not law.additive else ()
     free = identified(linear, (PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY, *bare, SHARING, *alone))
     free[SYNC] |= free[LATENCY]  # where only several nodes were measured, overlap tells a constant from the computation
     together = bool(free[SYNC] or free[NODE_SYNC])

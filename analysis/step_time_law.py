@@ -21,8 +21,8 @@ left.
 - `overhead_s`: what a step pays beside the bare collective, for each message that has to wait for another worker (the
   next one may still compute, its scheduler may let it sleep); g(N) such messages follow one another, log₂ N where the
   form does not say.
-- `alone_s`: what one worker alone pays beside the computation. AGS takes its batch in two parts there, for the gradient
-  of a small batch that several workers have anyway: all that a pass takes whatever the batch is then paid twice.
+- `alone_s`: what one worker alone pays beside the computation. Where AGS takes its batch in two parts, for the gradient
+  of a small batch that several workers have anyway, all that a pass takes whatever the batch is paid twice.
 - `straggling`: all wait for the slowest of N workers, which is the slower the more there are (the mean of the largest
   of N exponentially distributed delays grows as log N); likewise where nodes share more than their network.
 - u and v: how far a measured batch or cluster size departs from the law, as real ones do by some percent (the kernels

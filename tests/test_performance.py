@@ -285,11 +285,11 @@ def test_what_a_worker_alone_pays_for_taking_its_batch_in_parts_is_not_believed_
         "compute_time_s": np.append(whole, truth.compute(parts)),
         "allreduce_time_s": np.append(truth.allreduce("ring", NODES)[cheap], none),
     }
-    model = StepTimeModel("ring", "gloo", in_parts=True).fit(**points)
+    model = StepTimeModel("ring", "gloo").fit(**points)
     assert model.parameters_["alone_s"] == pytest.approx(truth.fixed, rel=0.1)
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
-    assert "alone_s" not in StepTimeModel("ring", "gloo").fit(**points).parameters_
-    assert "alone_s" not in StepTimeModel("paper", in_parts=True).fit(**points).parameters_
+    assert "alone_s" not in StepTimeModel("ring", "gloo").fit(NODES[cheap], BATCH[cheap], steps[cheap]).parameters_
+    assert "alone_s" not in StepTimeModel("paper").fit(**points).parameters_
 
 
 def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
