@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
@@ -136,15 +135,16 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         backend=rows[0].backend,
         watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
         parts=min(row.parts for row in rows),
-        smaller_computes=_medians_by_batch(row.smaller_computes for row in rows),
+        smaller_computes=tuple(medians_by_batch(pair for row in rows for pair in row.smaller_computes).items()),
     )
 
 
-def _medians_by_batch(rows: Iterable[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
+def medians_by_batch(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The median of each batch's values, batches ascending."""
     found: defaultdict[int, list[float]] = defaultdict(list)
-    for batch, seconds in chain.from_iterable(rows):
-        found[batch].append(seconds)
-    return tuple((batch, median(found[batch])) for batch in sorted(found))
+    for batch, value in pairs:
+        found[batch].append(value)
+    return {batch: median(found[batch]) for batch in sorted(found)}
 
 
 Fields = TypeVar("Fields", bound=Record)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.aggregate import medians_by_batch
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_number
 from tula_hpc.analysis.report_data import RunContents
@@ -34,14 +34,16 @@ class Point(NamedTuple):
 def draw_computation(run: RunContents) -> Drawing | Missing:
     """Samples per second of forward and backward, measured, over the local batch."""
     points = [point for item in run.ok for point in _points(item)]
-    if not points or len(_by_batch(points)) < 2:
+    speeds = _by_batch(points)
+    if len(speeds) < 2:
         return Missing("computation", "computation", "fewer than two local batches have been measured yet")
-    title = _title(points)
+    title = _title(speeds)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
         batches = [point.configuration.local_batch for point in points]
         style.batch_axis(axes, batches, "local batch b (samples per step and worker)")
         style.value_axis(axes, [p.samples_per_second for p in points], label="samples per second and worker")
+        axes.plot(list(speeds), list(speeds.values()), "-", color=style.MUTED.light, linewidth=1.2, zorder=1)
         _draw(axes, points, run.cluster_sizes)
         style.legend(axes, list(_keys(points, run.cluster_sizes)), columns=6)
     return Drawing("computation", title, _caption(points), figure, _table(points))
@@ -55,8 +57,6 @@ def _points(item: Measurement) -> Iterable[Point]:
 
 
 def _draw(axes: Axes, points: Sequence[Point], sizes: list[int]) -> None:
-    speeds = _by_batch(points)
-    axes.plot(list(speeds), list(speeds.values()), "-", color=style.MUTED.light, linewidth=1.2, zorder=1)
     for point in points:
         look = style.size_style(sizes, point.configuration.nodes)
         axes.plot(
@@ -75,11 +75,10 @@ def _by_batch(points: Sequence[Point]) -> dict[int, float]:
     """Median speed of each batch, samples per second, on as many nodes as most batches were computed on."""
     batches = {(p.configuration.nodes, p.configuration.local_batch) for p in points}
     count = Counter(nodes for nodes, _ in batches)
-    where = min(count, key=lambda nodes: (-count[nodes], nodes))
-    speeds: dict[int, list[float]] = {}
-    for point in (point for point in points if point.configuration.nodes == where):
-        speeds.setdefault(point.configuration.local_batch, []).append(point.samples_per_second)
-    return {batch: median(speeds[batch]) for batch in sorted(speeds)}
+    where = min(count, key=lambda nodes: (-count[nodes], nodes), default=0)
+    return medians_by_batch(
+        (p.configuration.local_batch, p.samples_per_second) for p in points if p.configuration.nodes == where
+    )
 
 
 def _keys(points: Sequence[Point], sizes: list[int]) -> Iterable[style.Key]:
@@ -91,8 +90,7 @@ def _keys(points: Sequence[Point], sizes: list[int]) -> Iterable[style.Key]:
     yield style.Key("median", line="-")
 
 
-def _title(points: Sequence[Point]) -> str:
-    speeds = _by_batch(points)
+def _title(speeds: Mapping[int, float]) -> str:
     best = max(speeds.values())
     enough = min(batch for batch, speed in speeds.items() if speed >= NEARLY * best)
     title = f"A worker computes up to {format_number(best, 3)} samples a second"

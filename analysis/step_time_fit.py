@@ -71,7 +71,7 @@ STRAGGLING_SPREAD = 0.05
 NOISE = 0.03  # typical relative residual of a step; the beliefs count in its units
 LEAST_NOISE = 0.003
 EFFECT_SPREAD = 0.1
-SCATTER = Scatter(error=0.037, rows=8.0)  # of a measured step, believed before any residual is seen
+SCATTER = Scatter(error=0.0385, rows=8.0)  # of a measured step, believed before any residual is seen
 MAX_KNOTS = 64  # batches, and cluster sizes, with a departure of their own; with more of them the law alone is fitted
 MANY_ROWS = 5000  # likewise with more rows; and repeated measurements become their median before the fit
 FLOOR_BATCHES = 4  # a floor needs so many batches to be told from a line

@@ -46,10 +46,9 @@ def once_a_table(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.cache
     def fitted(pickled: bytes) -> Any:
-        table, more = pickle.loads(pickled)  # noqa: S301 # of this very process
-        return fit(*table, **more)
+        return fit(*pickle.loads(pickled))  # noqa: S301 # of this very process
 
-    return lambda *table, **more: fitted(pickle.dumps((table, more)))
+    return lambda *table: fitted(pickle.dumps(table))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -315,8 +315,8 @@ def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
 def test_what_the_data_cannot_tell_is_pinned_and_named(nodes: list[int], batch: list[int], pinned: set[str]) -> None:
     steps = Truth().step("ring", np.array(nodes, dtype=float), np.array(batch, dtype=float))
     model = StepTimeModel("ring", "gloo").fit(nodes, batch, steps)
-    believed = {"overlap_share", "straggling"}
-    assert set(model.pinned_) - believed == pinned - believed
+    late = {"straggling"} if max(nodes) > 1 else set()  # no computation was timed apart
+    assert set(model.pinned_) - {"overlap_share"} == (pinned | late) - {"overlap_share"}
     assert ("overlap_share" in model.pinned_) >= ("overlap_share" in pinned)
     assert all(model.parameters_[name] == 0 for name in pinned - {"overlap_share"})
     np.testing.assert_allclose(model.predict(nodes, batch), steps, rtol=0.03)
@@ -351,7 +351,7 @@ def test_the_interval_holds_new_measurements_as_often_as_it_says() -> None:
         low, high = model.interval(NODES, BATCH, level=0.9)
         new = truth * random.lognormal(0, 0.05, NODES.shape)
         inside.append(np.mean((low <= new) & (new <= high)))
-    assert 0.85 <= np.mean(inside) <= 0.98
+    assert 0.86 <= np.mean(inside) <= 0.98
 
 
 def test_intervals_are_wider_for_few_data_far_points_and_high_levels() -> None:
