@@ -18,7 +18,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.correlation import rank_correlation
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures_training import Mark, draw_marks
-from tula_hpc.analysis.formatting import format_number, format_percent
+from tula_hpc.analysis.formatting import format_number
 from tula_hpc.analysis.report_data import RunContents, Training
 from tula_hpc.records import CurvatureMetrics, StepMetrics
 
@@ -200,32 +200,34 @@ def _curvature_table(rows: Sequence[CurvatureMetrics]) -> Table:
 
 
 def draw_variability(run: RunContents) -> Drawing | Missing:
-    """Δ(G) beside test accuracy."""
+    """Δ(G) beside test accuracy, or the loss on the test set where there is none."""
     training = next((item for item in run.trainings if _has_both(item)), None)
     if training is None:
         why = "training logged no Δ(G) yet, or no epoch"
         return Missing("variability", "gradient variability beside accuracy", why, optional=True)
     curve, epochs = _curve(training.metrics.steps, "sensitivity"), training.metrics.epochs
-    title = (
-        f"Gradient variability {_moved(*curve.change)} as accuracy went to {format_percent(epochs[-1].test_accuracy)}"
-    )
+    judged = epochs[-1].test_accuracy is not None
+    what, unit = ("test accuracy", ", %") if judged else ("test loss", "")
+    reached = [row.test_loss if row.test_accuracy is None else 100 * row.test_accuracy for row in epochs]
+    ended = f"{format_number(reached[-1], 3)}{' %' if judged else ''}"
+    title = f"Gradient variability {_moved(*curve.change)} as {what} went to {ended}"
     with style.styled():
         figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
         style.value_axis(above, curve.values, label="variability Δ(G)")
         _draw_curve(above, curve, style.SIZES[0].light)
-        accuracy = [100 * row.test_accuracy for row in epochs]
-        below.plot([row.epoch for row in epochs], accuracy, "o-", color=style.SIZES[2].light, markersize=3.5)
-        below.set_ylabel("test accuracy, %")
+        below.plot([row.epoch for row in epochs], reached, "o-", color=style.SIZES[2].light, markersize=3.5)
+        below.set_ylabel(f"{what}{unit}")
         below.set_ylim(bottom=0)
         _epoch_axis(below)
         draw_marks([above, below], rate_drops(training.metrics.steps))
     caption = (
         "Above: Δ(G), by which share the squared norm of the gradient changed from one step to the next (dots: logged "
-        "steps; line: medians of consecutive parts). Below: test accuracy. The paper sees both move together: fast "
+        f"steps; line: medians of consecutive parts). Below: {what}. The paper sees Δ(G) and accuracy together: fast "
         "learning and drops of the learning rate as high Δ(G), convergence as a low and steady one."
     )
     rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
-    rows += [("test_accuracy_percent", row.epoch, 100 * row.test_accuracy) for row in epochs]
+    name = "test_accuracy_percent" if judged else "test_loss"
+    rows += [(name, row.epoch, value) for row, value in zip(epochs, reached, strict=True)]
     return Drawing("variability", title, caption, figure, Table(("mark", "epochs", "value"), rows))
 
 

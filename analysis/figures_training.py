@@ -15,10 +15,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.formatting import format_number, format_percent, plural
+from tula_hpc.analysis.formatting import format_number, format_percent, format_score, in_percent, plural
 from tula_hpc.analysis.report_data import RunContents, Training
 from tula_hpc.config import Gate, TrainingSpec
-from tula_hpc.records import Event, Metrics, StepMetrics
+from tula_hpc.records import EpochMetrics, Event, Metrics, StepMetrics
 
 EVENT_NAMES = {
     "preempted": "preempted",
@@ -39,23 +39,28 @@ class Mark(NamedTuple):
 
 
 def draw_training(run: RunContents) -> Drawing | Missing:
-    """Test accuracy and losses over epochs, with what interrupted them."""
+    """Test accuracy, where there is one, and losses over epochs, with what interrupted them."""
     trainings = [training for training in run.trainings if training.metrics.epochs]
     if not trainings:
         why = "training has not finished an epoch yet" if run.trainings else "training has not started yet"
         return Missing("training", "training", why)
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
     marks = list(training_marks(trainings[0].metrics, run.events))
+    judged = any(row.test_accuracy is not None for row in trainings[0].metrics.epochs)
     with style.styled():
-        figure, (accuracy, loss) = style.new_figure(title, 5.0, ratios=(1, 1))
-        ends = []
+        figure, panels = style.new_figure(title, 5.0 if judged else 3.2, ratios=(1, 1) if judged else (1,))
+        named, ends = len(trainings) > 1, []
         for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
-            ends.append(_draw_accuracy(accuracy, training, colour.light, named=len(trainings) > 1))
-            _draw_losses(loss, training, colour.light)
-        _dress(accuracy, loss, marks)
-        labels.label_ends(accuracy, ends)
+            losses = _draw_losses(panels[-1], training, colour.light, named=named)
+            ends.append(_draw_accuracy(panels[0], training, colour.light, named=named) if judged else losses)
+        _dress(panels, marks)
+        labels.label_ends(panels[0], ends)
     caption = (
         "Above: share of the test samples that the model gets right after each epoch (higher is better). Below: loss "
+        if judged
+        else "Loss "
+    )
+    caption += (
         "on the test samples (solid) and on the training samples (dashed), lower is better; a growing gap between the "
         "two is overfitting. "
     )
@@ -89,22 +94,27 @@ def _epoch_of(metrics: Metrics, event: Event) -> float | None:
 def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> labels.EndLabel:
     """Draw one curve; its label, with the last value, is placed when all are drawn."""
     epochs = [row.epoch for row in training.metrics.epochs]
-    percent = [100 * row.test_accuracy for row in training.metrics.epochs]
+    percent = [math.nan if row.test_accuracy is None else 100 * row.test_accuracy for row in training.metrics.epochs]
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
     text = f"{percent[-1]:.1f} %" + (f" {training.label}" if named else "")
     return labels.EndLabel(epochs[-1], percent[-1], text, colour)
 
 
-def _draw_losses(axes: Axes, training: Training, colour: str) -> None:
+def _draw_losses(axes: Axes, training: Training, colour: str, *, named: bool) -> labels.EndLabel:
+    """Draw two curves; a label for the one of the test samples."""
     rows = training.metrics.epochs
     epochs = [row.epoch for row in rows]
     axes.plot(epochs, [row.test_loss for row in rows], "o-", color=colour, markersize=3.5)
     axes.plot(epochs, [row.train_loss for row in rows], "--", color=colour)
+    text = format_number(rows[-1].test_loss, 3) + (f" {training.label}" if named else "")
+    return labels.EndLabel(epochs[-1], rows[-1].test_loss, text, colour)
 
 
-def _dress(accuracy: Axes, loss: Axes, marks: Sequence[Mark]) -> None:
-    accuracy.set_ylabel("test accuracy, %")
-    accuracy.set_ylim(bottom=0)
+def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
+    for accuracy in panels[:-1]:
+        accuracy.set_ylabel("test accuracy, %")
+        accuracy.set_ylim(bottom=0)
+    loss = panels[-1]
     loss.set_ylabel("loss")
     loss.set_ylim(bottom=0)
     loss.set_xlabel("epochs of training")
@@ -112,7 +122,7 @@ def _dress(accuracy: Axes, loss: Axes, marks: Sequence[Mark]) -> None:
     loss.set_xlim(left=0)
     loss.margins(x=0.03)
     style.legend(loss, [style.Key("test", marker="o", line="-"), style.Key("training", line="--")], left=-0.01)
-    draw_marks([accuracy, loss], marks)
+    draw_marks(panels, marks)
 
 
 def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
@@ -156,20 +166,28 @@ def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
 
 def _training_title(training: Training, planned: int | None) -> str:
     last = training.metrics.epochs[-1]
-    accuracy = format_percent(last.test_accuracy)
+    reached = format_score(last.test_accuracy, last.test_loss)
     if training.result is None and planned and last.epoch < planned:
-        return f"{accuracy} test accuracy after {last.epoch} of {plural(planned, 'epoch')}"
-    best = max(training.metrics.epochs, key=lambda row: row.test_accuracy)
-    title = f"{accuracy} test accuracy after {plural(last.epoch, 'epoch')}"
-    if best.test_accuracy - last.test_accuracy < 0.005:
-        return title
-    return f"{title}; the best was {format_percent(best.test_accuracy)} after {best.epoch}"
+        return f"{reached} after {last.epoch} of {plural(planned, 'epoch')}"
+    return f"{reached} after {plural(last.epoch, 'epoch')}{_if_it_was_better(training.metrics.epochs)}"
+
+
+def _if_it_was_better(epochs: Sequence[EpochMetrics]) -> str:
+    """By half a percent of accuracy, or by a hundredth of the loss."""
+    last = epochs[-1]
+    if last.test_accuracy is None:
+        least = min(epochs, key=lambda row: row.test_loss)
+        better = least.test_loss < 0.99 * last.test_loss
+        return f"; the least was {format_number(least.test_loss, 3)} after {least.epoch}" if better else ""
+    best = max(epochs, key=lambda row: row.test_accuracy or 0.0)
+    better = (best.test_accuracy or 0.0) - last.test_accuracy >= 0.005
+    return f"; the best was {format_percent(best.test_accuracy)} after {best.epoch}" if better else ""
 
 
 def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Table:
     columns = ("mark", "epochs", "global_batch_samples", "test_accuracy_percent", "test_loss", "train_loss")
     rows: list[tuple[Cell, ...]] = [
-        (training.label, row.epoch, row.global_batch, 100 * row.test_accuracy, row.test_loss, row.train_loss)
+        (training.label, row.epoch, row.global_batch, in_percent(row.test_accuracy), row.test_loss, row.train_loss)
         for training in trainings
         for row in training.metrics.epochs
     ]

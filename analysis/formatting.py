@@ -75,6 +75,18 @@ def format_percent(share: float | None, *, signed: bool = False) -> str:
     return f"{sign}{text} %"
 
 
+def in_percent(share: float | None) -> float | None:
+    """A share for an axis or a table in percent."""
+    return None if share is None else 100 * share
+
+
+def format_score(accuracy: float | None, loss: float | None) -> str:
+    """What a model reaches on the test set: "64.5 % test accuracy", or "test loss 1.93" where there is no accuracy."""
+    if accuracy is None and loss is not None:
+        return f"test loss {format_number(loss, 3)}"
+    return f"{format_percent(accuracy)} test accuracy"
+
+
 def format_number(value: float, digits: int = 4) -> str:
     """A plain decimal number with so many significant digits, thousands separated, no exponent unless it must be."""
     if value == 0 or not math.isfinite(value):

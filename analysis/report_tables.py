@@ -35,6 +35,7 @@ class SummaryRow(NamedTuple):
     peak_memory_bytes: int  # predicted, per worker
     trained_epoch_s: float | None  # median of the real training, where it ran at this configuration
     test_accuracy: float | None  # of that training
+    test_loss: float | None
 
 
 SUMMARY_COLUMNS = (
@@ -46,7 +47,6 @@ SUMMARY_COLUMNS = (
     "cost",
     "memory per worker",
 )
-TRAINED_COLUMNS = ("accuracy",)
 
 
 def summary_rows(
@@ -99,11 +99,12 @@ def _summary_row(
         peak_memory_bytes=item.peak_memory_bytes,
         trained_epoch_s=trained_epoch_s if trained else None,
         test_accuracy=trained.test_accuracy if trained else None,
+        test_loss=trained.test_loss if trained else None,
     )
 
 
 def summary_cells(row: SummaryRow) -> tuple[str, ...]:
-    """The cells of SUMMARY_COLUMNS, and of TRAINED_COLUMNS after them; a second line in a cell is a remark."""
+    """The cells of SUMMARY_COLUMNS, and what training reached after them; a second line in a cell is a remark."""
     where = f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}"
     return (
         f"{where}\n{row.role}{'' if row.feasible else ', not feasible'}",
@@ -112,7 +113,7 @@ def summary_cells(row: SummaryRow) -> tuple[str, ...]:
         format_percent(row.relative_error, signed=True),
         *_time_and_cost(row.train_time_s, row.cost, row.currency),
         format_bytes(row.peak_memory_bytes),
-        format_percent(row.test_accuracy),
+        _reached(row),
     )
 
 
@@ -147,9 +148,21 @@ class TextTable(NamedTuple):
 
 def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
     """The table of the chosen configuration; the columns of training are there when something was trained."""
-    trained = any(row.test_accuracy is not None for row in rows)
-    columns = SUMMARY_COLUMNS + (TRAINED_COLUMNS if trained else ())
+    columns = SUMMARY_COLUMNS + _trained_columns(rows)
     return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
+
+
+def _trained_columns(rows: Sequence[SummaryRow]) -> tuple[str, ...]:
+    if any(row.test_accuracy is not None for row in rows):
+        return ("accuracy",)
+    return ("test loss",) if any(row.test_loss is not None for row in rows) else ()
+
+
+def _reached(row: SummaryRow) -> str:
+    """The cell for it."""
+    if row.test_accuracy is None and row.test_loss is not None:
+        return format_number(row.test_loss, 3)
+    return format_percent(row.test_accuracy)
 
 
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:

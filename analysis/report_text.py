@@ -12,6 +12,7 @@ from tula_hpc.analysis.formatting import (
     format_money,
     format_number,
     format_percent,
+    format_score,
     plural,
 )
 from tula_hpc.analysis.job_runs import job_runs
@@ -122,14 +123,15 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
     if result is None:
         last = training.metrics.epochs[-1] if training.metrics.epochs else None
         done = (
-            f"{last.epoch} epochs are done, {format_percent(last.test_accuracy)} test accuracy"
+            f"{last.epoch} epochs are done, {format_score(last.test_accuracy, last.test_loss)}"
             if last
             else "no epoch is done yet"
         )
         yield f"{name} has started; {done}."
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
-    yield f"{name} ({result.method}) took {time} and reached {format_percent(result.test_accuracy)} test accuracy."
+    reached = format_score(result.test_accuracy, result.test_loss)
+    yield f"{name} ({result.method}) took {time} and reached {reached}."
     if run.plan and (result.nodes, result.global_batch) != (run.plan.chosen.nodes, run.plan.chosen.global_batch):
         where = f"{plural(result.nodes, 'node')} with global batch {result.global_batch:,}"
         yield f"It ended on {where}, not at the chosen configuration."

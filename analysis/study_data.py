@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -43,8 +44,9 @@ class StudyContents(NamedTuple):
         return [self.metrics[cell] for cell in finished or (o.cell for o in ended if o.status != "diverged")]
 
     def accuracy(self, row: EpochMetrics) -> float:
-        """Test accuracy after an epoch, in the metric of the study."""
-        return row.test_top5_accuracy if self.study.metric == "top5" else row.test_accuracy
+        """Test accuracy after an epoch, in the metric of the study; NaN where there is none."""
+        accuracy = row.test_top5_accuracy if self.study.metric == "top5" else row.test_accuracy
+        return math.nan if accuracy is None else accuracy
 
 
 def read_study(run: RunDirectory) -> StudyContents:
@@ -92,10 +94,12 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
         elif result.diverged:
             yield Outcome(cell, "diverged", why=f"the loss was not finite after {result.steps:,} steps")
         else:
-            yield Outcome(cell, "finished", *_accuracies(result, study))
+            test, train = _accuracies(result, study)
+            missing = "its targets know no right and wrong, and there is no workload.metric" if test is None else ""
+            yield Outcome(cell, "failed" if missing else "finished", test, train, missing)
 
 
-def _accuracies(result: TrainResult, study: StudySpec) -> tuple[float, float | None]:
+def _accuracies(result: TrainResult, study: StudySpec) -> tuple[float | None, float | None]:
     if study.metric == "top5":
         return result.test_top5_accuracy, result.train_top5_accuracy
     return result.test_accuracy, result.train_accuracy

@@ -102,7 +102,7 @@ def layers(classes: int, image_size: int) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["blocks", "layers"])
 def test_less_is_kept_for_the_backward_pass(name: str) -> None:
-    shapes, model = Shapes((3, SIZE, SIZE), CLASSES, SIZE), f"{__name__}:{name}"
+    shapes, model = Shapes.of_images(SIZE, CLASSES), f"{__name__}:{name}"
     specs = [WorkloadSpec(model=model, activation_checkpointing=on) for on in (False, True)]
     plain, checkpointed = (count(spec, shapes, 1, "cpu", (64, 128), fake=True).per_sample for spec in specs)
     assert checkpointed < 0.7 * plain

@@ -115,7 +115,7 @@ def test_activations_that_are_computed_again_give_the_same_curvature() -> None:
         )
         inputs, targets = fixed_batch(worker, 4)
         before = [buffer.clone() for buffer in worker.model.buffers()]
-        hessian = LocalHessian(worker.model, worker.workload.loss, inputs, targets, worker.parameters)
+        hessian = LocalHessian(worker.model, worker.workload.criterion.loss, inputs, targets, worker.parameters)
         found.append(measure_curvature(hessian, max_iterations=3).dominant)
         assert all(torch.equal(old, new) for old, new in zip(before, worker.model.buffers(), strict=True))
     assert found[0] == pytest.approx(found[1])
@@ -143,7 +143,9 @@ def test_what_cannot_be_measured_stops_no_training(
 
 def test_an_error_of_the_model_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
-    worker.workload = worker.workload._replace(loss=lambda out, _: out.reshape(7))
+    worker.workload = worker.workload._replace(
+        criterion=worker.workload.criterion._replace(loss=lambda out, _: out.reshape(7))
+    )
     with pytest.raises(RuntimeError, match="shape"):
         probe_curvature(worker, 64)
 

@@ -31,6 +31,7 @@ from tula_hpc.analysis.figures_labels import spread
 from tula_hpc.analysis.figures_steps import parts_of
 from tula_hpc.analysis.figures_style import SIZES, size_style, title_band_in
 from tula_hpc.analysis.figures_training import training_marks
+from tula_hpc.analysis.formatting import in_percent
 from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
 from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
@@ -382,7 +383,7 @@ def test_training_holds_the_logged_epochs(run: RunContents, drawings: dict[str, 
     table = [row for row in rows(drawings["training"]) if row["mark"] == "main"]
     epochs = run.trainings[0].metrics.epochs
     assert [float(row["test_accuracy_percent"]) for row in table] == pytest.approx(
-        [100 * item.test_accuracy for item in epochs]
+        [in_percent(item.test_accuracy) for item in epochs]
     )
     assert [float(row["train_loss"]) for row in table] == [item.train_loss for item in epochs]
 

@@ -15,6 +15,7 @@ from tula_hpc.analysis.correlation import rank_correlation
 from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, draw_all
 from tula_hpc.analysis.figures_curvature import WINDOWS, Curve, rate_drops
 from tula_hpc.analysis.figures_scale import BINS, ONE, Used, bin_scales
+from tula_hpc.analysis.formatting import in_percent
 from tula_hpc.analysis.report_data import RunContents, Training, read_run
 from tula_hpc.records import SCALE_BINS_PER_OCTAVE, EpochMetrics, Metrics
 
@@ -137,7 +138,7 @@ def test_variability_stands_beside_accuracy(run: RunContents) -> None:
     metrics = run.trainings[0].metrics
     assert [float(r["value"]) for r in table if r["mark"] == "step"] == [row.sensitivity for row in metrics.steps]
     accuracies = [float(row["value"]) for row in table if row["mark"] == "test_accuracy_percent"]
-    assert accuracies == [100 * row.test_accuracy for row in metrics.epochs]
+    assert accuracies == [in_percent(row.test_accuracy) for row in metrics.epochs]
 
 
 def test_cuts_of_the_rate_are_marked_and_a_cosine_is_not(run: RunContents) -> None:

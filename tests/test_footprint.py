@@ -22,7 +22,7 @@ from tula_hpc.workloads.footprint import estimate_footprint, main
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 from tula_hpc.workloads.tracking import AllocationTracker
 
-SHAPES = Shapes((3, 32, 32), 10, 32)
+SHAPES = Shapes.of_images(32, 10)
 FLOAT = 4
 COMPACT = "tula_hpc.workloads.compact:compact_cnn"
 

@@ -35,7 +35,7 @@ def true_noise_scale(worker: Worker) -> float:
     images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
 
     def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return worker.workload.loss(functional_call(worker.model, parameters, (image[None],)), label[None])
+        return worker.workload.criterion.loss(functional_call(worker.model, parameters, (image[None],)), label[None])
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(dict(worker.model.named_parameters()), images, labels)
     gradients = torch.cat([g.flatten(1) for g in each.values()], dim=1).detach()

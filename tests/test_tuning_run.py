@@ -106,7 +106,7 @@ def test_a_hopeless_setting_is_rolled_back_and_pruned(left_a_hopeless_one: RunDi
     run = left_a_hopeless_one
     result, outcome = result_of(run)
     assert (outcome.small_batch, outcome.pruned, outcome.rollbacks) == (32, 1, 1)
-    assert result.test_accuracy > 0.6  # one in ten is right by chance, and the hopeless one is no better
+    assert (result.test_accuracy or 0.0) > 0.6  # one in ten is right by chance, and the hopeless one is no better
     first, second, *_ = tuned(run)
     assert (first["tried"]["small_batch"], first["outcome"], first["from"]) == (2, "rolled_back", "start")
     assert first["loss"] > first["start_loss"] > second["loss"]

@@ -50,7 +50,7 @@ def test_the_example_trains() -> None:
     losses = []
     for (images, labels), _ in zip(loader.stream(), range(100), strict=False):
         optimizer.zero_grad()
-        loss = workload.loss(workload.model(images), labels)
+        loss = workload.criterion.loss(workload.model(images), labels)
         torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -89,8 +89,8 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ("", "mine has no 'f'"),
         ("import not_there", "mine cannot be imported: No module named 'not_there'"),
         ("f = (", "mine cannot be imported"),
-        ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(1, 99\).*expected.*\(1, 10\)"),
-        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take an image of 3×8×8: mat1 and mat2"),
+        ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
+        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: mat1 and mat2"),
     ],
 )
 def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:

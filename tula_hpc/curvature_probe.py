@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.nested import Batch
 from tula_hpc.optim import Curvature, LocalHessian, measure_curvature, start_vector
 from tula_hpc.records import CurvatureMetrics
 from tula_hpc.worker import Worker
@@ -21,7 +21,7 @@ from tula_hpc.worker import Worker
 SMALLEST_PART = 2  # samples of a worker: BatchNorm cannot train on one
 
 
-def fixed_batch(worker: Worker, samples: int) -> tuple[Tensor, Tensor]:
+def fixed_batch(worker: Worker, samples: int) -> tuple[Batch, Batch]:
     """This worker's part of so many training samples, always the same ones, augmented always in the same way.
 
     Args:
@@ -33,7 +33,7 @@ def fixed_batch(worker: Worker, samples: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(worker.samples, generator=generator).tolist()
     own = order[rank * part : (rank + 1) * part]
     inputs, targets = default_collate([worker.loader.dataset[(0, index)] for index in own])
-    return worker.to_device(inputs), targets.to(worker.device)
+    return worker.to_device(inputs), worker.to_device(targets)
 
 
 def samples_of_a_worker(worker: Worker, samples: int) -> int:
@@ -61,7 +61,7 @@ def probe_curvature(worker: Worker, samples: int) -> Curvature | None:
 def _hessian(worker: Worker, samples: int) -> LocalHessian:
     """With one product on trial: it needs memory and derivatives as all that follow do."""
     inputs, targets = fixed_batch(worker, samples)
-    model, loss = worker.model, worker.workload.loss
+    model, loss = worker.model, worker.workload.criterion.loss
     hessian = LocalHessian(model, loss, inputs, targets, worker.parameters, seed=worker.sweep.workload.seed)
     hessian.product(start_vector(worker.parameters))
     return hessian

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from torch import Tensor
-
 from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.nested import Batch, split
 from tula_hpc.profiler import bare_all_reduce
 from tula_hpc.records import StepParts
 from tula_hpc.timing import seconds_of
@@ -44,7 +43,7 @@ class Probe(NamedTuple):
     slowest_rank: int | None  # in computing, where workers differ; None for one worker or where it is not known
 
 
-def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor) -> Probe:
+def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
 
     Weights, gradients, buffers and random numbers are afterwards what they were: gradients are taken beside `.grad`,
@@ -63,9 +62,9 @@ def probe_parts(worker: Worker, inputs: Tensor, targets: Tensor) -> Probe:
     return Probe(parts, slowest)
 
 
-def _compute_s(worker: Worker, inputs: Tensor, targets: Tensor) -> float:
+def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out."""
-    parts = list(zip(inputs.tensor_split(worker.parts), targets.tensor_split(worker.parts), strict=True))
+    parts = split((inputs, targets), worker.parts)
     try:
         return _pass_s(worker, lambda: [worker.local_gradient(*part) for part in parts])
     except (RuntimeError, MemoryError) as error:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.nested import Batch, map_tensors
 from tula_hpc.timing import seconds_of
 from tula_hpc.worker import Worker
 
 PASSES = 3  # each takes about a quarter of a training step; the median sheds a first one that has something to set up
 
 
-def time_forward(worker: Worker, inputs: Tensor, targets: Tensor) -> list[float]:
+def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
     """Seconds of each pass; none where memory does not suffice. Not collective.
 
     Weights, buffers, modes and random numbers are afterwards what they were.
@@ -30,7 +31,7 @@ def time_forward(worker: Worker, inputs: Tensor, targets: Tensor) -> list[float]
     gpus = [worker.device.index or 0] if worker.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), worker.evaluating():
-            batch = _as_loaded(inputs), _as_loaded(targets)
+            batch = map_tensors(_as_loaded, (inputs, targets))
             return [seconds_of(worker, lambda: worker.score(*batch)) for _ in range(PASSES)]
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
@@ -38,7 +39,7 @@ def time_forward(worker: Worker, inputs: Tensor, targets: Tensor) -> list[float]
     return []
 
 
-def _as_loaded(batch: Tensor) -> Tensor:
+def _as_loaded(tensor: Tensor) -> Tensor:
     """As the loader gives it: the way to the device, and into the model's memory format, is part of a pass."""
-    loaded = batch.cpu().contiguous()
-    return loaded.pin_memory() if batch.is_cuda else loaded
+    loaded = tensor.cpu().contiguous()
+    return loaded.pin_memory() if tensor.is_cuda else loaded

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.nested import Batch, take
 from tula_hpc.optim import gradient_square, noise_scale, noise_trace
 from tula_hpc.worker import Worker
 from tula_hpc.workloads.optimizers import forget
@@ -27,7 +28,7 @@ PIECES = 4  # of a single worker's batch, at most
 SMALLEST_PIECE = 8  # samples; below, BatchNorm's statistics are mostly noise of their own
 LEARNING_RATE_SHARE = 0.1  # of workload.lr, for steps before the measurement: where a warm-up begins
 
-Batches = Iterator[tuple[Tensor, Tensor]]
+Batches = Iterator[tuple[Batch, Batch]]
 
 
 class NoiseEstimate(NamedTuple):
@@ -88,7 +89,7 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     return NoiseEstimate(0.0 if math.isnan(scale) else scale, large * PASSES, tuple(terms))
 
 
-def _norms(worker: Worker, inputs: Tensor, targets: Tensor, pieces: int, piece: int) -> tuple[float, float] | None:
+def _norms(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int) -> tuple[float, float] | None:
     """Mean of the parts' |g|² over all workers, and |mean g|²; None where any worker ran out of memory."""
     mine = None
     try:
@@ -107,10 +108,10 @@ def _norms(worker: Worker, inputs: Tensor, targets: Tensor, pieces: int, piece: 
     return total / parts, _squared(gradient / parts)
 
 
-def _sums(worker: Worker, inputs: Tensor, targets: Tensor, pieces: int, piece: int) -> tuple[Tensor, float]:
+def _sums(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int) -> tuple[Tensor, float]:
     """Sum of this worker's gradients, one vector, and the sum of their squared norms."""
     gradients = (
-        _flat_gradient(worker, inputs[start : start + piece], targets[start : start + piece])
+        _flat_gradient(worker, *take((inputs, targets), start, start + piece))
         for start in range(0, pieces * piece, piece)
     )
     total = next(gradients)
@@ -125,7 +126,7 @@ def _squared(vector: Tensor) -> float:
     return float(vector.square().sum(dtype=torch.float64))
 
 
-def _flat_gradient(worker: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
+def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
     gradients = worker.local_gradient(inputs, targets)
     pairs = zip(gradients, worker.parameters, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs])

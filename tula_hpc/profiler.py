@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DivergedError, Failure
 from tula_hpc.forward_probe import time_forward
 from tula_hpc.methods import pass_interval
+from tula_hpc.nested import Batch, samples_in, take, tensors_of
 from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.power import PowerMeter
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes, compute_of
@@ -158,7 +159,7 @@ class StepProfile:
         memory.stop()
         power.stop()
         inputs, targets = next(self.batches)
-        self.batch_bytes = _bytes((inputs, targets))
+        self.batch_bytes = _bytes(tensors_of((inputs, targets)))
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
@@ -193,16 +194,16 @@ class StepProfile:
         rule = self.rule._replace(max_steps=self.rule.min_steps) if briefly else self.rule
         self.samples[name] = time_steps(self.worker, rule, step)
 
-    def _compute(self, inputs: Tensor, targets: Tensor, *, whole: bool = False) -> None:
+    def _compute(self, inputs: Batch, targets: Batch, *, whole: bool = False) -> None:
         self.worker.optimizer.zero_grad(set_to_none=True)
         self.worker.forward_backward(inputs, targets, synchronize=False, whole=whole)
 
-    def _time_smaller_computes(self, inputs: Tensor, targets: Tensor) -> None:
+    def _time_smaller_computes(self, inputs: Batch, targets: Batch) -> None:
         """Of one part of the batch, where a step takes it in parts; and of other candidates' batches.
 
         They take turns: what disturbs the machine for seconds disturbs a few passes of each, which no median sees.
         """
-        worker, batch = self.worker, len(targets)
+        worker, batch = self.worker, samples_in(targets)
         part = math.ceil(batch / worker.parts)
         place = worker.configuration
         others = batches_timed_apart(worker.sweep.search, place.nodes, place.workers_per_node, batch)
@@ -210,7 +211,7 @@ class StepProfile:
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
         samples: dict[int, list[float]] = {size: [] for size in self.computed}
         for size in self.computed * self.rule.min_steps:
-            compute = partial(self._compute, inputs[:size], targets[:size], whole=True)
+            compute = partial(self._compute, *take((inputs, targets), 0, size), whole=True)
             samples[size].append(seconds_of(worker, compute))
         self.samples |= {compute_of(size): seconds for size, seconds in samples.items()}
         whole = [batch] if part == batch else []
@@ -325,7 +326,7 @@ class MemoryMeter:
 
     def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
         """All that is known of this worker's memory; `batch_bytes` is the size of one batch."""
-        states = _bytes(_optimizer_tensors(worker.optimizer))
+        states = _bytes(tensors_of(own_states(worker.optimizer)))
         return MemoryUse(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.reserved_bytes,
@@ -346,20 +347,6 @@ def _largest(worker: Worker, use: MemoryUse) -> MemoryUse:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    def walk(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            for inner in value.values():
-                yield from walk(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                yield from walk(inner)
-
-    return walk(own_states(optimizer))
 
 
 def _batches_ready(worker: Worker) -> int:

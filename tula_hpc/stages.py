@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tula_hpc.analysis.formatting import format_score
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, InfeasibleError, StageError
@@ -135,7 +136,7 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, label, progress)
         result = read_document(TrainResult, files.result_file)
-        progress.update(result.epochs, result.epochs, f"test accuracy {result.test_accuracy:.1%}")
+        progress.update(result.epochs, result.epochs, format_score(result.test_accuracy, result.test_loss))
     return result
 
 
@@ -233,7 +234,9 @@ def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callabl
     def tick(text: str) -> None:
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
-        seen = f"; test accuracy {metrics.epochs[-1].test_accuracy:.1%}" if metrics.epochs else ""
+        seen = ""
+        if metrics.epochs:
+            seen = f"; {format_score(metrics.epochs[-1].test_accuracy, metrics.epochs[-1].test_loss)}"
         drift = describe_drift(sweep.run.events())
         progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}{drift}")
 

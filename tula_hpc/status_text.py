@@ -6,7 +6,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from tula_hpc.analysis.formatting import format_duration, format_money, format_number, format_percent, plural
+from tula_hpc.analysis.formatting import (
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    format_score,
+    plural,
+)
 from tula_hpc.job_status import JobPhase, JobStatus
 from tula_hpc.records import Configuration
 from tula_hpc.run_cost import CostStatus, StageCost
@@ -140,8 +147,8 @@ def _progress(training: TrainingStatus) -> str:
 
 
 def _marks(training: TrainingStatus) -> Iterator[str]:
-    if training.test_accuracy is not None:
-        yield f"test accuracy {format_percent(training.test_accuracy)} after epoch {training.test_epoch}"
+    if training.test_epoch is not None:
+        yield f"{format_score(training.test_accuracy, training.test_loss)} after epoch {training.test_epoch}"
     if training.restarts:
         yield plural(training.restarts, "restart")
     if training.fallbacks:

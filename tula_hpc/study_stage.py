@@ -141,6 +141,8 @@ def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
         raise StageError(f"study: {run.train(label).root} was deleted before a learning rate was chosen")
     top5 = spec.study is not None and spec.study.metric == "top5"
     accuracy = result.test_top5_accuracy if top5 else result.test_accuracy
+    if accuracy is None:
+        raise StageError(f"study: {label} ended without an accuracy to choose a rate by; give workload.metric")
     return RateTrial(family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tula_hpc import slurm
 from tula_hpc.cadence import Cadence, expected_interruptions
@@ -26,6 +26,7 @@ from tula_hpc.files import HeldFolder
 from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.nested import Batch, map_tensors
 from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
@@ -100,9 +101,14 @@ class Evaluation(NamedTuple):
     """Of a set of samples."""
 
     loss: float
-    accuracy: float
-    top5_accuracy: float
+    accuracy: float | None  # None: there is none for such targets
+    top5_accuracy: float | None
     seconds: float = 0.0  # that it took
+
+    @property
+    def words(self) -> str:
+        """For an event."""
+        return f"test loss {self.loss:.4g}" if self.accuracy is None else f"test accuracy {self.accuracy:.4f}"
 
 
 NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
@@ -128,7 +134,7 @@ class Trainer:
         self.critical_batch = CriticalBatch()  # rank 0 alone reads the noise
         if job.sweep.training.scale_histogram and env.rank == 0 and isinstance(self.worker.optimizer, TulaOptimizer):
             self.worker.optimizer.histogram = ScaleHistogram()
-        self.batch: tuple[Tensor, Tensor] | None = None  # of the last step
+        self.batch: tuple[Batch, Batch] | None = None  # of the last step
         self.restart_count = env.restart_count
         self.tuning = self._start_tuning()
         self.progress = self._restore()
@@ -191,7 +197,7 @@ class Trainer:
             self._measure_curvature()
         self._begin_tuning()
         evaluation: Evaluation | None = None  # of the present weights
-        batches: Iterator[tuple[Tensor, Tensor]] | None = None
+        batches: Iterator[tuple[Batch, Batch]] | None = None
         while True:
             if self._round_is_over():  # or the process was killed right before it was judged
                 gone_back = self._end_round()
@@ -250,7 +256,7 @@ class Trainer:
         evaluation = self._evaluate(self.test_loader)
         return evaluation._replace(seconds=time.perf_counter() - started)
 
-    def _train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
+    def _train_epoch(self, batches: Iterator[tuple[Batch, Batch]]) -> bool:
         """The rest of the current epoch in whole batches; False if all workers agreed to stop in the middle."""
         size = self.job.configuration.global_batch
         self.window = StepWindow()
@@ -289,7 +295,7 @@ class Trainer:
             self.guard.look(decision.shared, self.batch)
         self.window.started += time.perf_counter() - started
 
-    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _train_step(self, batches: Iterator[tuple[Batch, Batch]]) -> None:
         progress, size = self.progress, self.job.configuration.global_batch
         self.guard.clock.start()
         self._place_step()
@@ -307,7 +313,7 @@ class Trainer:
         if progress.step % self.job.sweep.training.log_interval_steps == 0 or self._epoch_ends():
             self._log_steps()
 
-    def _next_batch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _next_batch(self, batches: Iterator[tuple[Batch, Batch]]) -> tuple[Batch, Batch]:
         self.batch = None  # or two batches would be held while the step needs the most memory
         started = time.perf_counter()
         self.batch = batch = next(batches)
@@ -386,12 +392,12 @@ class Trainer:
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
         """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
         self.worker.share_buffers()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)  # loss, top 1, top 5, count
+        sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)
         with self.worker.evaluating():
             for inputs, targets in loader:
                 sums += self.worker.score(inputs, targets)
-        loss, top1, top5, count = self.worker.total(*sums.tolist())
-        return Evaluation(loss / count, top1 / count, top5 / count)
+        loss, count, right, among_best = self.worker.total(*sums.tolist())
+        return Evaluation(loss / count, _finite(right / count), _finite(among_best / count))
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.progress
@@ -506,10 +512,10 @@ class Trainer:
             raise StageError(f"workers see different checkpoints in {self.store.folder}; start the job again")
 
     def _throw_away_one_pass(self) -> None:
-        size = self.worker.workload.image_size
-        inputs = self.worker.to_device(torch.rand(self.job.configuration.local_batch, 3, size, size))
-        targets = torch.zeros(self.job.configuration.local_batch, dtype=torch.long, device=self.worker.device)
-        self.worker.forward_backward(inputs, targets)
+        sample = default_collate([self.worker.loader.dataset[(0, 0)]])
+        size = self.job.configuration.local_batch
+        inputs, targets = map_tensors(lambda one: one.expand(size, *one.shape[1:]), sample)
+        self.worker.forward_backward(self.worker.to_device(inputs), self.worker.to_device(targets))
         self.worker.optimizer.zero_grad(set_to_none=True)
 
     def _log_resume(self, progress: Progress, loaded: LoadedCheckpoint) -> None:
@@ -575,6 +581,7 @@ class Trainer:
             steps=progress.step,
             samples_seen=progress.samples_seen,
             final_loss=progress.last_loss,
+            test_loss=None if diverged else evaluation.loss,
             test_accuracy=evaluation.accuracy,
             test_top5_accuracy=evaluation.top5_accuracy,
             train_time_s=progress.train_time_s,
@@ -591,7 +598,7 @@ class Trainer:
             self.tuning.close()
         if self.env.rank == 0:
             write_atomically(self.files.result_file, result.model_dump_json(indent=1))
-            self._event("finished", diverged or f"test accuracy {evaluation.accuracy:.4f}", {})
+            self._event("finished", diverged or evaluation.words, {})
             if self.study is not None:
                 self.store.keep_newest_only()
         return "finished"

@@ -30,6 +30,7 @@ class TrainingStatus(Record):
     step_time_s: float | None = None  # median of the last logged ones
     left_s: float | None = None  # an estimate: the steps that are left at that pace, nothing else
     test_accuracy: float | None = None  # of 1
+    test_loss: float | None = None
     test_epoch: int | None = None  # after which it was measured
     restarts: int = 0
     checkpoint_age_s: float | None = None
@@ -112,6 +113,7 @@ def _ended(files: TrainingFacts) -> dict[str, object]:
         "samples_seen": result.samples_seen,
         "global_batch": result.global_batch,
         "test_accuracy": result.test_accuracy,
+        "test_loss": result.test_loss,
         "test_epoch": result.epochs,
         "restarts": result.restarts,
     }
@@ -122,7 +124,8 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     known: dict[str, object] = {}
     if files.tail.epoch is not None:
         last_epoch = files.tail.epoch
-        known |= {"test_accuracy": last_epoch.test_accuracy, "test_epoch": last_epoch.epoch}
+        known |= {"test_accuracy": last_epoch.test_accuracy, "test_loss": last_epoch.test_loss}
+        known["test_epoch"] = last_epoch.epoch
     if not files.tail.steps:
         return known
     last = files.tail.steps[-1]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tula_hpc.checkpoint import CheckpointStore, file_name
@@ -126,8 +125,8 @@ class Tuning:
         with worker.evaluating():
             for inputs, targets in self.samples:
                 with worker.autocast():
-                    scores = worker.model(worker.to_device(inputs)).float()
-                own += cross_entropy(scores, targets.to(worker.device), reduction="none").double().tolist()
+                    outputs = worker.outputs(inputs)
+                own += worker.workload.criterion.losses(outputs, worker.to_device(targets)).double().tolist()
         every = [0.0] * len(self.samples.dataset)  # type: ignore[arg-type] # it has a length: it was split off by index
         every[worker.env.rank :: worker.env.world_size] = own
         return worker.total(*every)

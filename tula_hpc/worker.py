@@ -22,6 +22,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.methods import build_optimizer, pass_interval, reference_after, reference_share, scaled_batches
+from tula_hpc.nested import Batch, map_tensors, samples_in, take
 from tula_hpc.optim import (
     LocalNorms,
     PartNorms,
@@ -116,16 +117,19 @@ class Worker:
         self.optimizer.update_interval = None  # no pass is ever due
         return norms
 
-    def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
         """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
         for inputs, targets in self.loader.stream(epoch, offset):
-            yield self.to_device(inputs), targets.to(self.device, non_blocking=True)
+            yield self.to_device(inputs), self.to_device(targets)
 
-    def to_device(self, inputs: Tensor) -> Tensor:
-        """A batch of images on the device, in the model's memory format."""
-        if self.sweep.workload.channels_last:
-            return inputs.to(self.device, non_blocking=True, memory_format=torch.channels_last)
-        return inputs.to(self.device, non_blocking=True)
+    def to_device(self, batch: Batch) -> Batch:
+        """A batch on the device, images in the model's memory format."""
+        return map_tensors(self._tensor_to_device, batch)
+
+    def _tensor_to_device(self, tensor: Tensor) -> Tensor:
+        if self.sweep.workload.channels_last and tensor.dim() == 4:  # as nn.Module.to has it
+            return tensor.to(self.device, non_blocking=True, memory_format=torch.channels_last)
+        return tensor.to(self.device, non_blocking=True)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The workload's precision for a forward pass."""
@@ -138,7 +142,7 @@ class Worker:
         return self.norms.count if isinstance(self.norms, PartNorms) else 1
 
     def forward_backward(
-        self, inputs: Tensor, targets: Tensor, *, synchronize: bool = True, whole: bool = False
+        self, inputs: Batch, targets: Batch, *, synchronize: bool = True, whole: bool = False
     ) -> Tensor:
         """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off.
 
@@ -154,9 +158,9 @@ class Worker:
                 return torch.stack([self._backward(*part) for part in self.norms.parts(inputs, targets)]).sum()
             return self._backward(inputs, targets)
 
-    def _backward(self, inputs: Tensor, targets: Tensor, share: float = 1.0) -> Tensor:
+    def _backward(self, inputs: Batch, targets: Batch, share: float = 1.0) -> Tensor:
         with self.autocast():
-            loss = self.workload.loss(self.parallel(inputs), targets) * share
+            loss = self.workload.criterion.loss(self.parallel(inputs), targets) * share
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -172,35 +176,26 @@ class Worker:
             for module, training in modes:
                 module.training = training
 
-    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Sums over a batch of test samples as loaded, (4,): loss, hits, hits among the best five, samples."""
-        targets = targets.to(self.device)
+    def outputs(self, inputs: Batch) -> Any:
+        """What the model makes of samples as loaded, in full precision where it is a tensor."""
         with self.autocast():
-            outputs = self.model(self.to_device(inputs)).float()
-        loss = self.workload.loss(outputs, targets) * len(targets)
-        best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]
-        return torch.stack(
-            [loss.double(), best[:, 0].sum().double(), best.sum().double(), loss.new_tensor(len(targets))]
-        )
+            outputs = self.model(self.to_device(inputs))
+        return outputs.float() if isinstance(outputs, Tensor) else outputs
 
-    def reference_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:
+    def score(self, inputs: Batch, targets: Batch) -> Tensor:
+        """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`."""
+        outputs, targets = self.outputs(inputs), self.to_device(targets)
+        criterion, count = self.workload.criterion, samples_in(targets)
+        loss = criterion.loss(outputs, targets) * count
+        return torch.cat([torch.stack([loss, loss.new_tensor(count)]).double(), criterion.hits(outputs, targets)])
+
+    def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
         """Gradient of a reference batch, the first part of this batch on every worker, all-reduced."""
         part = reference_share(self.sweep.training, self.configuration)
+        inputs, targets = take((inputs, targets), 0, part)
         return reference_gradient(
             self.model,
-            self.workload.loss,
-            inputs[:part],
-            targets[:part],
-            self.parameters,
-            autocast=self.autocast(),
-            loss_scale=self.scaler.get_scale(),
-        )
-
-    def local_gradient(self, inputs: Tensor, targets: Tensor) -> list[Tensor | None]:
-        """This worker's own gradient, unscaled, not reduced; `.grad`, buffers and random numbers stay as they are."""
-        return local_gradient(
-            self.model,
-            self.workload.loss,
+            self.workload.criterion.loss,
             inputs,
             targets,
             self.parameters,
@@ -208,13 +203,25 @@ class Worker:
             loss_scale=self.scaler.get_scale(),
         )
 
-    def update_gradscale(self, inputs: Tensor, targets: Tensor) -> None:
+    def local_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
+        """This worker's own gradient, unscaled, not reduced; `.grad`, buffers and random numbers stay as they are."""
+        return local_gradient(
+            self.model,
+            self.workload.criterion.loss,
+            inputs,
+            targets,
+            self.parameters,
+            autocast=self.autocast(),
+            loss_scale=self.scaler.get_scale(),
+        )
+
+    def update_gradscale(self, inputs: Batch, targets: Batch) -> None:
         """AGS's UpdateGradScale from the gradients of the last backward pass and this batch's reference part."""
         if isinstance(self.optimizer, TulaOptimizer):
             small = self.reference_gradient(inputs, targets)
             self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Batch, targets: Batch) -> Tensor:
         """One step of Algorithm 1: update the gradient scale if it is due, then forward, backward, gate, optimizer."""
         due = isinstance(self.optimizer, TulaOptimizer) and self.optimizer.update_due
         small = self.reference_gradient(inputs, targets) if due else None

@@ -111,6 +111,7 @@ def test_the_same_command_finishes_what_was_killed(killed: Killed) -> None:
         if cell.column != "wild":
             found = killed.result(cell)
             assert (found.epochs, found.steps) == (24, 24 * 8)
+            assert found.test_accuracy is not None
             assert found.test_accuracy > 0.5
             assert found.train_accuracy is not None
             assert found.train_accuracy > 0.5

@@ -132,6 +132,7 @@ def test_training_ran_at_the_chosen_configuration_and_learned(digits: Finished) 
     result = TrainResult.model_validate_json(digits.run.train().result_file.read_text())
     assert (result.nodes, result.global_batch) == (chosen["nodes"], chosen["global_batch"])
     assert result.epochs == 4
+    assert result.test_accuracy is not None
     assert result.test_accuracy > 0.5
 
 

@@ -26,9 +26,9 @@ def known_or_entry_point(value: str, known: Iterable[str], what: str, check_exis
         module, _, function = value.rpartition(".")
         if module and _defines(module, function):
             raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
-        names = ", ".join(known)
+        names = f"or one of: {', '.join(known)}" if known else ""
         raise ValueError(
-            f'{value!r} is not {what}{nearest(value, known)}; expected "package.module:function" or one of: {names}'
+            f'{value!r} is not {what}{nearest(value, known)}; expected "package.module:function" {names}'.rstrip()
         )
     return value
 

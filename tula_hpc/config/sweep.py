@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from tula_hpc.catalog import DATASETS
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.search import SearchSpec
 from tula_hpc.config.spec import Name, Spec
@@ -46,6 +47,18 @@ class SweepSpec(Spec):
         if self.training.layer_wise and method in ("ags", "static") and self.scale_applies_to == "gradient":
             message = "LARS and LAMB divide by the gradient's size"
             raise ValueError(f'training.layer_wise: {message}; expected apply = "update"')
+        return self
+
+    @model_validator(mode="after")
+    def _study_compares_accuracies(self) -> SweepSpec:
+        work = self.workload
+        if self.study is None:
+            return self
+        if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
+            message = "a study compares accuracies, and own data with an own loss may know none"
+            raise ValueError(f"workload.metric: {message}; give a function that says how much of a sample is right")
+        if work.metric is not None and self.study.metric == "top5":
+            raise ValueError('study.metric: "top5" is of labels, and workload.metric is given; expected "top1"')
         return self
 
     @property

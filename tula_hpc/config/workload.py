@@ -18,6 +18,8 @@ class WorkloadSpec(Spec):
 
     model: str = Field(default="resnet18", max_length=200)
     dataset: str = Field(default="digits", max_length=200)
+    loss: str | None = Field(default=None, max_length=200)  # of one's own, for each sample; None: cross-entropy
+    metric: str | None = Field(default=None, max_length=200)  # of one's own, share that is right; None: of labels
     data_dir: Path | None = None
     image_size: int | None = Field(default=None, ge=8, le=1024)
     samples: int | None = Field(
@@ -53,6 +55,11 @@ class WorkloadSpec(Spec):
     @classmethod
     def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
         return known_or_entry_point(value, DATASETS, "a data set", _checks_paths(info))
+
+    @field_validator("loss", "metric")
+    @classmethod
+    def _function_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else known_or_entry_point(value, (), "a function", _checks_paths(info))
 
     @field_validator("data_dir")
     @classmethod

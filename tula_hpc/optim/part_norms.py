@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tula_hpc.nested import Batch, samples_in, split
 from tula_hpc.optim.local_norms import nan_unless_finite
 from tula_hpc.optim.norms import squares
 
@@ -51,7 +52,7 @@ class PartNorms:
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._see, place))  # type: ignore[no-untyped-call] # torch's
 
-    def parts(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+    def parts(self, inputs: Batch, targets: Batch) -> Iterator[tuple[Batch, Batch, float]]:
         """Parts of a batch with their share of its samples, one after another.
 
         Multiply each part's mean loss with its share and call `backward` before the next part is taken.
@@ -60,10 +61,10 @@ class PartNorms:
             inputs: The batch, samples first; at least as many as there are parts.
             targets: As many.
         """
-        self._parts, self.batch = [], len(targets)
+        self._parts, self.batch = [], samples_in(targets)
         try:
-            for part in zip(inputs.tensor_split(self.count), targets.tensor_split(self.count), strict=True):
-                self._open = _Part(len(part[1]) / self.batch, {})
+            for part in zip(split(inputs, self.count), split(targets, self.count), strict=True):
+                self._open = _Part(samples_in(part[1]) / self.batch, {})
                 self._parts.append(self._open)
                 yield *part, self._open.share
         finally:

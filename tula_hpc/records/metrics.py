@@ -51,8 +51,8 @@ class EpochMetrics(Record):
     global_batch: Batch
     train_loss: float
     test_loss: float
-    test_accuracy: float  # share of 1
-    test_top5_accuracy: float
+    test_accuracy: float | None  # share of 1; None: of targets that know no right and wrong
+    test_top5_accuracy: float | None  # None: of targets that are no labels
     epoch_time_s: float  # training steps only; without evaluation and checkpoints
     steps: int  # steps in this epoch that epoch_time_s covers
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part

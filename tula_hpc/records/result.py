@@ -31,11 +31,12 @@ class TrainResult(Record):
     steps: int
     samples_seen: int
     final_loss: float
-    test_accuracy: float
-    test_top5_accuracy: float
+    test_accuracy: float | None  # None: of targets that know no right and wrong
+    test_top5_accuracy: float | None
     train_time_s: float  # sum of epoch_time_s
     wall_time_s: float  # from the first start to the end, with queueing between restarts
     restarts: int
+    test_loss: float | None = None
     diverged: bool = False  # of a study: the loss was not finite, which ended it; its accuracies are 0
     train_accuracy: float | None = None  # of a study: on a fixed choice of training samples, not augmented
     train_top5_accuracy: float | None = None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.workloads.checkpointing import checkpoint_activations
+from tula_hpc.workloads.criterion import Criterion, build_criterion
 from tula_hpc.workloads.data import build_data
-from tula_hpc.workloads.entry_points import check_scores, is_entry_point
+from tula_hpc.workloads.entry_points import is_entry_point
+from tula_hpc.workloads.fitting import check_fits
 from tula_hpc.workloads.models import build_model
 
 
@@ -20,17 +20,18 @@ class Workload(NamedTuple):
     """What is trained.
 
     Attributes:
-        model: On the CPU, in training mode; (batch, 3, image_size, image_size) to (batch, classes).
-        loss: Mean over a batch of the cross-entropy of (scores, labels).
-        train: Items (image, label); random augmentation draws from torch's default random numbers, unless read through
-            `make_train_loader`.
-        test: Items (image, label), always the same.
+        model: On the CPU, in training mode; (batch, 3, image_size, image_size) to (batch, classes), unless it, or the
+            data, is the user's own.
+        criterion: What it is trained for and judged by.
+        train: Items (image, label), or (inputs, targets); random augmentation draws from torch's default random
+            numbers, unless read through `make_train_loader`.
+        test: Such items, always the same.
         classes: Number of classes.
-        image_size: Edge of an image, pixels.
+        image_size: Edge of an image, pixels; of other inputs the last dimension.
     """
 
     model: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]
+    criterion: Criterion
     train: Dataset[Any]
     test: Dataset[Any]
     classes: int
@@ -41,12 +42,13 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     """Build what a sweep's `[workload]` names. The same spec gives the same weights and samples everywhere.
 
     Raises:
-        InputError: The data folder, or the user's own model or data set, is not as expected.
+        InputError: The data folder, or something of the user's own, is not as expected.
     """
     data = build_data(spec)
     model = build_model(spec, data.classes, data.image_size)
-    if is_entry_point(spec.model) or is_entry_point(spec.dataset):
-        check_scores(spec, model, data.test, data.classes)
+    criterion = build_criterion(spec)
+    if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
+        check_fits(spec, model, criterion, data.test, data.classes)
     if spec.activation_checkpointing:
         checkpoint_activations(model)
-    return Workload(model, cross_entropy, data.train, data.test, data.classes, data.image_size)
+    return Workload(model, criterion, data.train, data.test, data.classes, data.image_size)

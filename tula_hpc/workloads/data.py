@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 from tula_hpc.catalog import DATASETS
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
+from tula_hpc.nested import tensors_of
 from tula_hpc.workloads import cifar
 from tula_hpc.workloads.entry_points import is_entry_point, own_data
 from tula_hpc.workloads.folder_images import IMAGENET_SCALING, folder_images
@@ -140,8 +141,9 @@ def _image_size(spec: WorkloadSpec) -> int:
 
 def _own(spec: WorkloadSpec) -> Data:
     train, test, classes = own_data(spec)
-    image, _ = test[0]
-    return Data(train, test, classes, spec.image_size or image.shape[-1])
+    inputs, _ = default_collate([test[0]])
+    first = next(tensors_of(inputs))  # of one sample: (1, …)
+    return Data(train, test, classes, spec.image_size or first.shape[-1])
 
 
 def _digits(spec: WorkloadSpec, image_size: int) -> Data:

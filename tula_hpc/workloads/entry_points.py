@@ -1,4 +1,4 @@
-"""Bring your own model and data: ``"package.module:function"`` in a sweep file.
+"""Bring your own model, data, loss and metric: ``"package.module:function"`` in a sweep file.
 
 The whole protocol:
 
@@ -16,8 +16,22 @@ The whole protocol:
     for each item from (seed, epoch, index), so a resumed training or one with another number of workers sees the same
     images. Random numbers from elsewhere are left as they are.
 
-The module is looked for in the working directory first, then among the installed packages. Both functions run in every
-worker process of every job. An example is ``tests/examples/own_workload.py``.
+``loss = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the mean. With it,
+    workloads need not be classifications of images: an item of the data set is ``(inputs, targets)``, each a tensor, a
+    number, or a tuple, list or dict of such, of the same shapes for every item (sequences padded or cut to one
+    length). The model is called as ``model(inputs)`` with what ``torch.utils.data.default_collate`` makes of N items;
+    what it returns goes to the loss as it is. ``classes`` is any number that the data wants the model to know (a
+    vocabulary), and ``image_size``, where the sweep does not give it, the last dimension of the first input.
+
+``metric = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: how much of each sample is right, (N,), from 0 to 1; it is reported as
+    accuracy. Without it, accuracy is known where outputs are scores (N, classes) and targets labels (N,); elsewhere
+    the loss on the test set is reported.
+
+The module is looked for in the working directory first, then among the installed packages. All functions run in every
+worker process of every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
+``tula_hpc/workloads/language.py``.
 """
 
 from __future__ import annotations
@@ -26,16 +40,17 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
+from tula_hpc.nested import tensors_of
 
 _MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
 
@@ -59,21 +74,40 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
     Raises:
         InputError: No such function, other arguments, or no module came.
     """
-    model = _call(_MODEL_KEY, name, classes, image_size)
+    model = own_function(_MODEL_KEY, name, ("classes", "image_size"))(classes, image_size)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{name} returned {_kind(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
+        raise InputError(f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
     return model
 
 
+def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """A function of the user's, looked at but not called.
+
+    Args:
+        key: Of the sweep file.
+        name: "package.module:function".
+        parameters: What it will be called with, for the message.
+
+    Raises:
+        InputError: No such function, or it cannot be called with so many arguments.
+    """
+    function = _load(key, name)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError:
+        raise InputError(f"{name} cannot be called with ({', '.join(parameters)})", key=key) from None
+    return function
+
+
 def own_data(spec: WorkloadSpec) -> OwnData:
-    """Call the user's data set function and look at the first item of each set.
+    """Call the user's data set function and look at the first items of each set.
 
     Raises:
         InputError: No such function, other arguments, or something else than the protocol says came.
     """
-    data = _call(_DATASET_KEY, spec.dataset, spec)
+    data = own_function(_DATASET_KEY, spec.dataset, ("spec",))(spec)
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
-        raise _data_error(spec, f"returned {_kind(data)}; expected a tuple (train, test, classes)")
+        raise _data_error(spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)")
     own = OwnData(*data)
     if not isinstance(own.classes, int) or own.classes < 1:
         raise _data_error(spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1")
@@ -82,42 +116,37 @@ def own_data(spec: WorkloadSpec) -> OwnData:
     return own
 
 
-def check_scores(spec: WorkloadSpec, model: nn.Module, data: Dataset[Any], classes: int) -> None:
-    """Pass one test image through the model, so that two parts which do not fit are told before a job is hours old.
-
-    Raises:
-        InputError: The model does not return one score a class.
-    """
-    image, _ = data[0]
-    was_training = model.training
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            scores = model.eval()(image[None])
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            shape = "×".join(map(str, image.shape))
-            reason = str(error).strip().partition("\n")[0]
-            raise InputError(f"{spec.model} cannot take an image of {shape}: {reason}", key=_MODEL_KEY) from error
-    model.train(was_training)
-    if not isinstance(scores, Tensor) or scores.shape != (1, classes):
-        raise InputError(
-            f"{spec.model} returns {_kind(scores)} for one image; expected a tensor of shape (1, {classes})",
-            key=_MODEL_KEY,
-        )
-
-
 def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise _data_error(spec, f"returned {_kind(data)} as the {which} set; expected one with __len__ and __getitem__")
+        message = f"returned {kind_of(data)} as the {which} set; expected one with __len__ and __getitem__"
+        raise _data_error(spec, message)
     if len(data) == 0:
         raise _data_error(spec, f"returned an empty {which} set")
     with torch.random.fork_rng(devices=[]):
-        item = data[0]
-    if not _is_item(item, classes):
-        raise _data_error(
-            spec,
-            f"has {_describe(item)} as item 0 of the {which} set; "
-            f"expected (float tensor of 3 dimensions, label from 0 to {classes - 1})",
-        )
+        items = [data[index] for index in range(min(2, len(data)))]
+    fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
+    if spec.loss is not None:
+        fits, expected = _is_pair(items[0]), "(inputs, targets), each with a tensor or number at least"
+    if not fits:
+        hint = "" if spec.loss else "; others need a workload.loss of your own"
+        raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
+    try:
+        default_collate(items)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {reason}"
+        raise _data_error(spec, f"{message}; expected the same shapes, padded or cut") from error
+
+
+def _is_pair(item: Any) -> bool:
+    """Where the loss is the user's own, inputs and targets may be anything that can be put into batches."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return False
+    try:
+        batch = default_collate([item])
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        return False
+    return all(any(tensor.dim() for tensor in tensors_of(part)) for part in batch)
 
 
 def _is_item(item: Any, classes: int) -> bool:
@@ -134,11 +163,11 @@ def _is_item(item: Any, classes: int) -> bool:
 
 def _describe(item: Any) -> str:
     if isinstance(item, tuple | list):
-        return "(" + ", ".join(_kind(part) for part in item) + ")"
-    return _kind(item)
+        return "(" + ", ".join(kind_of(part) for part in item) + ")"
+    return kind_of(item)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """A value in a few words: type, and what tells it from the expected."""
     if isinstance(value, Tensor):
         return f"{value.dtype} tensor of shape {tuple(value.shape)}".removeprefix("torch.")
@@ -153,16 +182,6 @@ def _data_error(spec: WorkloadSpec, message: str) -> InputError:
     return InputError(f"{spec.dataset} {message}", key=_DATASET_KEY)
 
 
-def _call(key: str, name: str, *arguments: Any) -> Any:
-    function = _load(key, name)
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        expected = "(classes, image_size)" if key == _MODEL_KEY else "(spec)"
-        raise InputError(f"{name} cannot be called with {expected}", key=key) from None
-    return function(*arguments)
-
-
 def _load(key: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     _search_working_directory()
@@ -173,7 +192,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     except AttributeError:
         raise InputError(f"{name}: {module_name} has no {function_name!r}", key=key) from None
     if not callable(function):
-        raise InputError(f"{name} is {_kind(function)}; expected a function", key=key)
+        raise InputError(f"{name} is {kind_of(function)}; expected a function", key=key)
     return function  # type: ignore[no-any-return] # callable() does not narrow Any
 
 

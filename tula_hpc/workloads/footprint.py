@@ -28,6 +28,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
 from tula_hpc import resident
 from tula_hpc.catalog import DATASETS
 from tula_hpc.config import (
@@ -39,6 +43,7 @@ from tula_hpc.config import (
     local_batches,
 )
 from tula_hpc.errors import InputError
+from tula_hpc.nested import map_tensors
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
@@ -98,7 +103,7 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
 
 
 def find_shapes(workload: WorkloadSpec) -> Shapes:
-    """Image and classes, from the catalog where it knows them, else from the data.
+    """Of a sample, from the catalog where it knows them, else from the data.
 
     Raises:
         InputError: The data is not as expected.
@@ -106,10 +111,14 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
     facts = DATASETS.get(workload.dataset)
     if facts is not None and facts.classes is not None:
         size = workload.image_size or facts.image_size
-        return Shapes((3, size, size), workload.classes or facts.classes, size)
+        return Shapes.of_images(size, workload.classes or facts.classes)
     data = build_data(workload)
-    image, _ = data.test[0]
-    return Shapes(tuple(image.shape), data.classes, data.image_size)
+    inputs, targets = map_tensors(_shape_of, default_collate([data.test[0]]))
+    return Shapes(inputs, targets, data.classes, data.image_size)
+
+
+def _shape_of(batch: Tensor) -> Tensor:
+    return torch.empty(batch.shape[1:], dtype=batch.dtype, device="meta")
 
 
 def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:

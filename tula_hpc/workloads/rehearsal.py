@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.nested import Batch, map_tensors
 from tula_hpc.workloads.checkpointing import checkpoint_activations
+from tula_hpc.workloads.criterion import build_criterion
 from tula_hpc.workloads.models import build_model
 from tula_hpc.workloads.optimizers import base_optimizer, zero_share
 from tula_hpc.workloads.tracking import AllocationTracker
@@ -24,11 +26,31 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.bfloat16, "bf16": torch.bfloat16}
 
 
 class Shapes(NamedTuple):
-    """What the model takes and gives."""
+    """What the model takes and gives.
 
-    image: tuple[int, ...]  # (channels, height, width)
+    Attributes:
+        inputs: Of one sample, on the meta device: shapes and types alone.
+        targets: Likewise.
+        classes: Width of the output, as the model is told.
+        image_size: Edge of an image, likewise.
+    """
+
+    inputs: Batch
+    targets: Batch
     classes: int
     image_size: int
+
+    @classmethod
+    def of_images(cls, image_size: int, classes: int) -> Shapes:
+        """Of images with three colours, and their labels."""
+        image = torch.empty(3, image_size, image_size, device="meta")
+        return cls(image, torch.empty((), dtype=torch.long, device="meta"), classes, image_size)
+
+    def batch(self, samples: int) -> tuple[Batch, Batch]:
+        """So many samples of zeros, inputs and targets: 0 is a label, and a word, wherever there are any."""
+        filled = (self.inputs, self.targets)
+        inputs, targets = map_tensors(lambda one: torch.zeros(samples, *one.shape, dtype=one.dtype), filled)
+        return inputs, targets
 
 
 class Step(NamedTuple):
@@ -120,6 +142,7 @@ class Rehearsal:
         self, workload: WorkloadSpec, model: nn.Module, tracker: AllocationTracker, shapes: Shapes, world: int
     ) -> None:
         self.workload, self.model, self.tracker, self.shapes = workload, model, tracker, shapes
+        self.criterion = build_criterion(workload)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
         self.optimizer = base_optimizer(workload, mine)
@@ -129,11 +152,11 @@ class Rehearsal:
         """One step; what was alive at the peaks of its parts."""
         for parameter in self.parameters:
             parameter.grad = None
-        inputs = self._inputs(local_batch)
-        targets = torch.zeros(local_batch, dtype=torch.long)
+        inputs, targets = self.shapes.batch(local_batch)
+        inputs = map_tensors(self._laid_out, inputs)
         self.tracker.watch()
         with torch.autocast("cpu", DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
-            loss = cross_entropy(self.model(inputs), targets)
+            loss = self.criterion.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()  # the worker returns it, and with it no graph
         backward = self.tracker.peak()
@@ -142,8 +165,7 @@ class Rehearsal:
         after = self.tracker.peak()
         return Step(backward.live_bytes, after.live_bytes, backward.blocks)
 
-    def _inputs(self, local_batch: int) -> Tensor:
-        inputs = torch.empty(local_batch, *self.shapes.image)
+    def _laid_out(self, inputs: Tensor) -> Tensor:
         if self.workload.channels_last and inputs.dim() == 4:  # batch, channels, height, width
             return inputs.to(memory_format=torch.channels_last)
         return inputs

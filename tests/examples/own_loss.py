@@ -1,0 +1,63 @@
+"""Workloads that are no classifications of images: inputs and targets of several parts, losses of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from tula_hpc.config import WorkloadSpec
+
+
+class Points(Dataset[tuple[dict[str, Any], tuple[Tensor, float]]]):
+    """Places on a plane with a name, to a vector and a number that follow from them."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], tuple[Tensor, float]]:
+        place = torch.tensor([index % 16, index // 16]) / 16 - 0.5
+        return {"place": place, "group": index % 4}, (place.flip(0), float(index % 4))
+
+
+def points(spec: WorkloadSpec) -> tuple[Points, Points, int]:
+    """For `dataset`."""
+    return Points(), Points(), 4
+
+
+class Regression(nn.Module):
+    """A vector and a number for each place and group; with dropout, so that random numbers count."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups, self.hidden, self.out = nn.Embedding(groups, 8), nn.Linear(2, 8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = self.dropout(torch.tanh(self.hidden(inputs["place"]) + self.groups(inputs["group"])))
+        found = self.out(hidden)
+        return {"vector": found[:, :2], "number": found[:, 2]}
+
+
+def regression(classes: int, image_size: int) -> nn.Module:
+    """For `model`."""
+    return Regression(classes)
+
+
+def squared_error(outputs: dict[str, Tensor], targets: list[Tensor]) -> Tensor:
+    """For `loss`."""
+    vector, number = targets
+    return (outputs["vector"] - vector).square().sum(1) + (outputs["number"] - number).square().float()
+
+
+def near(outputs: dict[str, Tensor], targets: list[Tensor]) -> Tensor:
+    """For `metric`: whether the number is as good as right."""
+    return ((outputs["number"] - targets[1]).abs() < 0.5).float()
+
+
+def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
+    """For `loss` of a classification."""
+    return cross_entropy(scores, labels, reduction="none", label_smoothing=0.1)

@@ -1,0 +1,82 @@
+"""What a training minimizes, and by what a trained model is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.nested import tensors_of
+from tula_hpc.workloads.entry_points import own_function
+
+OfSamples = Callable[[Any, Any], Tensor]  # (outputs, targets) of a batch to a number for each sample, (batch,)
+BEST = 5  # labels
+
+
+class Criterion(NamedTuple):
+    """Of outputs and targets of a batch.
+
+    Attributes:
+        loss: Mean over the samples, a scalar.
+        losses: Of each sample, (batch,).
+        metric: Share of each sample that is right, (batch,), where the user said what that is.
+        hits: Sums over the samples, (2,) of float64: share that is right, and whether the label is among the best five
+            scores. NaN where there is no such thing.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    losses: OfSamples
+    metric: OfSamples | None
+    hits: Callable[[Any, Any], Tensor]
+
+
+def build_criterion(spec: WorkloadSpec) -> Criterion:
+    """Cross-entropy of scores for labels, or the user's own loss; hits, or the user's own metric.
+
+    Raises:
+        InputError: No such function.
+    """
+    metric, losses = _own("workload.metric", spec.metric), _own("workload.loss", spec.loss)
+    hits = label_hits if metric is None else partial(_sum_of, metric)
+    if losses is None:
+        return Criterion(cross_entropy, partial(cross_entropy, reduction="none"), metric, hits)
+    return Criterion(partial(_mean_of, losses), losses, metric, hits)
+
+
+def _own(key: str, name: str | None) -> OfSamples | None:
+    return None if name is None else own_function(key, name, ("outputs", "targets"))
+
+
+def label_hits(outputs: Any, targets: Any) -> Tensor:
+    """How many labels have the best score, and one of the best five.
+
+    Args:
+        outputs: Scores, (batch, classes). Of others nothing is known.
+        targets: Labels, (batch,) of integers; likewise.
+    """
+    if not _are_scores(outputs, targets):
+        device = next(tensors_of(targets)).device
+        return torch.full((2,), torch.nan, dtype=torch.float64, device=device)
+    best = outputs.topk(min(BEST, outputs.shape[1]), dim=1).indices == targets[:, None]
+    return torch.stack([best[:, 0].sum(), best.sum()]).double()
+
+
+def _are_scores(outputs: Any, targets: Any) -> bool:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return False
+    integers = not targets.is_floating_point() and not targets.is_complex()
+    return outputs.dim() == 2 and targets.shape == outputs.shape[:1] and integers
+
+
+def _mean_of(function: OfSamples, outputs: Any, targets: Any) -> Tensor:
+    return function(outputs, targets).mean()
+
+
+def _sum_of(function: OfSamples, outputs: Any, targets: Any) -> Tensor:
+    total = function(outputs, targets).double().sum()
+    return torch.stack([total, torch.full_like(total, torch.nan)])

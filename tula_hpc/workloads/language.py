@@ -1,0 +1,92 @@
+"""A small language model: data, model, loss and metric, each as `entry_points` describes it for one's own.
+
+It guesses the next character of Python programs, those of the standard library: `sweeps/language_model.toml`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from tula_hpc.config import WorkloadSpec
+
+CHARACTERS = 128  # ASCII; others count as 0
+LENGTH = 64  # of a sample, characters
+WIDTH, HEADS, LAYERS = 128, 4, 2
+TEST_SAMPLES = 1000
+
+
+class Texts(Dataset[tuple[Tensor, Tensor]]):
+    """Pieces of a text; the targets are the same characters, one place later.
+
+    Args:
+        text: As numbers of characters.
+        length: Of a piece.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], length: int) -> None:
+        pieces = (len(text) - 1) // length
+        self.inputs = torch.from_numpy(text[: pieces * length].reshape(pieces, length))
+        self.targets = torch.from_numpy(text[1 : pieces * length + 1].reshape(pieces, length))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index].long(), self.targets[index].long()
+
+
+def programs(spec: WorkloadSpec) -> tuple[Texts, Texts, int]:
+    """Training set, test set (from the last modules by name), number of characters."""
+    text, length = _standard_library(), spec.image_size or LENGTH
+    held_out = TEST_SAMPLES * length + 1
+    return Texts(text[:-held_out], length), Texts(text[-held_out:], length), CHARACTERS
+
+
+@functools.cache
+def _standard_library() -> NDArray[np.uint8]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = np.frombuffer(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8)
+    return np.where(text < CHARACTERS, text, 0).astype(np.uint8)
+
+
+class Transformer(nn.Module):
+    """Scores for the next character at each place, from the characters up to there."""
+
+    def __init__(self, characters: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(length, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.scores = nn.Linear(WIDTH, characters)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Scores (batch, length, characters) for characters (batch, length)."""
+        length = characters.shape[1]
+        hidden = self.embedding(characters) + self.places.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=characters.device)
+        scores: Tensor = self.scores(self.layers(hidden, mask=mask, is_causal=True))
+        return scores
+
+
+def transformer(classes: int, image_size: int) -> nn.Module:
+    """For `model`."""
+    return Transformer(classes, image_size)
+
+
+def next_character_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """For `loss`: cross-entropy of each sample, mean over its places."""
+    return cross_entropy(scores.movedim(-1, 1), targets, reduction="none").mean(1)
+
+
+def next_character_right(scores: Tensor, targets: Tensor) -> Tensor:
+    """For `metric`: at how many of its places the best score is the right character's."""
+    return (scores.argmax(-1) == targets).float().mean(1)
