@@ -86,6 +86,10 @@ def test_requeued_and_suspended_jobs_are_not_over() -> None:
         ("sbatch: error: Batch job submission failed: Resource temporarily unavailable", True, False),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
          "accounting/QOS policy (job submit limit, user's size and/or time limits)", False, True),
+        ("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates "
+         "accounting/QOS policy (job submit limit, user's size and/or time limits)", False, True),
+        ("sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: Batch job submission failed: Job violates "
+         "accounting/QOS policy (job submit limit, user's size and/or time limits)", False, False),
         ("sbatch: error: invalid partition specified: nowhere", False, False),
     ],
 )  # fmt: skip

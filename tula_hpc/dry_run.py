@@ -11,7 +11,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages import Sweep
-from tula_hpc.submission import Script, Submission, script_of
+from tula_hpc.submission import Preview, Script, script_of
 
 
 class Wave(NamedTuple):
@@ -22,7 +22,7 @@ class Wave(NamedTuple):
     tasks: int
 
 
-def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Submission:
+def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
     """What a sweep would submit first; nothing is created."""
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
     lines, scripts = [head], []
@@ -30,7 +30,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Su
         waves = _waves(part)
         lines += [*_profiling(part, waves), _training(part)]
         scripts += [*_profile_scripts(part, waves), *_train_script(part)]
-    return Submission(lines, scripts)
+    return Preview(lines, scripts)
 
 
 def _waves(part: Sweep) -> list[Wave]:

@@ -118,7 +118,7 @@ def _refuse(words: str) -> NoReturn:
         SubmitLimitError: Because of a limit on submitted jobs.
         RefusedError: For another reason.
     """
-    line = _last_line(words)
+    line = _with_limit(_last_line(words), words)
     if slurm.is_submit_limit(words):
         raise SubmitLimitError(f"a limit of the cluster on submitted jobs is reached: {line}") from None
     raise RefusedError(f"the scheduler refused the job: {line}") from None
@@ -143,7 +143,8 @@ def could_start(script: str) -> str:
     """When and where the job of a script could start, in sbatch's words; nothing is submitted.
 
     Raises:
-        RefusedError: The scheduler would not take it.
+        SubmitLimitError: The scheduler would not take it while there are so many jobs.
+        RefusedError: It would not take it for another reason.
         LaunchError: It did not say.
     """
     given = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
@@ -158,7 +159,14 @@ def could_start(script: str) -> str:
         return words
     if slurm.is_unanswered(done.stderr) or REFUSAL not in done.stderr:
         raise LaunchError(f"sbatch gives no answer: {words}")
-    raise RefusedError(words.removeprefix(f"{REFUSAL}: "))
+    kind = SubmitLimitError if slurm.is_submit_limit(done.stderr) else RefusedError
+    raise kind(_with_limit(words.removeprefix(f"{REFUSAL}: "), done.stderr))
+
+
+def _with_limit(line: str, words: str) -> str:
+    """The last line says of every limit the same; the one that was reached stands in a line before."""
+    told = [name for name in dict.fromkeys(slurm.limits_named(words)) if name not in line]
+    return ": ".join([line, *told])
 
 
 def _last_line(words: str) -> str:

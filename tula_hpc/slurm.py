@@ -99,14 +99,26 @@ _SUBMIT_LIMIT = re.compile(
 )
 
 
+_LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
+
+
 def is_unanswered(words: str) -> bool:
     """Whether an error of sbatch leaves open if the job was accepted."""
     return bool(_UNANSWERED.search(words))
 
 
 def is_submit_limit(words: str) -> bool:
-    """Whether sbatch was refused because of how many jobs there are."""
-    return bool(_SUBMIT_LIMIT.search(words))
+    """Whether sbatch was refused because of how many jobs there are, as far as it says which limit was reached.
+
+    Of a job that is too large or too long for its account it often says the same, but for the limit's name.
+    """
+    named = limits_named(words)
+    return any("Submit" in name for name in named) if named else bool(_SUBMIT_LIMIT.search(words))
+
+
+def limits_named(words: str) -> list[str]:
+    """Limits of accounting that sbatch names."""
+    return _LIMIT.findall(words)
 
 
 def named(name: str) -> list[str]:

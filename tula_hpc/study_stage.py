@@ -27,7 +27,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.stages import Sweep
-from tula_hpc.submission import Submission, script_of
+from tula_hpc.submission import Preview, script_of
 from tula_hpc.trainings import Trainings, most_at_once
 
 OWN_RATES = ("lars", "lamb")  # methods whose step is of another size: a rate for the base optimizer is none for them
@@ -164,7 +164,7 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
     return TunedRates(rates=rates, trials=ordered)
 
 
-def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Submission:
+def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
     """What a study would submit; nothing is created."""
     study, _, part = _study_and_part(spec, cluster)
     cells = study.cells()
@@ -187,4 +187,4 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Submiss
     launcher = Launcher(part, RunDirectory(root), spec.job_name)
     shape = {"nodes": study.nodes, "minutes": part.train_minutes, "tasks": len(cells)}
     scripts = script_of(launcher, f"train, {plural(len(cells), 'task')}", stage="train", **shape)
-    return Submission(lines, list(scripts))
+    return Preview(lines, list(scripts))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tula_hpc import slurm
-from tula_hpc.errors import LaunchError, RefusedError
+from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import Launcher
 
 
@@ -23,7 +23,7 @@ class Script(NamedTuple):
     text: str
 
 
-class Submission(NamedTuple):
+class Preview(NamedTuple):
     """What would be submitted, in words, and the scripts; none where jobs do not go through Slurm."""
 
     words: Sequence[str]
@@ -54,7 +54,9 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         try:
             answer = re.sub(r"^Job \d+ to start", "could start", could_start(script.text))
         except RefusedError as error:
-            answer, refused = f"refused: {error}", refused + 1
+            waits = _waits(error)
+            answer = f"{'would wait until you have fewer jobs' if waits else 'refused'}: {error}"
+            refused += not waits
         except LaunchError as error:
             sys.stdout.write(f"  {error}\n")
             return
@@ -62,6 +64,11 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         sys.stdout.flush()
     if refused:
         raise RefusedError(f"Slurm would refuse {refused} of {len(scripts)} submissions, see above")
+
+
+def _waits(error: RefusedError) -> bool:
+    """Whether a submission would wait until the user has fewer jobs. Slurm says the same of a job that is too large."""
+    return isinstance(error, SubmitLimitError) and slurm.patiently(slurm.own_jobs) > 0
 
 
 def script_of(launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int) -> Iterator[Script]:

@@ -105,14 +105,19 @@ def test_larger_arrays_are_submitted_in_pieces_that_run_one_after_another(
 
 
 def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(
-    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher = launcher_at(tmp_path, "array_parallelism=4")
-    with slurm_cluster.changed(submit_limit=3):
+    with slurm_cluster.changed(submit_limit=2):
         todo = list(range(4))
         while todo:  # as the stages do: what was not accepted comes again
             jobs = launcher.submit([says(i, notes) for i in todo], stage="profile", nodes=1, minutes=2)
-            assert 1 <= len(jobs) <= 3
+            assert 1 <= len(jobs) <= 2
+            if len(jobs) == 2:
+                assert main([*dry_run_of(tmp_path), "--set", "search.cluster_sizes=[1]"]) == 0
+                said = capsys.readouterr().out
+                assert "train, N=1, 1 task: would wait until you have fewer jobs: " in said
+                assert said.count("QOSMaxSubmitJobPerUserLimit") == 2
             launcher.wait(jobs)
             todo = todo[len(jobs) :]
     assert runs(notes) == dict.fromkeys(range(4), 1)
@@ -167,12 +172,17 @@ def test_what_the_scheduler_refuses_for_good_is_one_clear_line(slurm_cluster: Mi
     assert launcher.find_lost() == []
 
 
+def dry_run_of(folder: Path) -> list[str]:
+    """Arguments for one, of folder/sweep.toml."""
+    sweep = folder / "sweep.toml"
+    sweep.write_text('name = "asked"\n[workload]\ndataset = "digits"\n[search]\nmin_batch = 32\nmax_batch = 64\n')
+    return [str(sweep), "--cluster", str(TEMPLATE), "--run-dir", str(folder / "dry"), "--dry-run"]
+
+
 def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
     slurm_cluster: MiniCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = tmp_path / "sweep.toml"
-    sweep.write_text('name = "asked"\n[workload]\ndataset = "digits"\n[search]\nmin_batch = 32\nmax_batch = 64\n')
-    command = [str(sweep), "--cluster", str(TEMPLATE), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    command, sweep = dry_run_of(tmp_path), tmp_path / "sweep.toml"
     before = slurm.own_jobs()
     assert main([*command, "--set", "search.cluster_sizes=[1,2]"]) == 0
     out = capsys.readouterr().out
@@ -187,4 +197,4 @@ def test_a_dry_run_asks_what_slurm_would_do_and_submits_nothing(
     assert main([*command, "--set", "cluster.max_nodes=64"]) == 1
     assert "train, 4 tasks: refused: " in capsys.readouterr().out
     assert slurm.own_jobs() == before
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "dry").exists()
