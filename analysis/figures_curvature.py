@@ -206,9 +206,9 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         why = "training logged no Δ(G) yet, or no epoch"
         return Missing("variability", "gradient variability beside accuracy", why, optional=True)
     curve, epochs = _curve(training.metrics.steps, "sensitivity"), training.metrics.epochs
-    judged = epochs[-1].test_accuracy is not None
+    judged = all(row.test_accuracy is not None for row in epochs)
     what, unit = ("test accuracy", ", %") if judged else ("test loss", "")
-    reached = [row.test_loss if row.test_accuracy is None else 100 * row.test_accuracy for row in epochs]
+    reached = [100 * (row.test_accuracy or 0.0) if judged else row.test_loss for row in epochs]
     ended = f"{format_number(reached[-1], 3)}{' %' if judged else ''}"
     title = f"Gradient variability {_moved(*curve.change)} as {what} went to {ended}"
     with style.styled():
@@ -217,7 +217,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         _draw_curve(above, curve, style.SIZES[0].light)
         below.plot([row.epoch for row in epochs], reached, "o-", color=style.SIZES[2].light, markersize=3.5)
         below.set_ylabel(f"{what}{unit}")
-        below.set_ylim(bottom=0)
+        style.from_zero(below)
         _epoch_axis(below)
         draw_marks([above, below], rate_drops(training.metrics.steps))
     caption = (

@@ -192,6 +192,12 @@ def number_tick(value: float) -> str:
     return format_number(value, 6).replace("-", "−")
 
 
+def from_zero(axes: Axes) -> None:
+    """Begin the axis of a loss at zero; one of a user's own may be below."""
+    if axes.dataLim.y0 >= 0.0:
+        axes.set_ylim(bottom=0.0)
+
+
 def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bool = False) -> None:
     """A y axis for positive quantities: from zero where they are of one size, else logarithmic with round numbers."""
     numbers = [value for value in values if math.isfinite(value) and value > 0]

@@ -46,7 +46,7 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         return Missing("training", "training", why)
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
     marks = list(training_marks(trainings[0].metrics, run.events))
-    judged = any(row.test_accuracy is not None for row in trainings[0].metrics.epochs)
+    judged = all(_judged(training) for training in trainings)
     with style.styled():
         figure, panels = style.new_figure(title, 5.0 if judged else 3.2, ratios=(1, 1) if judged else (1,))
         named, ends = len(trainings) > 1, []
@@ -91,10 +91,14 @@ def _epoch_of(metrics: Metrics, event: Event) -> float | None:
     return float(np.interp(seen, samples, epochs))
 
 
+def _judged(training: Training) -> list[tuple[int, float]]:
+    """(epoch, percent) where there is an accuracy."""
+    return [(row.epoch, 100 * row.test_accuracy) for row in training.metrics.epochs if row.test_accuracy is not None]
+
+
 def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> labels.EndLabel:
     """Draw one curve; its label, with the last value, is placed when all are drawn."""
-    epochs = [row.epoch for row in training.metrics.epochs]
-    percent = [math.nan if row.test_accuracy is None else 100 * row.test_accuracy for row in training.metrics.epochs]
+    epochs, percent = zip(*_judged(training), strict=True)
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
     text = f"{percent[-1]:.1f} %" + (f" {training.label}" if named else "")
     return labels.EndLabel(epochs[-1], percent[-1], text, colour)
@@ -116,7 +120,7 @@ def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
         accuracy.set_ylim(bottom=0)
     loss = panels[-1]
     loss.set_ylabel("loss")
-    loss.set_ylim(bottom=0)
+    style.from_zero(loss)
     loss.set_xlabel("epochs of training")
     loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     loss.set_xlim(left=0)
@@ -177,7 +181,7 @@ def _if_it_was_better(epochs: Sequence[EpochMetrics]) -> str:
     last = epochs[-1]
     if last.test_accuracy is None:
         least = min(epochs, key=lambda row: row.test_loss)
-        better = least.test_loss < 0.99 * last.test_loss
+        better = last.test_loss - least.test_loss > 0.01 * abs(last.test_loss)
         return f"; the least was {format_number(least.test_loss, 3)} after {least.epoch}" if better else ""
     best = max(epochs, key=lambda row: row.test_accuracy or 0.0)
     better = (best.test_accuracy or 0.0) - last.test_accuracy >= 0.005

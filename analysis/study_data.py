@@ -95,7 +95,7 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
             yield Outcome(cell, "diverged", why=f"the loss was not finite after {result.steps:,} steps")
         else:
             test, train = _accuracies(result, study)
-            missing = "its targets know no right and wrong, and there is no workload.metric" if test is None else ""
+            missing = "no accuracy: none of such targets, or workload.metric was not finite" if test is None else ""
             yield Outcome(cell, "failed" if missing else "finished", test, train, missing)
 
 

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined] # it is documented there
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
+from tests.forked import start_workers
+from tests.run_factory import make_run
+from tests.study_factory import make_study
 from tests.test_workloads_own import write_module
 from tula_hpc import trainer as trainer_module
 from tula_hpc.analysis.figures import draw_all
 from tula_hpc.analysis.report_data import read_run
+from tula_hpc.analysis.report_tables import summary_rows, summary_table
+from tula_hpc.analysis.report_text import answer
+from tula_hpc.analysis.study_data import read_study
 from tula_hpc.checkpoint import CheckpointStore
-from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_sweep
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.jobs import TrainJob
+from tula_hpc.noise_probe import probe_noise
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiler import measure
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.status import status_of
+from tula_hpc.status_text import status_text
 from tula_hpc.stopping import StopRequest
 from tula_hpc.trainer import Trainer, run_training
-from tula_hpc.worker import Worker
-from tula_hpc.workloads import build_workload
+from tula_hpc.worker import Worker, process_group
+from tula_hpc.workloads import build_workload, validation_samples
 from tula_hpc.workloads.footprint import estimate_footprint
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
@@ -65,12 +79,26 @@ def result_of(run: RunDirectory) -> TrainResult:
     return TrainResult.model_validate_json(run.train().result_file.read_bytes())
 
 
+def trained_worker(run: RunDirectory, spec: SweepSpec) -> Worker:
+    worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    loaded = CheckpointStore(run.train().checkpoints).load_latest()
+    assert loaded is not None
+    worker.load_own_state(loaded.state)
+    return worker
+
+
 def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(tmp_path / "run", sweep(REGRESSION), monkeypatch)
+    spec = sweep(REGRESSION)
+    run = train(tmp_path / "run", spec, monkeypatch)
     result, epochs = result_of(run), read_metrics(run.train().metrics_file).epochs
     assert (result.test_accuracy, result.test_top5_accuracy) == (None, None)
     assert result.test_loss == epochs[-1].test_loss < 0.8 * epochs[0].train_loss
     assert any(event.detail.startswith("test loss") for event in run.events())
+    worker, every = trained_worker(run, spec), [*range(65)]
+    inputs, targets = default_collate([worker.workload.test[index] for index in every])
+    with worker.evaluating():
+        losses = worker.workload.criterion.losses(worker.model(inputs), targets)
+    assert result.test_loss == pytest.approx(float(losses.mean()))
     figure = next(item for item in draw_all(read_run(run)).drawings if item.name == "training")
     assert figure.title.startswith("test loss")
     assert len(figure.figure.axes) == 1
@@ -78,12 +106,9 @@ def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypa
 
 def test_a_metric_is_reported_as_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sweep(REGRESSION | {"metric": f"{OWN}:near", "epochs": 1})
-    result = result_of(train(tmp_path / "run", spec, monkeypatch))
-    worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
-    loaded = CheckpointStore(RunDirectory(tmp_path / "run").train().checkpoints).load_latest()
-    assert loaded is not None
-    worker.load_own_state(loaded.state)
-    inputs, (_, number) = default_collate([worker.workload.test[index] for index in range(256)])
+    run = train(tmp_path / "run", spec, monkeypatch)
+    result, worker = result_of(run), trained_worker(run, spec)
+    inputs, (_, number) = default_collate([worker.workload.test[index] for index in range(65)])
     with worker.evaluating():
         found = worker.model(inputs)["number"]
     assert result.test_accuracy == pytest.approx(float(((found - number).abs() < 0.5).double().mean()))
@@ -150,6 +175,71 @@ def test_the_language_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0.1 < result.test_accuracy < 0.6
 
 
+def test_the_language_model_does_not_see_what_it_is_to_guess() -> None:
+    model = build_workload(WorkloadSpec.model_validate(WORDS)).model
+    text = torch.arange(32).view(2, 16)
+    changed = text.clone()
+    changed[:, 9] = 99
+    for mode in (True, False):
+        scores, others = model.train(mode)(text), model(changed)
+        torch.testing.assert_close(scores[:, :9], others[:, :9])
+        assert not torch.allclose(scores[:, 9:], others[:, 9:])
+
+
+def test_half_a_precision_counts_and_adds_up_in_full() -> None:
+    """A half has 8 or 11 bits: it can neither count 65 × 17 samples nor hold the sum of their losses."""
+    worker = Worker(sweep(REGRESSION | {"precision": "bf16"}), ClusterSpec(), CONFIGURATION, ALONE)
+    means: list[Tensor] = []
+
+    def half(outputs: dict[str, Tensor], _: object) -> Tensor:
+        means.append(outputs["number"].square().mean())
+        return means[-1]
+
+    worker.workload = worker.workload._replace(criterion=worker.workload.criterion._replace(loss=half))
+    inputs, targets = default_collate([worker.workload.test[index % 65] for index in range(65 * 17)])
+    with worker.evaluating():
+        loss, count, *_ = worker.score(inputs, targets).tolist()
+    assert means[0].dtype == torch.bfloat16
+    assert (loss, count) == (float(means[0]) * 65 * 17, 65 * 17)
+
+
+def test_settings_are_tuned_by_the_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = sweep(REGRESSION, tune_small_batch=[8, 16], tune_every_epochs=1, tune_holdout=0.2)
+    run = train(tmp_path / "run", spec, monkeypatch)
+    tuned = [event.data for event in run.events() if event.event == "tuned"]
+    held_out = validation_samples(spec.workload, 0.2)
+    start = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
+    inputs, targets = default_collate([held_out[index] for index in range(len(held_out))])  # type: ignore[arg-type]
+    with start.evaluating():
+        expected = float(start.losses(inputs, targets).mean())
+    assert tuned[0]["start_loss"] == pytest.approx(expected)
+
+
+def work(rank: int, folder: Path) -> None:
+    """One of two workers: steps with small gradients from both, and a probe of the gradient's noise."""
+    torch.set_num_threads(1)
+    env = WorkerEnvironment(rank, 2, rank, 0, "1", 0, ("here",), on_slurm=False)
+    half = Configuration(nodes=1, workers_per_node=2, local_batch=16)
+    spec = sweep(REGRESSION)
+    with process_group(ClusterSpec(workers_per_node=2), env, FileStore(str(folder / "store"), 2)):
+        worker = Worker(spec, ClusterSpec(workers_per_node=2), half, env)
+        worker.model.eval()  # without dropout
+        batches = worker.batches()
+        for _ in range(3):
+            worker.train_step(*next(batches))
+        assert isinstance(worker.optimizer, TulaOptimizer)
+        noise = probe_noise(worker, batches, 1)
+        state = {**worker.model.state_dict(), "noise": torch.tensor(noise.terms)}
+        torch.save({"state": state, "scale": worker.optimizer.statistics().scale_mean}, folder / f"{rank}.pt")
+
+
+def test_two_workers_step_alike(tmp_path: Path) -> None:
+    start_workers(2, work, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
+    assert first["scale"] == second["scale"] > 1.0
+
+
 def test_a_loss_of_labels_keeps_their_accuracy() -> None:
     workload = build_workload(WorkloadSpec(model="squeezenet1_1", dataset="digits", loss=f"{OWN}:smoothed"))
     scores, labels = torch.randn(6, 10), torch.tensor([0, 1, 2, 3, 4, 5])
@@ -203,8 +293,9 @@ LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"
     ("items", "said"),
     [
         ("[torch.zeros(3)] * 2", r"has float32 tensor.*expected \(inputs, targets\)"),
-        ("[(torch.zeros(3), None)] * 2", "expected .inputs, targets., each with"),
-        ("[((), 1)] * 2", "expected .inputs, targets., each with"),
+        ("[(torch.zeros(3), None)] * 2", "expected .inputs, targets., each of tensors"),
+        ("[({'x': torch.zeros(3), 'name': 'a'}, 1)] * 2", "expected .inputs, targets., each of tensors"),
+        ("[((), 1)] * 2", "expected .inputs, targets., each of tensors"),
         ("[(torch.zeros(n), 1) for n in (3, 4)]", "cannot be put into one batch.*padded or cut"),
     ],
 )
@@ -221,6 +312,61 @@ def test_images_of_several_sizes_are_told_without_a_loss_too(tmp_path: Path, mon
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
 
 
+def test_a_loss_without_a_gradient_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, SCORES + "(outputs.argmax(1) == targets).float()")
+    spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"loss": "mine:f"})
+    with pytest.raises(InputError, match=r"workload.loss: mine:f gives a loss without a gradient"):
+        build_workload(spec)
+
+
+def test_a_layout_of_images_is_refused_for_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, "f = lambda c, s: nn.Conv3d(1, 1, 3)")
+    spec = WorkloadSpec(dataset="digits", channels_last=True).model_copy(update={"model": "mine:f"})
+    with pytest.raises(InputError, match=r"workload.channels_last: .*5 dimensions"):
+        build_workload(spec)
+
+
+LENGTHS = """
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.GRU(4, 4, batch_first=True)
+    def forward(self, inputs):
+        lengths = inputs["length"].cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(inputs["x"], lengths, batch_first=True, enforce_sorted=False)
+        return self.cells(packed)[1][0]
+def model(classes, image_size): return Recurrent()
+def loss(outputs, targets): return outputs.square().mean(1) * targets
+def f(spec):
+    data = [({"x": torch.ones(5, 4), "length": 3}, 1.0)] * 8
+    return data, data, 2
+"""
+
+
+def test_memory_is_estimated_where_zeros_are_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, LENGTHS)
+    spec = sweep({"model": "mine:model", "dataset": "mine:f", "loss": "mine:loss"})
+    found = estimate_footprint(spec, ClusterSpec())
+    assert found.method == "real"
+    assert found.peaks
+
+
+def test_the_kind_of_a_dict_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{OWN}.KIND", UserDict)
+    worker = Worker(sweep(REGRESSION), ClusterSpec(), CONFIGURATION, ALONE)
+    inputs, targets = next(worker.batches())
+    assert type(inputs) is UserDict
+    assert math.isfinite(float(worker.forward_backward(inputs, targets)))
+
+
+def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a resumed training, which throws one pass away."""
+    body = "class Model(nn.Sequential):\n  def forward(self, x):\n    x.sub_(0.5)\n    return super().forward(x)\n"
+    write_module(tmp_path, monkeypatch, body + "f = lambda c, s: Model(nn.Flatten(), nn.Linear(s * s * 3, c))")
+    run = train(tmp_path / "run", sweep({"model": "mine:f", "samples": 64, "epochs": 1}), monkeypatch)
+    assert result_of(run).epochs == 1
+
+
 @pytest.mark.parametrize(
     ("workload", "study", "said"),
     [
@@ -234,3 +380,62 @@ def test_sweeps_that_do_not_fit(workload: dict[str, Any], study: dict[str, Any],
     given = {"name": "x", "workload": workload, "study": {"methods": ["ags"], "batches": [64], **study}}
     with pytest.raises(ValueError, match=said):
         SweepSpec.model_validate(given)
+
+
+def test_a_variant_that_has_no_accuracy_is_told_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_text(f"""
+name = "x"
+[study]
+methods = ["lbt"]
+batches = [64]
+metric = "top5"
+[study.variants.own]
+workload.metric = "{OWN}:near"
+""")
+    with pytest.raises(InputError, match=r'study.toml: study.variants.own: study.metric: "top5" is of labels'):
+        load_sweep(path)
+
+
+@pytest.fixture(scope="module")
+def known_by_loss(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A finished run whose training knows no accuracy, and whose loss, as of a density, is below zero."""
+    run = make_run(tmp_path_factory.mktemp("loss") / "run")
+    result = result_of(run).model_copy(update=dict.fromkeys(ACCURACIES) | {"test_loss": -3.25})
+    run.train().result_file.write_text(result.model_dump_json())
+    lines = [json.loads(line) for line in run.train().metrics_file.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "epoch":
+            line.update(dict.fromkeys(ACCURACIES), test_loss=line["test_loss"] - 5.0)
+    run.train().metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+ACCURACIES = ("test_accuracy", "test_top5_accuracy")
+
+
+def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: RunDirectory) -> None:
+    contents = read_run(known_by_loss)
+    made, measured = known_by_loss.read_plan(), known_by_loss.measurements().records
+    table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))
+    assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
+    assert "and reached test loss -3.25." in answer(contents)
+    drawings = {item.name: item for item in draw_all(contents).drawings}
+    last = contents.trainings[0].metrics.epochs[-1].test_loss
+    for name in ("training", "variability"):
+        axes = drawings[name].figure.axes[-1]
+        assert axes.get_ylim()[0] < last < axes.get_ylim()[1]
+        assert "loss" in axes.get_ylabel()
+    assert "accuracy" not in drawings["variability"].title
+    assert "test loss -3.25 after epoch" in status_text(status_of(known_by_loss.root))
+
+
+def test_a_study_says_which_of_its_trainings_knew_no_accuracy(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "study")
+    contents = read_study(run)
+    cell = next(outcome.cell for outcome in contents.outcomes if outcome.status == "finished")
+    file = run.train(cell.label).result_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict.fromkeys(ACCURACIES)))
+    (outcome,) = (outcome for outcome in read_study(run).outcomes if outcome.cell == cell)
+    assert (outcome.status, outcome.test) == ("failed", None)
+    assert "no accuracy" in outcome.why

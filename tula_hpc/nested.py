@@ -1,13 +1,13 @@
 """Batches: a tensor, samples first, or tuples, lists and dicts of batches.
 
-What `torch.utils.data.default_collate` makes of samples that are built in the same way. What is neither (text, None)
-stays as it is.
+What `torch.utils.data.default_collate` makes of samples that are built in the same way.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, part) for key, part in batch.items()}
-    if not isinstance(batch, tuple | list):
+        return _like(batch, {key: map_tensors(function, part) for key, part in batch.items()})
+    if not isinstance(batch, tuple | list):  # of other holders of tensors, as optimizers' states, that hold more
         return batch
     parts = [map_tensors(function, part) for part in batch]
     if isinstance(batch, list):
@@ -29,13 +29,27 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
 
 
+def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    """The same kind of mapping, as `default_collate` keeps it: a model may ask for attributes that it has."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return parts
+    clone = copy.copy(mapping)
+    clone.update(parts)
+    return clone
+
+
+def leaves_of(batch: Batch) -> Iterator[Any]:
+    """Everything in a batch that is no tuple, list or dict."""
+    if not isinstance(batch, Mapping | tuple | list):
+        yield batch
+        return
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        yield from leaves_of(part)
+
+
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
     """Every tensor of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_of(part)
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def samples_in(batch: Batch) -> int:

@@ -141,8 +141,6 @@ def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
         raise StageError(f"study: {run.train(label).root} was deleted before a learning rate was chosen")
     top5 = spec.study is not None and spec.study.metric == "top5"
     accuracy = result.test_top5_accuracy if top5 else result.test_accuracy
-    if accuracy is None:
-        raise StageError(f"study: {label} ended without an accuracy to choose a rate by; give workload.metric")
     return RateTrial(family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy)
 
 
@@ -159,7 +157,8 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
             trial.lr: trial.accuracy for trial in ordered if trial.family == name and trial.accuracy is not None
         }
         if not finished:
-            raise StageError(f"study: {name} diverged with every one of study.base_lrs; give smaller ones")
+            message = f"study: {name} diverged with every one of study.base_lrs, or gave no accuracy"
+            raise StageError(f"{message}; give smaller ones")
         rates[name] = max(finished, key=lambda rate: finished[rate])
     return TunedRates(rates=rates, trials=ordered)
 

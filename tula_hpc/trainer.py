@@ -26,7 +26,7 @@ from tula_hpc.files import HeldFolder
 from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.nested import Batch, map_tensors
+from tula_hpc.nested import Batch
 from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
@@ -512,9 +512,8 @@ class Trainer:
             raise StageError(f"workers see different checkpoints in {self.store.folder}; start the job again")
 
     def _throw_away_one_pass(self) -> None:
-        sample = default_collate([self.worker.loader.dataset[(0, 0)]])
-        size = self.job.configuration.local_batch
-        inputs, targets = map_tensors(lambda one: one.expand(size, *one.shape[1:]), sample)
+        first = self.worker.loader.dataset[(0, 0)]
+        inputs, targets = default_collate([first] * self.job.configuration.local_batch)
         self.worker.forward_backward(self.worker.to_device(inputs), self.worker.to_device(targets))
         self.worker.optimizer.zero_grad(set_to_none=True)
 

@@ -124,9 +124,7 @@ class Tuning:
         own: list[float] = []
         with worker.evaluating():
             for inputs, targets in self.samples:
-                with worker.autocast():
-                    outputs = worker.outputs(inputs)
-                own += worker.workload.criterion.losses(outputs, worker.to_device(targets)).double().tolist()
+                own += worker.losses(inputs, targets).tolist()
         every = [0.0] * len(self.samples.dataset)  # type: ignore[arg-type] # it has a length: it was split off by index
         every[worker.env.rank :: worker.env.world_size] = own
         return worker.total(*every)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from tula_hpc.workloads.optimizers import consolidate
 
 # A peer that died is noticed by gloo at once and by srun -K1; this bounds the wait where neither helps.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -176,18 +177,26 @@ class Worker:
             for module, training in modes:
                 module.training = training
 
-    def outputs(self, inputs: Batch) -> Any:
-        """What the model makes of samples as loaded, in full precision where it is a tensor."""
+    def _judge(self, judges: Callable[[Any, Any], T], inputs: Batch, targets: Batch) -> T:
+        """What a function makes of the model's outputs and the targets, of samples as loaded.
+
+        As in training it is called within autocast; outputs that are a tensor are in full precision.
+        """
         with self.autocast():
             outputs = self.model(self.to_device(inputs))
-        return outputs.float() if isinstance(outputs, Tensor) else outputs
+            outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
+            return judges(outputs, self.to_device(targets))
+
+    def losses(self, inputs: Batch, targets: Batch) -> Tensor:
+        """Of each of a batch of samples as loaded, (batch,) of float64."""
+        return self._judge(self.workload.criterion.losses, inputs, targets).double()
 
     def score(self, inputs: Batch, targets: Batch) -> Tensor:
         """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`."""
-        outputs, targets = self.outputs(inputs), self.to_device(targets)
         criterion, count = self.workload.criterion, samples_in(targets)
-        loss = criterion.loss(outputs, targets) * count
-        return torch.cat([torch.stack([loss, loss.new_tensor(count)]).double(), criterion.hits(outputs, targets)])
+        loss, hits = self._judge(lambda *both: (criterion.loss(*both), criterion.hits(*both)), inputs, targets)
+        total = (loss.to(torch.promote_types(loss.dtype, torch.float32)) * count).double()
+        return torch.cat([torch.stack([total, torch.full_like(total, count)]), hits])
 
     def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
         """Gradient of a reference batch, the first part of this batch on every worker, all-reduced."""

@@ -11,21 +11,30 @@ from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 
+KIND: Any = dict  # of the inputs
+
 
 class Points(Dataset[tuple[dict[str, Any], tuple[Tensor, float]]]):
-    """Places on a plane with a name, to a vector and a number that follow from them."""
+    """Places on a plane with a group, to a vector and a number that follow from them.
+
+    Args:
+        samples: How many.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
-        return 256
+        return self.samples
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], tuple[Tensor, float]]:
         place = torch.tensor([index % 16, index // 16]) / 16 - 0.5
-        return {"place": place, "group": index % 4}, (place.flip(0), float(index % 4))
+        return KIND({"place": place, "group": index % 4}), (place.flip(0), float(index % 4))
 
 
 def points(spec: WorkloadSpec) -> tuple[Points, Points, int]:
     """For `dataset`."""
-    return Points(), Points(), 4
+    return Points(256), Points(65), 4
 
 
 class Regression(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from tula_hpc.config.mistakes import explain, shown
-from tula_hpc.config.sweep import SweepSpec
+from tula_hpc.config.sweep import SweepSpec, check_accuracy
 from tula_hpc.config.training import Method
 from tula_hpc.errors import InputError
 
@@ -46,10 +46,12 @@ def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
     for name in sweep.study.columns:
         where = f"{path}: study.{'variants' if name in sweep.study.variants else 'methods'}.{name}"
         try:
-            study_column(sweep, name, check_paths=check_paths)
+            check_accuracy(study_column(sweep, name, check_paths=check_paths).workload, sweep.study)
         except ValidationError as error:
             lines = (explain(SweepSpec, where, item) for item in error.errors())
             raise InputError("\n".join(dict.fromkeys(lines))) from None
+        except ValueError as error:
+            raise InputError(f"{where}: {error}") from None
 
 
 def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:

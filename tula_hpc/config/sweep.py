@@ -51,14 +51,8 @@ class SweepSpec(Spec):
 
     @model_validator(mode="after")
     def _study_compares_accuracies(self) -> SweepSpec:
-        work = self.workload
-        if self.study is None:
-            return self
-        if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
-            message = "a study compares accuracies, and own data with an own loss may know none"
-            raise ValueError(f"workload.metric: {message}; give a function that says how much of a sample is right")
-        if work.metric is not None and self.study.metric == "top5":
-            raise ValueError('study.metric: "top5" is of labels, and workload.metric is given; expected "top1"')
+        if self.study is not None:
+            check_accuracy(self.workload, self.study)
         return self
 
     @property
@@ -87,3 +81,16 @@ class SweepSpec(Spec):
         if self.training.method != "ags" or options.reference == "free":
             return 0.0  # no update costs a pass
         return max(0.0, 1.0 / options.update_interval_epochs - 1.0 / self.workload.epochs)
+
+
+def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
+    """A study compares accuracies: there must be one of the kind that it asks for.
+
+    Raises:
+        ValueError: Begins with the key.
+    """
+    if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
+        message = "a study compares accuracies, and own data with an own loss may know none"
+        raise ValueError(f"workload.metric: {message}; give a function that says how much of a sample is right")
+    if work.metric is not None and study.metric == "top5":
+        raise ValueError('study.metric: "top5" is of labels, and workload.metric is given; expected "top1"')

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tula_hpc.nested import Batch
 from tula_hpc.optim.norms import squared_norm
 from tula_hpc.optim.reference import average_over_workers, flat_kind, flatten, traceless_loss, unflatten
 
@@ -63,9 +64,9 @@ class LocalHessian:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Tensor], Tensor],
-        inputs: Any,
-        targets: Tensor,
+        loss: Callable[[Any, Any], Tensor],
+        inputs: Batch,
+        targets: Batch,
         parameters: Sequence[Tensor],
         *,
         seed: int | None = None,
@@ -93,7 +94,8 @@ class LocalHessian:
         if not pairs:  # the loss is linear in every parameter
             return [None] * len(self.parameters)
         gradients, vectors = zip(*pairs, strict=True)
-        return torch.autograd.grad(gradients, self.parameters, vectors, retain_graph=True, allow_unused=True)
+        with sdpa_kernel(SDPBackend.MATH):  # checkpointed activations are computed again, as they were at first
+            return torch.autograd.grad(gradients, self.parameters, vectors, retain_graph=True, allow_unused=True)
 
 
 def start_vector(parameters: Sequence[Tensor], seed: int = 0) -> Tensor:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tula_hpc.nested import Batch
+
 
 def reference_gradient(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    inputs: Any,
-    targets: Tensor,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Batch,
+    targets: Batch,
     parameters: Sequence[Tensor],
     *,
     group: dist.ProcessGroup | None = None,
@@ -56,9 +58,9 @@ def reference_gradient(
 
 def local_gradient(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    inputs: Any,
-    targets: Tensor,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Batch,
+    targets: Batch,
     parameters: Sequence[Tensor],
     *,
     autocast: AbstractContextManager[Any] | None = None,
@@ -88,9 +90,9 @@ def local_gradient(
 @contextmanager
 def traceless_loss(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    inputs: Any,
-    targets: Tensor,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Batch,
+    targets: Batch,
     parameters: Sequence[Tensor],
     *,
     seed: int | None = None,

@@ -10,7 +10,7 @@ class RateTrial(Record):
 
     family: str  # of optimizers, see `TunedRates.rates`
     lr: float
-    accuracy: float | None  # None: it diverged
+    accuracy: float | None  # None: it diverged, or there is none
 
 
 class TunedRates(Record):

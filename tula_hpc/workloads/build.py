@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.errors import InputError
 from tula_hpc.workloads.checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import Criterion, build_criterion
 from tula_hpc.workloads.data import build_data
@@ -46,6 +47,9 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     """
     data = build_data(spec)
     model = build_model(spec, data.classes, data.image_size)
+    if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
+        message = "true, but the model has parameters of 5 dimensions; it is a layout of images"
+        raise InputError(message, key="workload.channels_last")
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
         check_fits(spec, model, criterion, data.test, data.classes)

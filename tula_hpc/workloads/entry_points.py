@@ -50,8 +50,9 @@ from torch.utils.data import Dataset, default_collate
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
-from tula_hpc.nested import tensors_of
+from tula_hpc.nested import leaves_of
 
+OWN_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # of own code with what it is given
 _MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
 
 
@@ -126,15 +127,14 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
         items = [data[index] for index in range(min(2, len(data)))]
     fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
     if spec.loss is not None:
-        fits, expected = _is_pair(items[0]), "(inputs, targets), each with a tensor or number at least"
+        fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers"
     if not fits:
         hint = "" if spec.loss else "; others need a workload.loss of your own"
         raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
     try:
         default_collate(items)
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {reason}"
+    except OWN_ERRORS as error:
+        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {first_line(error)}"
         raise _data_error(spec, f"{message}; expected the same shapes, padded or cut") from error
 
 
@@ -143,10 +143,10 @@ def _is_pair(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     try:
-        batch = default_collate([item])
-    except (RuntimeError, TypeError, ValueError, KeyError):
+        leaves = [list(leaves_of(part)) for part in default_collate([item])]
+    except OWN_ERRORS:
         return False
-    return all(any(tensor.dim() for tensor in tensors_of(part)) for part in batch)
+    return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
 
 
 def _is_item(item: Any, classes: int) -> bool:
@@ -165,6 +165,11 @@ def _describe(item: Any) -> str:
     if isinstance(item, tuple | list):
         return "(" + ", ".join(kind_of(part) for part in item) + ")"
     return kind_of(item)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line."""
+    return str(error).strip().partition("\n")[0]
 
 
 def kind_of(value: Any) -> str:

@@ -12,9 +12,7 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.nested import samples_in, tensors_of
 from tula_hpc.workloads.criterion import Criterion, OfSamples
-from tula_hpc.workloads.entry_points import kind_of
-
-_REASONS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+from tula_hpc.workloads.entry_points import OWN_ERRORS, first_line, kind_of
 
 
 def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data: Dataset[Any], classes: int) -> None:
@@ -26,12 +24,14 @@ def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data:
     items = [data[index] for index in range(min(2, len(data)))]  # type: ignore[arg-type] # checked when it was built
     inputs, targets = default_collate(items)
     was_training = model.training
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), classes))
         else:
-            _check_of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets)
+            losses = _check_of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets)
+            if not losses.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+                raise InputError(f"{spec.loss} gives a loss without a gradient", key="workload.loss")
         if spec.metric is not None and criterion.metric is not None:
             _check_of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets)
     model.train(was_training)
@@ -40,9 +40,9 @@ def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data:
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     try:
         return model(inputs)
-    except _REASONS as error:
+    except OWN_ERRORS as error:
         shapes = ", ".join("×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs))
-        message = f"{spec.model} cannot take inputs of {shapes}: {_first_line(error)}"
+        message = f"{spec.model} cannot take inputs of {shapes}: {first_line(error)}"
         raise InputError(message, key="workload.model") from error
 
 
@@ -54,12 +54,12 @@ def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) ->
         )
 
 
-def _check_of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> None:
+def _check_of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
     try:
         numbers = function(outputs, targets)
-    except _REASONS as error:
+    except OWN_ERRORS as error:
         message = f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"
-        raise InputError(f"{message}: {_first_line(error)}", key=key) from error
+        raise InputError(f"{message}: {first_line(error)}", key=key) from error
     count = samples_in(targets)
     if not isinstance(numbers, Tensor) or numbers.shape != (count,) or not numbers.is_floating_point():
         raise InputError(
@@ -67,7 +67,4 @@ def _check_of_samples(key: str, name: str, function: OfSamples, outputs: Any, ta
             f"a float tensor of shape ({count},)",
             key=key,
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    return numbers

@@ -28,8 +28,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from tula_hpc import resident
@@ -43,9 +41,9 @@ from tula_hpc.config import (
     local_batches,
 )
 from tula_hpc.errors import InputError
-from tula_hpc.nested import map_tensors
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
+from tula_hpc.workloads.entry_points import OWN_ERRORS, first_line
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
@@ -113,12 +111,8 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
         size = workload.image_size or facts.image_size
         return Shapes.of_images(size, workload.classes or facts.classes)
     data = build_data(workload)
-    inputs, targets = map_tensors(_shape_of, default_collate([data.test[0]]))
+    inputs, targets = default_collate([data.test[0]])
     return Shapes(inputs, targets, data.classes, data.image_size)
-
-
-def _shape_of(batch: Tensor) -> Tensor:
-    return torch.empty(batch.shape[1:], dtype=batch.dtype, device="meta")
 
 
 def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
@@ -159,7 +153,7 @@ def _count_somehow(
     """On fake tensors, or on real ones where the model needs values."""
     try:
         return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # whatever own code does with missing values
+    except OWN_ERRORS:  # whatever own code does with missing values
         return count(workload, shapes, world, device, REAL_BATCHES, fake=False), "real"
 
 
@@ -194,9 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    except (RuntimeError, TypeError, ValueError, MemoryError) as error:  # of the user's own model
-        reason = str(error).strip().partition("\n")[0]
-        print(f"cannot be estimated: {type(error).__name__}: {reason}", file=sys.stderr)
+    except (*OWN_ERRORS, MemoryError) as error:  # of the user's own model
+        print(f"cannot be estimated: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return 1
     print(footprint.model_dump_json() if options.json else "\n".join(describe(footprint)))
     return 0

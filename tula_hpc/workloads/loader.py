@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.errors import InputError
+from tula_hpc.nested import Batch
 from tula_hpc.workloads.hashing import Keys, mix
 from tula_hpc.workloads.pixels import Indices
 
@@ -150,13 +151,13 @@ class TrainLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size=order.local_batch, sampler=EndlessOrder(order), drop_last=True, **options)
         self.order = order
 
-    def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
         """Batches for ever: the rest of `epoch` after `offset` global samples, then the epochs that follow.
 
         Only one stream of a loader may be in use: the sampler and the loader processes are shared.
 
         Yields:
-            Images (local_batch, 3, edge, edge) and labels (local_batch,).
+            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,).
         """
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
@@ -176,7 +177,7 @@ def make_train_loader(
     """The loader of one worker of a data-parallel training; see `ResumableSampler` for what it yields.
 
     Args:
-        dataset: Items (image, label) by index.
+        dataset: Items (inputs, targets) by index.
         local_batch: Samples a step and worker.
         rank: Which worker this is.
         world_size: How many there are.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Shapes(NamedTuple):
     """What the model takes and gives.
 
     Attributes:
-        inputs: Of one sample, on the meta device: shapes and types alone.
+        inputs: A batch of one sample; on the meta device where shapes and types are all that is known.
         targets: Likewise.
         classes: Width of the output, as the model is told.
         image_size: Edge of an image, likewise.
@@ -43,13 +44,18 @@ class Shapes(NamedTuple):
     @classmethod
     def of_images(cls, image_size: int, classes: int) -> Shapes:
         """Of images with three colours, and their labels."""
-        image = torch.empty(3, image_size, image_size, device="meta")
-        return cls(image, torch.empty((), dtype=torch.long, device="meta"), classes, image_size)
+        image = torch.empty(1, 3, image_size, image_size, device="meta")
+        return cls(image, torch.empty(1, dtype=torch.long, device="meta"), classes, image_size)
 
-    def batch(self, samples: int) -> tuple[Batch, Batch]:
-        """So many samples of zeros, inputs and targets: 0 is a label, and a word, wherever there are any."""
-        filled = (self.inputs, self.targets)
-        inputs, targets = map_tensors(lambda one: torch.zeros(samples, *one.shape, dtype=one.dtype), filled)
+    def batch(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+        """So many samples, inputs and targets, without contents or with those of the one sample; else zeros."""
+
+        def repeated(one: Tensor) -> Tensor:
+            if fake or one.is_meta:
+                return torch.zeros(samples, *one.shape[1:], dtype=one.dtype)
+            return one.repeat(samples, *[1] * (one.dim() - 1))
+
+        inputs, targets = map_tensors(repeated, (self.inputs, self.targets))
         return inputs, targets
 
 
@@ -125,7 +131,7 @@ def count(
         _place(model, workload, tracker, fake=fake)
         if workload.activation_checkpointing:
             checkpoint_activations(model)
-        rehearsal = Rehearsal(workload, model, tracker, shapes, world)
+        rehearsal = Rehearsal(workload, model, tracker, partial(shapes.batch, fake=fake), world)
         rehearsal.step(LEAST_BATCH)  # optimizer states are made in the first step
         least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -139,9 +145,14 @@ class Rehearsal:
     """Training steps of one worker, as `worker.Worker` does them, with the tracker watching."""
 
     def __init__(
-        self, workload: WorkloadSpec, model: nn.Module, tracker: AllocationTracker, shapes: Shapes, world: int
+        self,
+        workload: WorkloadSpec,
+        model: nn.Module,
+        tracker: AllocationTracker,
+        batch: Callable[[int], tuple[Batch, Batch]],
+        world: int,
     ) -> None:
-        self.workload, self.model, self.tracker, self.shapes = workload, model, tracker, shapes
+        self.workload, self.model, self.tracker, self.batch = workload, model, tracker, batch
         self.criterion = build_criterion(workload)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
@@ -152,7 +163,7 @@ class Rehearsal:
         """One step; what was alive at the peaks of its parts."""
         for parameter in self.parameters:
             parameter.grad = None
-        inputs, targets = self.shapes.batch(local_batch)
+        inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
         self.tracker.watch()
         with torch.autocast("cpu", DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
