@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tula_hpc.analysis.aggregate import Profile, Summary
-from tula_hpc.analysis.formatting import format_number, format_percent, plural
+from tula_hpc.analysis.formatting import format_number, format_percent, in_samples, plural
 from tula_hpc.analysis.noise import CriticalBatch
 from tula_hpc.analysis.parts import Fitted, of_part, prefixed
 from tula_hpc.analysis.pricing import Usage, between_preemptions_s, bill, expected_preemptions
@@ -103,7 +103,8 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
     if critical is None or chosen.global_batch <= critical.batch:
         return []
     extra = critical.extra_samples(chosen.global_batch)
-    what = f"the chosen global batch of {chosen.global_batch:,} lies beyond the critical batch of {critical.batch:,.0f}"
+    beyond = f"lies beyond the critical batch of {in_samples(critical.batch)}"
+    what = f"the chosen global batch of {chosen.global_batch:,} {beyond}"
     meaning = f"the gradient's noise scale, where twice the fewest samples are needed; here {extra:.1f} times"
     least = "; it grows in training, often tenfold, so that this is its least" if critical.source == "profile" else ""
     return [f"{what} ({meaning}){least}"]

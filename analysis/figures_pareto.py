@@ -105,10 +105,10 @@ def _title(plan: Plan) -> str:
 
 
 def _caption(plan: Plan) -> str:
-    count = plural(len(plan.pareto), "candidate")
+    front = f"{'is' if len(plan.pareto) == 1 else 'are'} the {plural(len(plan.pareto), 'candidate')}"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each candidate; down and to "
-        f"the left is better. On the line are the {count} of the Pareto front: no other feasible one is both faster "
+        f"the left is better. On the line {front} of the Pareto front: no other feasible one is both faster "
         "and cheaper. "
     )
     if plan.chosen.pareto:

@@ -170,7 +170,7 @@ def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
 
 def _training_title(training: Training, planned: int | None) -> str:
     last = training.metrics.epochs[-1]
-    reached = format_score(last.test_accuracy, last.test_loss)
+    reached = format_score(last.test_accuracy, last.test_loss).capitalize()
     if training.result is None and planned and last.epoch < planned:
         return f"{reached} after {last.epoch} of {plural(planned, 'epoch')}"
     return f"{reached} after {plural(last.epoch, 'epoch')}{_if_it_was_better(training.metrics.epochs)}"

@@ -75,6 +75,11 @@ def format_percent(share: float | None, *, signed: bool = False) -> str:
     return f"{sign}{text} %"
 
 
+def in_samples(batch: float) -> str:
+    """A batch that need not be whole: "150 samples", "less than one sample"."""
+    return plural(round(batch), "sample") if batch >= 1.0 else "less than one sample"
+
+
 def in_percent(share: float | None) -> float | None:
     """A share for an axis or a table in percent."""
     return None if share is None else 100 * share

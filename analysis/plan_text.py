@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tula_hpc.analysis.formatting import format_bytes, format_duration, format_money, format_number, format_percent
+from tula_hpc.analysis.formatting import (
+    format_bytes,
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    in_samples,
+)
 from tula_hpc.analysis.parts import name_of
 from tula_hpc.analysis.text_columns import GAP, TextColumn, add_columns
 from tula_hpc.records import Candidate, Plan
@@ -129,7 +136,7 @@ def _critical_batch(plan: Plan) -> list[str]:
         "training": "in the later half of the training so far",
     }.get(plan.critical_batch_source or "", "as it was measured")
     what = f"the gradient's noise scale {source}. Beyond it more samples buy few steps less"
-    return [f"Critical batch: {plan.critical_batch:,.0f} samples, {what}; it grows in training."]
+    return [f"Critical batch: {in_samples(plan.critical_batch)}, {what}; it grows in training."]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

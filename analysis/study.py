@@ -94,6 +94,7 @@ def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequ
 def _facts(contents: StudyContents) -> Iterator[tuple[str, str]]:
     work, study = contents.sweep.workload, contents.study
     yield "workload", f"{work.model} on {work.dataset}" + (f", {work.samples:,} samples" if work.samples else "")
+    yield from ((name, given) for name, given in (("loss", work.loss), ("accuracy", work.metric)) if given)
     yield "epochs", f"{work.epochs}, the same for every method and batch"
     yield "seeds", ", ".join(map(str, study.seeds))
     yield "nodes", f"{study.nodes} for each training"

@@ -100,7 +100,7 @@ def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypa
         losses = worker.workload.criterion.losses(worker.model(inputs), targets)
     assert result.test_loss == pytest.approx(float(losses.mean()))
     figure = next(item for item in draw_all(read_run(run)).drawings if item.name == "training")
-    assert figure.title.startswith("test loss")
+    assert figure.title.startswith("Test loss")
     assert len(figure.figure.axes) == 1
 
 
@@ -266,7 +266,8 @@ SCORES = "def f(outputs, targets): return "
     [
         (SCORES + "outputs.mean()", r"float32 tensor of shape \(\) for 2 sample.*expected a number for each.*\(2,\)"),
         (SCORES + "outputs", r"shape \(2, 10\)"),
-        (SCORES + "targets", "int64 tensor"),
+        (SCORES + "1 / 0", r"cannot take .*: ZeroDivisionError: division by zero \(mine.py:7\)"),
+        ("def f(outputs, targets): assert False", r"cannot take .*: AssertionError \(mine.py:7\)"),
         (SCORES + "None", "returns None"),
         (SCORES + "outputs @ outputs", "cannot take .*mat1 and mat2"),
         (SCORES + "outputs['loss']", "cannot take"),
@@ -317,6 +318,73 @@ def test_a_loss_without_a_gradient_is_told(tmp_path: Path, monkeypatch: pytest.M
     spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"loss": "mine:f"})
     with pytest.raises(InputError, match=r"workload.loss: mine:f gives a loss without a gradient"):
         build_workload(spec)
+
+
+@pytest.mark.parametrize("share", ["100.0", "-0.1", "float('nan')"])
+def test_a_metric_that_is_no_share_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    write_module(tmp_path, monkeypatch, SCORES + f"torch.full((len(targets),), {share})")
+    spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"metric": "mine:f"})
+    with pytest.raises(
+        InputError, match=r"workload.metric: mine:f gives \S+ for a sample; expected shares from 0 to 1"
+    ):
+        build_workload(spec)
+
+
+def test_whether_samples_are_right_will_do_as_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, SCORES + "outputs.argmax(1) == targets")
+    spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"metric": "mine:f"})
+    right, best = build_workload(spec).criterion.hits(torch.eye(10)[:4], torch.tensor([0, 1, 5, 3])).tolist()
+    assert right == 3
+    assert math.isnan(best)
+
+
+@pytest.mark.parametrize(
+    ("key", "body"),
+    [
+        ("model", "def f(classes, image_size): return {}['nothing']"),
+        ("dataset", "def f(spec): return open('/nowhere')"),
+        (
+            "dataset",
+            "class Bad(list):\n  def __getitem__(self, i): return 1 / 0\ndef f(spec): return Bad([1]), good, 2",
+        ),
+    ],
+)
+def test_what_own_functions_raise_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
+) -> None:
+    write_module(tmp_path, monkeypatch, body)
+    spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={key: "mine:f"})
+    with pytest.raises(InputError, match=rf"workload.{key}: mine:f failed: \w+Error: .* \(mine.py:\d+\)"):
+        build_workload(spec)
+
+
+def test_modes_stay_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+class Half(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self[1].eval()
+f = lambda c, s: Half(nn.Flatten(), nn.BatchNorm1d(3 * s * s), nn.Linear(3 * s * s, c))
+"""
+    write_module(tmp_path, monkeypatch, body)
+    spec = WorkloadSpec(dataset="digits").model_copy(update={"model": "mine:f"})
+    model = build_workload(spec).model
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def unused(rank: int, folder: Path) -> None:
+    """One of two workers with a model of which the loss leaves something out."""
+    torch.set_num_threads(1)
+    env = WorkerEnvironment(rank, 2, rank, 0, "1", 0, ("here",), on_slurm=False)
+    spec = sweep(REGRESSION | {"model": f"{OWN}:with_unused"})
+    with process_group(ClusterSpec(workers_per_node=2), env, FileStore(str(folder / "store"), 2)):
+        worker = Worker(spec, ClusterSpec(workers_per_node=2), Configuration(1, 2, 16), env)
+        with pytest.raises(InputError, match=r"workload.model: the loss gives no gradient to spare.weight, spare.bias"):
+            worker.train_step(*next(worker.batches()))
+
+
+def test_parameters_that_several_workers_would_wait_for_are_named(tmp_path: Path) -> None:
+    start_workers(2, unused, tmp_path)
 
 
 def test_a_layout_of_images_is_refused_for_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ("import not_there", "mine cannot be imported: No module named 'not_there'"),
         ("f = (", "mine cannot be imported"),
         ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
-        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: mat1 and mat2"),
+        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: RuntimeError: mat1 and mat2"),
     ],
 )
 def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:

@@ -69,6 +69,7 @@ class Worker:
         self.workload = workload
         self.model = self._place(workload.model)
         self.parallel = self._wrap(self.model)
+        self.unused_sought = self.parallel is self.model  # a single worker does not mind unused parameters
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
         self.optimizer = build_optimizer(sweep, self.model, self.parameters, configuration, self.samples)
@@ -157,7 +158,23 @@ class Worker:
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
             if isinstance(self.norms, PartNorms) and not whole:
                 return torch.stack([self._backward(*part) for part in self.norms.parts(inputs, targets)]).sum()
-            return self._backward(inputs, targets)
+            loss = self._backward(inputs, targets)
+        if not (self.unused_sought or quiet):
+            self._refuse_unused()
+        return loss
+
+    def _refuse_unused(self) -> None:
+        """Among several workers the gradients of all parameters are waited for; once, after the first of such passes.
+
+        Raises:
+            InputError: A parameter has none.
+        """
+        self.unused_sought = True
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+            message = f"the loss gives no gradient to {names}, which several workers wait for"
+            raise InputError(f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model")
 
     def _backward(self, inputs: Batch, targets: Batch, share: float = 1.0) -> Tensor:
         with self.autocast():

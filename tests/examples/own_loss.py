@@ -56,6 +56,13 @@ def regression(classes: int, image_size: int) -> nn.Module:
     return Regression(classes)
 
 
+def with_unused(classes: int, image_size: int) -> nn.Module:
+    """The same with a layer that is not used."""
+    model = Regression(classes)
+    model.spare = nn.Linear(2, 2)
+    return model
+
+
 def squared_error(outputs: dict[str, Tensor], targets: list[Tensor]) -> Tensor:
     """For `loss`."""
     vector, number = targets

@@ -102,8 +102,9 @@ def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
 
 
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
-    """TERM to the running job: it saves at a step boundary, and the local executor starts it again."""
-    longer = ["workload.epochs=6", "workload.samples=1024", "training.log_interval_steps=1"]
+    """Signals to all of the running job's processes: it saves at a step boundary, and is started again."""
+    longer = ["workload.epochs=3", "workload.samples=1024", "training.log_interval_steps=1"]
+    longer += ["workload.loader_workers=1"]
     spec = load_sweep(finished.sweep_file, longer)
     chosen = finished.read_plan().chosen
     results = []
@@ -126,15 +127,29 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
     assert events["preempted"].data["step"] == events["resumed"].data["step"] >= 40
 
 
-def stop_when(run: RunDirectory, step: int, controller: int) -> None:
-    """Send TERM to the job's controller (a child of the shell that the job id names) once training is that far."""
+def stop_when(run: RunDirectory, step: int, shell: int) -> None:
+    """Once training is that far, send USR2 to all that the workers started, and TERM to the job's controller too."""
     deadline = time.monotonic() + 60
     while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < step:
         assert time.monotonic() < deadline, "training did not get that far"
         time.sleep(0.02)
-    children = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGTERM)
+    controllers = children_of(shell)
+    workers = [worker for controller in controllers for worker in children_of(controller)]
+    helpers = [helper for worker in workers for helper in descendants_of(worker)]
+    assert len(helpers) >= 2 * 3  # each worker's loader, the server that it comes from, and the tracker
+    for process in helpers:
+        os.kill(process, signal.SIGUSR2)
+    for process in (*helpers, *controllers):
+        os.kill(process, signal.SIGTERM)
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def descendants_of(process: int) -> list[int]:
+    children = children_of(process)
+    return children + [each for child in children for each in descendants_of(child)]
 
 
 def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -> None:

@@ -242,10 +242,10 @@ STORIES: dict[str, Story] = {
     "two": Story(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
     "one": Story(undisturbed, Settings(pace_s=0.0)),
     "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
-    "preempted": Story(preempted, Settings(PAIR, cluster=ALONE), "two"),
+    "preempted": Story(preempted, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
     "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=ALONE, loader_workers=1)),
     "damaged checkpoint": Story(damaged_checkpoint, Settings()),
-    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE)),
+    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE, loader_workers=1)),
     "job killed": Story(job_killed, Settings()),
     "cancelled": Story(cancelled, Settings()),
     "memory of one rank": Story(

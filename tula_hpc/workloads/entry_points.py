@@ -40,6 +40,7 @@ import importlib
 import inspect
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.nested import leaves_of
 
-OWN_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # of own code with what it is given
+COLLATE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError)  # of torch's default_collate
+_CALLERS = ("entry_points.py", "fitting.py", "loader.py")  # errors of the user's code come through, not from them
 _MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
 
 
@@ -75,7 +77,8 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
     Raises:
         InputError: No such function, other arguments, or no module came.
     """
-    model = own_function(_MODEL_KEY, name, ("classes", "image_size"))(classes, image_size)
+    function = own_function(_MODEL_KEY, name, ("classes", "image_size"))
+    model = _called(_MODEL_KEY, name, lambda: function(classes, image_size))
     if not isinstance(model, nn.Module):
         raise InputError(f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
     return model
@@ -106,7 +109,8 @@ def own_data(spec: WorkloadSpec) -> OwnData:
     Raises:
         InputError: No such function, other arguments, or something else than the protocol says came.
     """
-    data = own_function(_DATASET_KEY, spec.dataset, ("spec",))(spec)
+    function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
+    data = _called(_DATASET_KEY, spec.dataset, lambda: function(spec))
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
         raise _data_error(spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)")
     own = OwnData(*data)
@@ -117,6 +121,15 @@ def own_data(spec: WorkloadSpec) -> OwnData:
     return own
 
 
+def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except InputError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise InputError(f"{name} failed: {told(error)}", key=key) from error
+
+
 def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         message = f"returned {kind_of(data)} as the {which} set; expected one with __len__ and __getitem__"
@@ -124,17 +137,17 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
     if len(data) == 0:
         raise _data_error(spec, f"returned an empty {which} set")
     with torch.random.fork_rng(devices=[]):
-        items = [data[index] for index in range(min(2, len(data)))]
+        items = _called(_DATASET_KEY, spec.dataset, lambda: [data[index] for index in range(min(2, len(data)))])
     fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
     if spec.loss is not None:
-        fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers"
+        fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers and nothing else"
     if not fits:
         hint = "" if spec.loss else "; others need a workload.loss of your own"
         raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
     try:
         default_collate(items)
-    except OWN_ERRORS as error:
-        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {first_line(error)}"
+    except COLLATE_ERRORS as error:
+        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {told(error)}"
         raise _data_error(spec, f"{message}; expected the same shapes, padded or cut") from error
 
 
@@ -144,7 +157,7 @@ def _is_pair(item: Any) -> bool:
         return False
     try:
         leaves = [list(leaves_of(part)) for part in default_collate([item])]
-    except OWN_ERRORS:
+    except COLLATE_ERRORS:
         return False
     return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
 
@@ -167,9 +180,13 @@ def _describe(item: Any) -> str:
     return kind_of(item)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
-    return str(error).strip().partition("\n")[0]
+def told(error: Exception) -> str:
+    """What an error of the user's code says, in a line: its kind, its words, and the place."""
+    words = str(error).strip().partition("\n")[0]
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(path, line) for path, line in frames if "site-packages" not in path.parts and path.name not in _CALLERS]
+    place = f" ({own[-1][0].name}:{own[-1][1]})" if own else ""
+    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
 
 
 def kind_of(value: Any) -> str:

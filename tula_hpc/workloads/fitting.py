@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.nested import samples_in, tensors_of
 from tula_hpc.workloads.criterion import Criterion, OfSamples
-from tula_hpc.workloads.entry_points import OWN_ERRORS, first_line, kind_of
+from tula_hpc.workloads.entry_points import kind_of, told
+
+CPU_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}  # CPUs have no fp16; the size is one
 
 
 def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data: Dataset[Any], classes: int) -> None:
@@ -23,26 +30,27 @@ def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data:
     """
     items = [data[index] for index in range(min(2, len(data)))]  # type: ignore[arg-type] # checked when it was built
     inputs, targets = default_collate(items)
-    was_training = model.training
-    with torch.random.fork_rng(devices=[]):
+    modes = [(module, module.training) for module in model.modules()]
+    dtype = CPU_DTYPES[spec.precision]
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), classes))
         else:
-            losses = _check_of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets)
-            if not losses.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
-                raise InputError(f"{spec.loss} gives a loss without a gradient", key="workload.loss")
+            _check_loss(spec.loss, _of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets), model)
         if spec.metric is not None and criterion.metric is not None:
-            _check_of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets)
-    model.train(was_training)
+            _check_shares(spec.metric, _of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets))
+    for module, training in modes:
+        module.training = training
 
 
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
     try:
         return model(inputs)
-    except OWN_ERRORS as error:
+    except Exception as error:  # the user's code may raise anything
         shapes = ", ".join("×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs))
-        message = f"{spec.model} cannot take inputs of {shapes}: {first_line(error)}"
+        hint = "; it is called as model(inputs), here with a dict" if isinstance(inputs, Mapping) else ""
+        message = f"{spec.model} cannot take inputs of {shapes}: {told(error)}{hint}"
         raise InputError(message, key="workload.model") from error
 
 
@@ -54,17 +62,28 @@ def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) ->
         )
 
 
-def _check_of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
+def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
     try:
         numbers = function(outputs, targets)
-    except OWN_ERRORS as error:
+    except Exception as error:  # the user's code may raise anything
         message = f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"
-        raise InputError(f"{message}: {first_line(error)}", key=key) from error
+        raise InputError(f"{message}: {told(error)}", key=key) from error
     count = samples_in(targets)
-    if not isinstance(numbers, Tensor) or numbers.shape != (count,) or not numbers.is_floating_point():
-        raise InputError(
-            f"{name} returns {kind_of(numbers)} for {count} sample(s); expected a number for each, "
-            f"a float tensor of shape ({count},)",
-            key=key,
-        )
+    if not isinstance(numbers, Tensor) or numbers.shape != (count,):
+        expected = f"a number for each, a tensor of shape ({count},)"
+        message = f"{name} returns {kind_of(numbers)} for {count} sample(s); expected {expected}"
+        raise InputError(message, key=key)
     return numbers
+
+
+def _check_loss(name: str, losses: Tensor, model: nn.Module) -> None:
+    if not losses.is_floating_point():
+        raise InputError(f"{name} returns {kind_of(losses)}; expected floating-point numbers", key="workload.loss")
+    if not losses.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"{name} gives a loss without a gradient", key="workload.loss")
+
+
+def _check_shares(name: str, shares: Tensor) -> None:
+    wrong = [share for share in shares.double().tolist() if not -1e-6 <= share <= 1 + 1e-6]
+    if wrong:
+        raise InputError(f"{name} gives {wrong[0]:g} for a sample; expected shares from 0 to 1", key="workload.metric")

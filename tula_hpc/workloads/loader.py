@@ -14,11 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
 from tula_hpc.errors import InputError
 from tula_hpc.nested import Batch
+from tula_hpc.workloads.entry_points import COLLATE_ERRORS, told
 from tula_hpc.workloads.hashing import Keys, mix
+from tula_hpc.workloads.loader_processes import process_options
 from tula_hpc.workloads.pixels import Indices
 
 _PREFETCH = 2  # batches that each loader process works ahead
@@ -204,18 +206,23 @@ def make_test_loader(
     return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(loader_workers, pin_memory))
 
 
+def collate(items: list[Any]) -> Batch:
+    """A batch of samples.
+
+    Raises:
+        InputError: They are not built alike.
+    """
+    try:
+        return default_collate(items)
+    except COLLATE_ERRORS as error:
+        message = f"has samples that cannot be put into one batch: {told(error)}"
+        raise InputError(f"{message}; expected the same shapes, padded or cut", key="workload.dataset") from error
+
+
 def _options(loader_workers: int, pin_memory: bool) -> dict[str, Any]:
     # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers that dropout uses.
-    options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
+    options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator(), "collate_fn": collate}
     if loader_workers == 0:
         return options
-    # Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: processes come from a server that was
-    # started clean and that imports torch once for all of them.
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return options | {
-        "num_workers": loader_workers,
-        "persistent_workers": True,
-        "prefetch_factor": _PREFETCH,
-        "multiprocessing_context": context,
-    }
+    options |= {"persistent_workers": True, "prefetch_factor": _PREFETCH}
+    return options | process_options(loader_workers, __name__)

@@ -17,13 +17,13 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.nested import Batch, map_tensors
 from tula_hpc.workloads.checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import build_criterion
+from tula_hpc.workloads.fitting import CPU_DTYPES
 from tula_hpc.workloads.models import build_model
 from tula_hpc.workloads.optimizers import base_optimizer, zero_share
 from tula_hpc.workloads.tracking import AllocationTracker
 
 LEAST_BATCH = 2  # BatchNorm cannot train on one sample
 HEAP_LIMIT_BYTES = 32 * 1024**2  # glibc's largest threshold: larger blocks are mapped, and given back when freed
-DTYPES = {"fp32": torch.float32, "fp16": torch.bfloat16, "bf16": torch.bfloat16}  # CPUs have no fp16; the size is one
 
 
 class Shapes(NamedTuple):
@@ -166,7 +166,7 @@ class Rehearsal:
         inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
         self.tracker.watch()
-        with torch.autocast("cpu", DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
+        with torch.autocast("cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
             loss = self.criterion.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()  # the worker returns it, and with it no graph
