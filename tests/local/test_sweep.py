@@ -104,11 +104,10 @@ def test_running_again_does_nothing_twice(finished: RunDirectory) -> None:
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
     """Signals to all of the running job's processes: it saves at a step boundary, and is started again."""
     longer = ["workload.epochs=3", "workload.samples=1024", "training.log_interval_steps=1"]
-    longer += ["workload.loader_workers=1"]
-    spec = load_sweep(finished.sweep_file, longer)
     chosen = finished.read_plan().chosen
     results = []
-    for name, stop_at in (("whole", None), ("cut", 40)):
+    for name, stop_at, loader_workers in (("whole", None, 0), ("cut", 40, 1)):
+        spec = load_sweep(finished.sweep_file, [*longer, f"workload.loader_workers={loader_workers}"])
         run = RunDirectory(tmp_path / name).create()
         run.train().root.mkdir()
         configuration = chosen.configuration._replace(nodes=2, local_batch=8)
