@@ -29,8 +29,9 @@ from tula_hpc.analysis.study_data import read_study
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_sweep
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import InputError
+from tula_hpc.errors import Failure, InputError
 from tula_hpc.jobs import TrainJob
+from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.noise_probe import probe_noise
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiler import measure
@@ -42,6 +43,7 @@ from tula_hpc.trainer import Trainer, run_training
 from tula_hpc.worker import Worker, process_group
 from tula_hpc.workloads import build_workload, validation_samples
 from tula_hpc.workloads.footprint import estimate_footprint
+from tula_hpc.workloads.own_code import collate
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -305,6 +307,16 @@ def test_samples_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(InputError, match=said) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f", loss="mine:loss"))
     assert raised.value.key == "workload.dataset"
+
+
+def test_want_of_memory_is_no_mistake_of_the_users() -> None:
+    """It has a type of its own, and remedies."""
+    huge = torch.zeros(1).expand(2**46)
+    with pytest.raises(RuntimeError) as raised:
+        collate([(huge, 1), (huge, 1)])
+    assert out_of_memory(raised.value) is Failure.HOST_OOM
+    with pytest.raises(InputError, match=r"workload.dataset: has samples that cannot be put into one batch: Runtime"):
+        collate([(torch.zeros(3), 1), (torch.zeros(4), 1)])
 
 
 def test_images_of_several_sizes_are_told_without_a_loss_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class Worker:
         return map_tensors(self._tensor_to_device, batch)
 
     def _tensor_to_device(self, tensor: Tensor) -> Tensor:
-        if self.sweep.workload.channels_last and tensor.dim() == 4:  # as nn.Module.to has it
+        if self.sweep.workload.channels_last and tensor.dim() == 4:
             return tensor.to(self.device, non_blocking=True, memory_format=torch.channels_last)
         return tensor.to(self.device, non_blocking=True)
 

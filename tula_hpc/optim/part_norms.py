@@ -63,7 +63,7 @@ class PartNorms:
         """
         self._parts, self.batch = [], samples_in(targets)
         try:
-            for part in zip(split(inputs, self.count), split(targets, self.count), strict=True):
+            for part in split((inputs, targets), self.count):
                 self._open = _Part(samples_in(part[1]) / self.batch, {})
                 self._parts.append(self._open)
                 yield *part, self._open.share

@@ -40,7 +40,6 @@ import importlib
 import inspect
 import operator
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,9 +51,8 @@ from torch.utils.data import Dataset, default_collate
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.nested import leaves_of
+from tula_hpc.workloads.own_code import blamed, collate
 
-COLLATE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError)  # of torch's default_collate
-_CALLERS = ("entry_points.py", "fitting.py", "loader.py")  # errors of the user's code come through, not from them
 _MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
 
 
@@ -78,7 +76,8 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
         InputError: No such function, other arguments, or no module came.
     """
     function = own_function(_MODEL_KEY, name, ("classes", "image_size"))
-    model = _called(_MODEL_KEY, name, lambda: function(classes, image_size))
+    with blamed(_MODEL_KEY, f"{name} failed"):
+        model = function(classes, image_size)
     if not isinstance(model, nn.Module):
         raise InputError(f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
     return model
@@ -110,7 +109,8 @@ def own_data(spec: WorkloadSpec) -> OwnData:
         InputError: No such function, other arguments, or something else than the protocol says came.
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
-    data = _called(_DATASET_KEY, spec.dataset, lambda: function(spec))
+    with blamed(_DATASET_KEY, f"{spec.dataset} failed"):
+        data = function(spec)
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
         raise _data_error(spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)")
     own = OwnData(*data)
@@ -121,34 +121,21 @@ def own_data(spec: WorkloadSpec) -> OwnData:
     return own
 
 
-def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except InputError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise InputError(f"{name} failed: {told(error)}", key=key) from error
-
-
 def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         message = f"returned {kind_of(data)} as the {which} set; expected one with __len__ and __getitem__"
         raise _data_error(spec, message)
     if len(data) == 0:
         raise _data_error(spec, f"returned an empty {which} set")
-    with torch.random.fork_rng(devices=[]):
-        items = _called(_DATASET_KEY, spec.dataset, lambda: [data[index] for index in range(min(2, len(data)))])
+    with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, f"{spec.dataset} failed"):
+        items = [data[index] for index in range(min(2, len(data)))]
     fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
     if spec.loss is not None:
         fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers and nothing else"
     if not fits:
         hint = "" if spec.loss else "; others need a workload.loss of your own"
         raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
-    try:
-        default_collate(items)
-    except COLLATE_ERRORS as error:
-        message = f"has items 0 and 1 in the {which} set that cannot be put into one batch: {told(error)}"
-        raise _data_error(spec, f"{message}; expected the same shapes, padded or cut") from error
+    collate(items, f"{spec.dataset} has items 0 and 1 in the {which} set")
 
 
 def _is_pair(item: Any) -> bool:
@@ -157,7 +144,7 @@ def _is_pair(item: Any) -> bool:
         return False
     try:
         leaves = [list(leaves_of(part)) for part in default_collate([item])]
-    except COLLATE_ERRORS:
+    except TypeError:  # something that is no tensor or number
         return False
     return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
 
@@ -178,15 +165,6 @@ def _describe(item: Any) -> str:
     if isinstance(item, tuple | list):
         return "(" + ", ".join(kind_of(part) for part in item) + ")"
     return kind_of(item)
-
-
-def told(error: Exception) -> str:
-    """What an error of the user's code says, in a line: its kind, its words, and the place."""
-    words = str(error).strip().partition("\n")[0]
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(path, line) for path, line in frames if "site-packages" not in path.parts and path.name not in _CALLERS]
-    place = f" ({own[-1][0].name}:{own[-1][1]})" if own else ""
-    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
 
 
 def kind_of(value: Any) -> str:

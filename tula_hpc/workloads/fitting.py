@@ -13,7 +13,8 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.nested import samples_in, tensors_of
 from tula_hpc.workloads.criterion import Criterion, OfSamples
-from tula_hpc.workloads.entry_points import kind_of, told
+from tula_hpc.workloads.entry_points import kind_of
+from tula_hpc.workloads.own_code import blamed
 
 CPU_DTYPES = {
     "fp32": torch.float32,
@@ -45,13 +46,10 @@ def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data:
 
 
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
-    try:
+    shapes = ", ".join("×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs))
+    hint = "; it is called as model(inputs), here with a dict" if isinstance(inputs, Mapping) else ""
+    with blamed("workload.model", f"{spec.model} cannot take inputs of {shapes}", hint):
         return model(inputs)
-    except Exception as error:  # the user's code may raise anything
-        shapes = ", ".join("×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs))
-        hint = "; it is called as model(inputs), here with a dict" if isinstance(inputs, Mapping) else ""
-        message = f"{spec.model} cannot take inputs of {shapes}: {told(error)}{hint}"
-        raise InputError(message, key="workload.model") from error
 
 
 def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) -> None:
@@ -63,11 +61,8 @@ def _check_scores(spec: WorkloadSpec, scores: Any, expected: tuple[int, int]) ->
 
 
 def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets: Any) -> Tensor:
-    try:
+    with blamed(key, f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"):
         numbers = function(outputs, targets)
-    except Exception as error:  # the user's code may raise anything
-        message = f"{name} cannot take ({kind_of(outputs)}, {kind_of(targets)})"
-        raise InputError(f"{message}: {told(error)}", key=key) from error
     count = samples_in(targets)
     if not isinstance(numbers, Tensor) or numbers.shape != (count,):
         expected = f"a number for each, a tensor of shape ({count},)"

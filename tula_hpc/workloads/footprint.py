@@ -43,8 +43,8 @@ from tula_hpc.config import (
 from tula_hpc.errors import InputError
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
-from tula_hpc.workloads.entry_points import told
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
+from tula_hpc.workloads.own_code import told
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
 FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing

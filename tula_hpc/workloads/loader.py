@@ -14,13 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.errors import InputError
 from tula_hpc.nested import Batch
-from tula_hpc.workloads.entry_points import COLLATE_ERRORS, told
 from tula_hpc.workloads.hashing import Keys, mix
 from tula_hpc.workloads.loader_processes import process_options
+from tula_hpc.workloads.own_code import collate
 from tula_hpc.workloads.pixels import Indices
 
 _PREFETCH = 2  # batches that each loader process works ahead
@@ -204,19 +204,6 @@ def make_test_loader(
     """One worker's share of the test set: every `world_size`-th sample, none twice; shares may differ by one sample."""
     samples = range(rank, len(dataset), world_size)  # type: ignore[arg-type] # checked when the data was built
     return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(loader_workers, pin_memory))
-
-
-def collate(items: list[Any]) -> Batch:
-    """A batch of samples.
-
-    Raises:
-        InputError: They are not built alike.
-    """
-    try:
-        return default_collate(items)
-    except COLLATE_ERRORS as error:
-        message = f"has samples that cannot be put into one batch: {told(error)}"
-        raise InputError(f"{message}; expected the same shapes, padded or cut", key="workload.dataset") from error
 
 
 def _options(loader_workers: int, pin_memory: bool) -> dict[str, Any]:
