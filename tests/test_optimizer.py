@@ -283,6 +283,7 @@ def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], d
             if options.get("granularity", "element") != "element":
                 optimizer.observe_small(torch.empty(len(SHAPES), device="cuda", dtype=torch.float64), 32)
                 optimizer.observe_clipping(torch.empty((), device="cuda"))
+                optimizer.observe_norms(torch.empty(len(SHAPES), device="cuda", dtype=torch.float64))
             take_steps(optimizer, params, [step])
         factors = [factor for factor in optimizer.gradscale if factor is not None]
         assert len(factors) == len(SHAPES)
@@ -304,6 +305,7 @@ def test_a_step_on_cuda_never_waits_for_the_device(options: dict[str, Any]) -> N
         for step in gradients:
             if options.get("granularity", "element") != "element":
                 optimizer.observe_small(squares, 32)
+                optimizer.observe_norms(squares)
             take_steps(optimizer, params, [step])
     finally:
         torch.cuda.set_sync_debug_mode("default")

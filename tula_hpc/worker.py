@@ -284,6 +284,8 @@ class Worker:
         loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
         squares, batch = self.norms.squares(loss_scale)
         self.optimizer.observe_small(squares * shortened**2, batch)
+        if isinstance(self.norms, LocalNorms):
+            self.optimizer.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
 
     def seed(self, seed: int) -> None:
         """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +24,12 @@ from tests.forked import fork_workers, run_workers
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import LocalNorms, TulaOptimizer, local_gradient
+from tula_hpc.optim.norms import foreach_norms
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker
 
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
-BATCH, STEPS = 6, 4
+BATCH, STEPS, STEPS_OF_WORKER = 6, 4, 10
 loss = nn.CrossEntropyLoss()
 
 
@@ -92,7 +94,7 @@ def new_ddp(case: Case) -> DistributedDataParallel:
 def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
     """Gradients of some steps; with the hook, also the norms, and what they should be."""
     ddp = new_ddp(case)
-    seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": []}
+    seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": [], "averaged": []}
     parameters = list(ddp.parameters())
     norms = LocalNorms(parameters, BATCH * case.passes)
     if hook:
@@ -107,6 +109,7 @@ def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
             squares, samples = norms.squares()
             assert samples == BATCH * case.passes
             seen["squares"].append(squares)
+            seen["averaged"].append(norms.averaged())
         seen["gradients"].append([None if p.grad is None else p.grad.clone() for p in parameters])
         optimizer.step()
     return seen
@@ -144,6 +147,7 @@ def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
             parameters[1].register_hook(infinite)  # type: ignore[no-untyped-call] # torch's
         backward(ddp, 0, rank, 1, scale)
         seen[name] = norms.squares(torch.tensor(scale))[0]
+        seen[f"{name}, averaged"] = norms.averaged(torch.tensor(scale))
     return seen
 
 
@@ -181,30 +185,36 @@ def misuse(rank: int) -> list[str]:
     ddp, said = new_ddp(Case()), []
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     for _ in range(2):
-        try:
-            norms.squares()
-        except RuntimeError as error:
-            said.append(str(error))
+        said += [refused(norms.squares), refused(norms.averaged)]
         backward(ddp, 0, rank, 1)
         norms.squares()
+        norms.averaged()
     with ddp.no_sync():
         torch.autograd.backward(loss(ddp(batch(0, rank)[0]), batch(0, rank)[1]))
+    return [*said, refused(norms.squares), refused(norms.averaged)]
+
+
+def refused(read: Callable[[], object]) -> str:
     try:
-        norms.squares()
+        read()
     except RuntimeError as error:
-        said.append(str(error))
-    return said
+        return str(error)
+    return "nothing"
 
 
-def train_worker(rank: int, method: str) -> dict[str, Any]:
-    """A whole worker of a job, told at every step."""
+def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]:
+    """A whole worker of a job: the optimizer is told norms at every step, those of the whole batch's only if `told`."""
     workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
-    training = {"method": method, "small_batch": 5, "granularity": "tensor", "reference": "free"}
+    training = {"method": method, "small_batch": 5, "granularity": "tensor", "reference": "free", "clip_norm": 1.0}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
     worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
     worker.forward_backward(*next(worker.batches()))  # thrown away, as the trainer does before it restores
-    losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), 10)]
+    with ExitStack() as stack:
+        taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
+        if not told:
+            stack.enter_context(mock.patch.object(TulaOptimizer, "observe_norms"))
+        losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     assert isinstance(worker.optimizer, TulaOptimizer)
     return {
         "losses": losses,
@@ -213,6 +223,8 @@ def train_worker(rank: int, method: str) -> dict[str, Any]:
         "small_batch": worker.optimizer.small_batch,
         "update_due": worker.optimizer.update_due,
         "noise": worker.optimizer.noise().noise_scale,
+        "taken": taken.call_count,
+        "statistics": list(worker.optimizer.statistics()),
     }
 
 
@@ -232,6 +244,7 @@ def work(rank: int, folder: Path) -> None:
     seen["exchanged"] = exchanged(rank)
     seen["said"] = misuse(rank)
     seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
+    seen["untold"] = {method: train_worker(rank, method, told=False) for method in ("ags", "adascale")}
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -269,6 +282,16 @@ def test_squares_are_the_mean_of_the_workers_own_norms(ranks: list[dict[str, Any
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_norms_of_the_averages_are_those_of_the_gradients(ranks: list[dict[str, Any]], name: str) -> None:
+    tolerance = 1e-5 if name == "mixed types" else 1e-6
+    for seen in ranks:
+        for averaged, found in zip(seen[name]["with"]["averaged"], seen[name]["with"]["gradients"], strict=True):
+            squares = [math.nan if g is None else float(g.double().square().sum()) for g in found]
+            expected = torch.tensor(squares, dtype=torch.float64)
+            torch.testing.assert_close(averaged, expected, rtol=tolerance, atol=1e-12, equal_nan=True)
+
+
 def test_a_parameter_that_nobody_used_has_no_norm(ranks: list[dict[str, Any]]) -> None:
     for name in ("unused", "unused, views"):
         for squares in ranks[1][name]["with"]["squares"]:
@@ -276,7 +299,8 @@ def test_a_parameter_that_nobody_used_has_no_norm(ranks: list[dict[str, Any]]) -
 
 
 def test_the_loss_scale_is_divided_out(ranks: list[dict[str, Any]]) -> None:
-    torch.testing.assert_close(ranks[0]["first step"]["scaled"], ranks[0]["first step"]["plain"])
+    for what in ("", ", averaged"):
+        torch.testing.assert_close(ranks[0]["first step"]["scaled" + what], ranks[0]["first step"]["plain" + what])
 
 
 def test_one_workers_overflow_leaves_that_tensor_alone_without_a_norm_on_all(ranks: list[dict[str, Any]]) -> None:
@@ -284,6 +308,7 @@ def test_one_workers_overflow_leaves_that_tensor_alone_without_a_norm_on_all(ran
         squares, expected = seen["first step"]["overflown"], seen["first step"]["plain"]
         assert squares.isnan().tolist() == [place == 1 for place in range(len(expected))]
         assert torch.equal(squares[2:], expected[2:])
+        assert seen["first step"]["overflown, averaged"].isfinite().tolist() == squares.isfinite().tolist()
 
 
 def test_squares_come_in_the_order_that_was_asked_for(ranks: list[dict[str, Any]]) -> None:
@@ -299,7 +324,7 @@ def test_one_number_a_parameter_is_sent_at_every_step(ranks: list[dict[str, Any]
 
 
 def test_nothing_is_read_twice_nor_without_an_all_reduce(ranks: list[dict[str, Any]]) -> None:
-    assert len(ranks[0]["said"]) == 3
+    assert len(ranks[0]["said"]) == 6
     assert all("no backward pass with an all-reduce" in words for words in ranks[0]["said"])
 
 
@@ -313,6 +338,15 @@ def test_a_worker_trains_with_it_and_takes_no_pass(ranks: list[dict[str, Any]], 
         assert not mine["update_due"]
         assert mine["noise"] > 0
     assert sum(first["losses"][-3:]) < sum(first["losses"][:3])
+
+
+@pytest.mark.parametrize("method", ["ags", "adascale"])
+def test_norms_that_came_with_the_all_reduce_are_not_taken_again(ranks: list[dict[str, Any]], method: str) -> None:
+    """And all comes out as with norms that the optimizer takes itself; the gradient is clipped meanwhile."""
+    told, untold = ranks[0]["worker"][method], ranks[0]["untold"][method]
+    assert (told["taken"], untold["taken"]) == (0, STEPS_OF_WORKER)
+    for name in ("weights", "losses", "statistics", "noise"):
+        torch.testing.assert_close(told[name], untold[name], rtol=1e-5, atol=1e-7)
 
 
 def test_the_reference_batch_is_what_was_asked_for_and_no_multiple_of_the_workers(ranks: list[dict[str, Any]]) -> None:

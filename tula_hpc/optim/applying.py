@@ -28,12 +28,12 @@ def multiply_where(share: Tensor, gradients: Sequence[Tensor], factors: Sequence
         factors: For each gradient a factor of its shape or 0-dim, on its device.
     """
     for piece in _pieces([_Part((g,), f) for g, f in zip(gradients, factors, strict=True) if f is not None]):
-        mixed = _each(partial(_mixed, share.to(piece[0].factor.device)), [part.factor for part in piece])
+        by = mixed(share, [part.factor for part in piece])
         targets = [part.tensors[0] for part in piece]
-        if mixed[0].dim() == 0 and all(factor is mixed[0] for factor in mixed):
-            torch._foreach_mul_(targets, mixed[0])  # one kernel for all of them on a GPU
+        if by[0].dim() == 0 and all(factor is by[0] for factor in by):
+            torch._foreach_mul_(targets, by[0])  # one kernel for all of them on a GPU
         else:
-            torch._foreach_mul_(targets, mixed)
+            torch._foreach_mul_(targets, by)
 
 
 def move_where(
@@ -54,6 +54,11 @@ def move_where(
         mix = partial(_rest, share.to(piece[0].factor.device), piece[0].tensors[0].dtype)
         rests = _each(mix, [part.factor for part in piece])
         torch._foreach_lerp_([part.tensors[0] for part in piece], [part.tensors[1] for part in piece], rests)
+
+
+def mixed(share: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """1 + w·(s − 1) of each factor s, all on one device; those that are one and the same give one and the same."""
+    return _each(partial(_mixed, share.to(factors[0].device)), factors) if factors else []
 
 
 def copies(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:

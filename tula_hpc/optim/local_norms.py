@@ -32,15 +32,15 @@ class _Pending(NamedTuple):
 
     squares: Tensor  # sum over the workers in the order of the buckets, a NaN behind them; complete after `work`
     work: Any  # the handle of the all-reduce
-    place: dict[Tensor, int]  # of each parameter among the squares
 
 
 class LocalNorms:
     """Squared norms of the workers' own gradients, for each parameter, at every backward pass of a DDP model.
 
     A communication hook takes the norms of each bucket when its gradients are complete, then averages the bucket as
-    DDP itself does. After the last bucket one small all-reduce averages the norms. Norms and exchange overlap with the
-    backward pass as the gradients' own do; the host waits for nothing on a GPU.
+    DDP itself does, and takes those of the averages as soon as they are there. After the last bucket one small
+    all-reduce averages the workers' norms. Norms and exchange overlap with the backward pass as the gradients' own do;
+    the host waits for nothing on a GPU.
 
     Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are accumulated in
     DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no power of two: DDP then divides,
@@ -59,7 +59,9 @@ class LocalNorms:
         self.workers = 1
         self._device = self.parameters[0].device
         self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
+        self._averaged: dict[int, Tensor] = {}  # by bucket: squares of the averages, complete after the backward pass
         self._order: list[Tensor] = []  # their parameters
+        self._place: dict[Tensor, int] = {}  # of each parameter of the last complete pass among them
         self._pending: _Pending | None = None
         self._positions: list[int] = []
         self._index = torch.empty(0)  # `_positions` on the device
@@ -97,36 +99,69 @@ class LocalNorms:
             raise RuntimeError("squares: no backward pass with an all-reduce since the last call")
         pending, self._pending = self._pending, None
         pending.work.wait()
-        mean = pending.squares[self._index_of(pending)] / (self.workers * loss_scale**2)
+        mean = self._in_order(pending.squares) / (self.workers * loss_scale**2)
         return nan_unless_finite(mean), self.batch
+
+    def averaged(self, loss_scale: Tensor | float = 1.0) -> Tensor:
+        """Squared norm of each parameter's gradient of the whole batch: what `TulaOptimizer.observe_norms` asks for.
+
+        Call it as `squares`; one takes nothing from the other.
+
+        Returns:
+            (n,), float64, in parameter order; NaN where a parameter has no gradient.
+
+        Raises:
+            RuntimeError: No gradient was all-reduced since the last call.
+        """
+        if not self._averaged:
+            raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
+        averaged, self._averaged = self._averaged, {}
+        return (
+            self._in_order(torch.cat([*(averaged[bucket] for bucket in sorted(averaged)), self._nothing()]))
+            / loss_scale**2
+        )
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
         if bucket.index() == 0:
-            self._squares, self._order = [], []
-        buffer = bucket.buffer()
+            self._squares, self._order, self._averaged = [], [], {}
+        buffer, each, index = bucket.buffer(), [], bucket.index()
         if not buffer.is_sparse:  # a sparse gradient has no squares: NaN
             self._order += bucket.parameters()
-            norms = foreach_norms(bucket.gradients())  # of one type, so that they come in their order
-            self._squares.append(squares(list(norms.values()), self._device))
-        averaged = _average(group, buffer)
+            each = bucket.gradients()  # views of the buffer, which is averaged in place
+            self._squares.append(self._squares_of(each))
+
+        def averaged(done: Future[Any]) -> Tensor:
+            if each:
+                self._averaged[index] = self._squares_of(each)
+            found: Tensor = done.value()[0]
+            return found
+
+        future = _average(group, buffer).then(averaged)
         if bucket.is_last():
             self._exchange(group)
-        return averaged
+        return future
+
+    def _squares_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        norms = foreach_norms(gradients)  # of one type, so that they come in their order
+        return squares(list(norms.values()), self._device)
 
     def _exchange(self, group: dist.ProcessGroup) -> None:
-        nothing = torch.full((1,), torch.nan, device=self._device, dtype=torch.float64)
-        found = torch.cat([*self._squares, nothing])
-        work = dist.all_reduce(found, group=group, async_op=True)
-        self._pending = _Pending(found, work, {parameter: i for i, parameter in enumerate(self._order)})
+        self._place = {parameter: place for place, parameter in enumerate(self._order)}
+        found = torch.cat([*self._squares, self._nothing()])
+        self._pending = _Pending(found, dist.all_reduce(found, group=group, async_op=True))
 
-    def _index_of(self, pending: _Pending) -> Tensor:
-        """Where each parameter's square is; copied to the device only when it changes, as when DDP regroups buckets."""
-        nowhere = len(pending.squares) - 1
-        positions = [nowhere if p.grad is None else pending.place.get(p, nowhere) for p in self.parameters]
+    def _nothing(self) -> Tensor:
+        """What stands behind the squares of a pass, for parameters that are not among them."""
+        return torch.full((1,), torch.nan, device=self._device, dtype=torch.float64)
+
+    def _in_order(self, found: Tensor) -> Tensor:
+        """Squares of the last pass in parameter order; the index is copied to the device only when DDP regroups."""
+        nowhere = len(found) - 1
+        positions = [nowhere if p.grad is None else self._place.get(p, nowhere) for p in self.parameters]
         if positions != self._positions:
-            self._positions, self._index = positions, torch.tensor(positions, device=pending.squares.device)
-        return self._index
+            self._positions, self._index = positions, torch.tensor(positions, device=found.device)
+        return found[self._index]
 
 
 def nan_unless_finite(squares: Tensor) -> Tensor:
@@ -134,8 +169,8 @@ def nan_unless_finite(squares: Tensor) -> Tensor:
     return torch.where(torch.isfinite(squares), squares, torch.nan)
 
 
-def _average(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
-    """The mean over the workers, with DDP's own operations: scale first, then sum."""
+def _average(group: dist.ProcessGroup, buffer: Tensor) -> Future[Any]:
+    """The mean over the workers in place, with DDP's own operations: scale first, then sum."""
     workers = group.size()
     if buffer.is_sparse:
         buffer.div_(workers)
@@ -143,5 +178,4 @@ def _average(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
         buffer.mul_(1.0 / workers)
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)
     future: Future[Any] = work.get_future()
-    averaged: Future[Tensor] = future.then(lambda done: done.value()[0])
-    return averaged
+    return future

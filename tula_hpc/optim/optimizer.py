@@ -27,6 +27,7 @@ from tula_hpc.optim.noise_scale import NoiseReading
 from tula_hpc.optim.norms import dense_gradients, foreach_norms, sum_of_squares
 from tula_hpc.optim.scale_histogram import ScaleHistogram
 from tula_hpc.optim.sensitivity import GATE_DECAY, Gate, Sensitivity
+from tula_hpc.optim.sgd_in_pieces import fits, scale_and_step
 from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer
 
 Apply = Literal["gradient", "update"]
@@ -135,6 +136,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
         self._shortened: Tensor | float = 1.0
+        self._squares: Tensor | None = None  # of the next step's gradients, where they are known
         self.histogram: ScaleHistogram | None = None  # give it one to have the scales that are applied counted
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
 
@@ -246,6 +248,22 @@ class TulaOptimizer(WrappingOptimizer):
         """
         self._shortened = factor
 
+    def observe_norms(self, squares: Tensor) -> None:
+        """Say what the squared norms of the next step's gradients are: the step then passes over them once less.
+
+        As `LocalNorms.averaged` has them, taken while other gradients were still on their way. What changes gradients
+        afterwards, like clipping, must be in them. Forgotten as what `observe_small` was given.
+
+        Args:
+            squares: (n,) in parameter order, for each parameter that has a gradient; does not wait for the device.
+
+        Raises:
+            ValueError: There is not one number for each parameter.
+        """
+        count = len(self.parameters())
+        require(squares.shape == (count,), f"squares: expected one number for each of {count} parameters")
+        self._squares = squares
+
     def set_batch(self, large_batch: int, small_batch: int | None = None) -> None:
         """Go on with another batch, as after running out of memory.
 
@@ -308,7 +326,7 @@ class TulaOptimizer(WrappingOptimizer):
         """As the base does it; what was said of gradients that no step has used is forgotten with them."""
         super().zero_grad(set_to_none)
         self._estimates.forget()
-        self._shortened = 1.0
+        self._shortened, self._squares = 1.0, None
 
     def _warn_without_factors(self) -> None:
         if all(factor is None for factor in self.gradscale):
@@ -317,13 +335,12 @@ class TulaOptimizer(WrappingOptimizer):
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
-            self._scale_gradients()
-            self.base.step()
+            self._scale_and_step()
             return None
 
         def evaluate() -> float:
             loss = closure()
-            self._scale_gradients()
+            self._scale_gradients(self._look())
             return loss
 
         return self.base.step(evaluate)
@@ -348,13 +365,25 @@ class TulaOptimizer(WrappingOptimizer):
         self._scale_update(looks[-1] if looks else None, before)
         return found
 
-    def _scale_gradients(self) -> None:
+    def _scale_and_step(self) -> None:
         look = self._look()
-        if look is not None:
-            factors = [self._scale.factor(parameter) for parameter in look.gradients]
+        factors = {} if look is None else self._factors(look)
+        if look is not None and any(f is not None for f in factors.values()) and fits(self.base, look.gradients):
             with torch.no_grad():
-                multiply_where(look.share, list(look.gradients.values()), factors)
+                scale_and_step(self.base, look.share, look.gradients, factors)
             self._count_scales(look)
+        else:
+            self._scale_gradients(look)
+            self.base.step()
+
+    def _scale_gradients(self, look: _Look | None) -> None:
+        if look is not None:
+            with torch.no_grad():
+                multiply_where(look.share, list(look.gradients.values()), list(self._factors(look).values()))
+            self._count_scales(look)
+
+    def _factors(self, look: _Look) -> dict[Tensor, Tensor | None]:
+        return {parameter: self._scale.factor(parameter) for parameter in look.gradients}
 
     def _scale_update(self, look: _Look | None, before: Mapping[Tensor, Tensor]) -> None:
         if look is not None:
@@ -383,13 +412,22 @@ class TulaOptimizer(WrappingOptimizer):
         if not gradients:  # nothing seen: neither a norm to remember nor anything to scale
             return None
         with torch.no_grad():
-            norms = foreach_norms(list(gradients.values()))
+            norms = self._norms(parameters, gradients)
             norm_squared = sum_of_squares(norms.values(), parameters[0].device)
-            if self._estimates.learn(parameters, {p: norms[i] for i, p in enumerate(gradients)}, norm_squared):
+            if self._estimates.learn(parameters, norms, norm_squared):
                 self._steps_since_update = 0
             share = self._sensitivity.observe(norm_squared / self._shortened**2)
             self._shortened = 1.0
             return _Look(gradients, self._warmed(share))
+
+    def _norms(self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Of each gradient by parameter, taken now unless somebody has said what they are."""
+        squares, self._squares = self._squares, None
+        if squares is None:
+            taken, order = foreach_norms(list(gradients.values())), list(gradients)
+            return {order[place]: norm for place, norm in taken.items()}
+        norms = squares.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32)).unbind()
+        return {parameter: norms[place] for place, parameter in enumerate(parameters) if parameter in gradients}
 
     def _warmed(self, share: Tensor) -> Tensor:
         return share if self.steps >= self.scale_warmup else share * (self.steps / self.scale_warmup)
@@ -413,6 +451,7 @@ class TulaOptimizer(WrappingOptimizer):
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         parameters = self.parameters()
+        self._squares = None
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
         # warm-up and interval are steps of today's batch: they go on with the data seen, not with another batch's steps

@@ -1,0 +1,79 @@
+"""Norms that the optimizer is told of its next gradients: it takes them for its own, for one step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from tests.test_optimizer_options import LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.norms import foreach_norms
+
+
+def told(values: list[Tensor | None]) -> Tensor:
+    return torch.tensor([math.nan if g is None else squares_of([g])[0] for g in values], dtype=torch.float64)
+
+
+def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tuple[list[Tensor], TulaOptimizer, int]:
+    """Weights after some steps, the optimizer, and how often it took norms."""
+    params = parameters()
+    optimizer = wrap(params, SGD(params, lr=0.1, momentum=0.9), delta=0.7, **form)
+    with mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms) as taken:
+        for step in range(5):
+            values: list[Tensor | None] = list(gradients(step))
+            if absent is not None:
+                values[absent] = None
+            optimizer.zero_grad()
+            give(params, values)
+            if form["granularity"] != "element":
+                optimizer.observe_small(4 * told(values), LOCAL)
+            if tell:
+                optimizer.observe_norms(told(values))
+            optimizer.step()
+    return [p.detach() for p in params], optimizer, taken.call_count
+
+
+@pytest.mark.parametrize("absent", [None, 1])
+@pytest.mark.parametrize("granularity", [*NORM_FORMS, "element"])
+@pytest.mark.parametrize("gate", ["paper", "smoothed"])
+def test_a_step_that_is_told_norms_takes_none_and_does_the_same(
+    granularity: str, gate: str, absent: int | None
+) -> None:
+    form = {"granularity": granularity, "gate": gate}
+    mine, one, taken = train(form, tell=False, absent=absent)
+    theirs, other, taken_by_other = train(form, tell=True, absent=absent)
+    assert (taken, taken_by_other) == (5, 0)
+    for weight, same in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(weight, same)
+    assert one.statistics() == pytest.approx(other.statistics())
+
+
+def steps_with(forget: Any) -> int:
+    """How many of two steps took norms, where something happens between telling and the first."""
+    params = parameters()
+    optimizer = wrap(params, granularity="tensor")
+    with mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms) as taken:
+        optimizer.observe_norms(told([*gradients(0)]))
+        forget(optimizer)
+        for _ in range(2):
+            give(params, gradients(0))
+            optimizer.step()
+    return taken.call_count
+
+
+def test_it_is_told_for_one_step_and_forgets_with_the_gradients() -> None:
+    assert steps_with(lambda _: None) == 1
+    assert steps_with(lambda optimizer: optimizer.zero_grad()) == 2
+    assert steps_with(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())) == 2
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_another_number_of_norms_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="squares: expected one number for each of 4 parameters"):
+        wrap(parameters()).observe_norms(torch.ones(count))
