@@ -248,7 +248,11 @@ def test_a_data_folder_becomes_absolute(here: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "def net(): ...",
+        "def net(classes, size): ...",
+        "def net(classes, /, size=32, depth=3, *more, wide=False, **other): ...",
+        "def net(*sizes): ...",
+        "@decorated\ndef net(): ...",
+        "def net(): ...\nnet = wrapped(net)",
         "from json import loads as net",
         "import json as net",
         "net = lambda classes, size: None",
@@ -278,6 +282,23 @@ def test_a_dot_in_place_of_the_colon_is_seen(here: Path) -> None:
     (here / "in.toml").write_text('name = "x"\n[workload]\nmodel = "mine.net"')
     with pytest.raises(InputError, match=r"'mine\.net' is not a torchvision .* \(did you mean 'mine:net'\?\)$"):
         load_sweep(here / "in.toml")
+
+
+@pytest.mark.parametrize(
+    "takes", ["", "classes", "a, b, c", "*, classes, image_size", "classes, size, *, depth", "**all"]
+)
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_any_job(here: Path, takes: str) -> None:
+    Path("mine.py").write_text(f"def net({takes}): ...")
+    said = complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
+    assert "mine.py defines it so that it cannot be called with (classes, image_size)" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "given"), [("dataset", "(spec)"), ("loss", "(outputs, targets)"), ("metric", "(outputs, targets)")]
+)
+def test_each_kind_of_function_is_held_against_what_it_is_given(here: Path, key: str, given: str) -> None:
+    Path("mine.py").write_text("def mine(): ...")
+    assert f"cannot be called with {given}" in complaint(load_sweep, f'{NAME}[workload]\n{key} = "mine:mine"')
 
 
 @pytest.mark.parametrize(

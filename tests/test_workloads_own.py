@@ -117,7 +117,7 @@ def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
         ("def f(spec): return good, [(item[0][0], 1)], 2", r"shape \(8, 8\)"),
         ("def f(spec): return good, [(item[0], 1.0)], 2", "type float"),
         ("def f(spec): return good, [item[0]], 2", "float32 tensor"),
-        ("def f(): return good, good, 2", r"cannot be called with \(spec\)"),
+        ("f = lambda: (good, good, 2)", r"cannot be called with \(spec\)"),
     ],
 )
 def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:

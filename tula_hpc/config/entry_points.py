@@ -5,22 +5,31 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.config.mistakes import nearest
 
 
-def known_or_entry_point(value: str, known: Iterable[str], what: str, check_exists: bool) -> str:
+def known_or_entry_point(
+    value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
+) -> str:
     """The value, if it is one of the known names or a user's "package.module:function".
 
+    Args:
+        value: What the sweep names.
+        known: Names of ours.
+        what: What such a name names, with its article.
+        called_with: What the user's function is given, one after another.
+        check_exists: Whether to look for the function.
+
     Raises:
-        ValueError: It is neither, or `check_exists` and there is no such function.
+        ValueError: It is neither, or `check_exists` and there is no such function, or it takes something else.
     """
     if ":" in value:
         if check_exists:
-            _check_entry_point(value)
+            _check_entry_point(value, called_with)
         return value
     if value not in known:
         module, _, function = value.rpartition(".")
@@ -36,9 +45,10 @@ def known_or_entry_point(value: str, known: Iterable[str], what: str, check_exis
 class _Source(NamedTuple):
     path: Path
     names: set[str]
+    takes: dict[str, ast.arguments]  # of the functions whose parameters can be read off
 
 
-def _check_entry_point(value: str) -> None:
+def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     """Make sure that module and function exist, from the source text: importing could pull in torch."""
     module, _, function = value.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), function]):
@@ -48,6 +58,10 @@ def _check_entry_point(value: str) -> None:
         raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
     if function not in source.names and "*" not in source.names:
         raise ValueError(f"{value!r}: {source.path} defines no {function!r}")
+    if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
+        raise ValueError(
+            f"{value!r}: {source.path} defines it so that it cannot be called with ({', '.join(called_with)})"
+        )
 
 
 def _defines(module: str, function: str) -> bool:
@@ -66,7 +80,7 @@ def _find_source(module: str) -> _Source | None:
     for folder in _module_folders(module.partition(".")[0]):
         for path in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
             if path.is_file():
-                return _Source(path, _top_level_names(path))
+                return _source(path)
     return None
 
 
@@ -81,13 +95,23 @@ def _module_folders(package: str) -> Iterator[Path]:
         yield Path(location).parent
 
 
-def _top_level_names(path: Path) -> set[str]:
+def _source(path: Path) -> _Source:
     try:
-        return set(_names(ast.parse(path.read_text(encoding="utf-8")).body))
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        names = list(_names(body))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid Python: {error}") from None
+    plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+    return _Source(path, set(names), {node.name: node.args for node in plain if names.count(node.name) == 1})
+
+
+def _can_be_given(takes: ast.arguments, count: int) -> bool:
+    """Whether a function takes so many arguments by place, and needs no others."""
+    places = len(takes.posonlyargs) + len(takes.args)
+    enough = places >= count or takes.vararg is not None
+    return enough and places - len(takes.defaults) <= count and None not in takes.kw_defaults
 
 
 def _names(statements: Iterable[ast.stmt]) -> Iterator[str]:

@@ -47,19 +47,21 @@ class WorkloadSpec(Spec):
     @field_validator("model")
     @classmethod
     def _model_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(
-            value, TORCHVISION_MODELS, "a torchvision classification model", _checks_paths(info)
-        )
+        what, given = "a torchvision classification model", ("classes", "image_size")
+        return known_or_entry_point(value, TORCHVISION_MODELS, what, given, check_exists=_checks_paths(info))
 
     @field_validator("dataset")
     @classmethod
     def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(value, DATASETS, "a data set", _checks_paths(info))
+        return known_or_entry_point(value, DATASETS, "a data set", ("spec",), check_exists=_checks_paths(info))
 
     @field_validator("loss", "metric")
     @classmethod
     def _function_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else known_or_entry_point(value, (), "a function", _checks_paths(info))
+        if value is None:
+            return None
+        given = ("outputs", "targets")
+        return known_or_entry_point(value, (), "a function", given, check_exists=_checks_paths(info))
 
     @field_validator("data_dir")
     @classmethod
