@@ -61,7 +61,7 @@ class AdaptiveSearch:
         max_profiles: int = 8,
         form: FormName = "auto",
     ) -> None:
-        self.candidates = sorted(aim.conceivable(candidates))
+        self.every, self.candidates = sorted(candidates), sorted(aim.conceivable(candidates))
         self.aim, self.max_profiles, self.form = aim, max_profiles, form
 
     def propose(
@@ -86,7 +86,7 @@ class AdaptiveSearch:
     def _by_uncertainty(
         self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
     ) -> list[Configuration]:
-        points = _thinned(self.candidates, keep={row.configuration for row in usable})
+        points = _thinned(self.every, keep={row.configuration for row in usable})
         view = _View(points, summary, fit_step_time(summary.profiles, self.form), self.aim)
         if view.decided:
             return []
@@ -145,23 +145,33 @@ class _Decision:
             self._least(judged)
 
     def _least(self, judged: Judged) -> None:
-        values = np.where(judged.eligible, judged.value, np.inf)
+        values = judged.allowed_value
         self.chosen = int(np.argmin(values[0]))
         self.regret = float(np.mean(judged.loss(self.chosen)))
         self.belongs = np.mean(values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR), axis=0)
 
     def _knee(self, judged: Judged, global_batch: Array) -> None:
-        time_s = np.where(judged.eligible, judged.value, np.inf)
+        """The knee is the whole curve's; chosen is the nearest batch that is allowed, as in the plan."""
         batches, column = np.unique(global_batch, return_inverse=True)
-        fastest = np.stack([time_s[:, column == i].min(axis=1) for i in range(len(batches))], axis=1)
-        knees = knee_columns(batches, fastest)
-        octaves = np.abs(np.log2(batches[knees[1:]] / batches[knees[0]]))
-        at_knee = np.flatnonzero(column == knees[0])
-        self.chosen = int(at_knee[np.argmin(time_s[0, at_knee])])
+        columns = [column == place for place in range(len(batches))]
+        possible = judged.possible | ~judged.possible.any(axis=1, keepdims=True)  # where nothing can run: of them all
+        knees = knee_columns(batches, _fastest(judged.value, possible, columns))
+        time_s, fastest = judged.allowed_value, _fastest(judged.value, judged.eligible, columns)
+        away = np.abs(np.log2(batches / batches[knees][:, None]))
+        nearest = np.argmin(np.where(np.isfinite(fastest), away, np.inf), axis=1)
+        octaves = np.abs(np.log2(batches[nearest[1:]] / batches[nearest[0]]))
+        at_nearest = np.flatnonzero(columns[nearest[0]])
+        self.chosen = int(at_nearest[np.argmin(time_s[0, at_nearest])])
         self.regret, self.enough = float(np.mean(octaves)), OCTAVES
-        share = np.bincount(knees[1:], minlength=len(batches)) / len(octaves)
+        share = np.bincount(nearest[1:], minlength=len(batches)) / len(octaves)
         front = judged.eligible[1:] & (time_s[1:] <= fastest[1:, column] * (1.0 + NEAR))
         self.belongs = np.mean(front, axis=0) * (share[column] + 1.0) / 2.0
+
+
+def _fastest(time_s: Array, of: NDArray[np.bool_], columns: Sequence[NDArray[np.bool_]]) -> Array:
+    """(k, batches): the least time of the candidates in each column; infinite where there is none."""
+    among = np.where(of, time_s, np.inf)
+    return np.stack([among[:, inside].min(axis=1) for inside in columns], axis=1)
 
 
 def knee_columns(batches: Array, times: Array) -> NDArray[np.intp]:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.aggregate import Summary
 from tula_hpc.analysis.candidates import models_of
-from tula_hpc.analysis.constraints import CONSTRAINED, constrain, constraints_of, excess
+from tula_hpc.analysis.constraints import CONSTRAINED, conceivable, constrain, excess
 from tula_hpc.analysis.energy import NodePower
 from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.objective import weighted_score
 from tula_hpc.analysis.parts import fitting_limit, part_of
 from tula_hpc.analysis.performance import StepTimeModel
-from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part, Why, priced
+from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part, priced
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.records import Configuration
 
@@ -35,11 +35,17 @@ class Judged(NamedTuple):
 
     value: Array  # what the objective makes least; of "knee" the time of an epoch, up to a factor
     excess: Array  # by how much of a limit each breaks the constraints; 0 or less: it is allowed
+    possible: NDArray[np.bool_]  # what can run, whatever the user allows
 
     @property
     def eligible(self) -> NDArray[np.bool_]:
         """What can be chosen: the allowed candidates, and where there are none those that come nearest to it."""
         return np.asarray(self.excess <= np.maximum(self.excess.min(axis=1, keepdims=True), 0.0))
+
+    @property
+    def allowed_value(self) -> Array:
+        """The value of what can be chosen, infinite elsewhere."""
+        return np.where(self.eligible, self.value, np.inf)
 
     @property
     def hopeless(self) -> bool:
@@ -48,7 +54,7 @@ class Judged(NamedTuple):
 
     def loss(self, chosen: int) -> Array:
         """(k − 1,), what the nominal choice loses under each other prediction: its value and what it breaks."""
-        values, over = np.where(self.eligible, self.value, np.inf)[1:], 1.0 + np.maximum(self.excess[1:], 0.0)
+        values, over = self.allowed_value[1:], 1.0 + np.maximum(self.excess[1:], 0.0)
         worse = np.maximum(self.value[1:, chosen] / values.min(axis=1) - 1.0, 0.0)
         return np.asarray(worse + over[:, chosen] / over.min(axis=1) - 1.0)
 
@@ -62,9 +68,10 @@ class Aim(NamedTuple):
 
     def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """Those whose batch the constraints allow, before anything is measured; all where none is."""
-        rules = constraints_of(self.sweep.objective) if self.sweep else []
-        largest = min((rule.limit for rule in rules if rule.why is Why.BATCH), default=np.inf)
-        return [c for c in candidates if c.global_batch <= largest] or list(candidates)
+        if self.sweep is None:
+            return list(candidates)
+        allowed = conceivable(self.sweep.objective, np.array([c.global_batch for c in candidates], dtype=np.int64))
+        return [candidate for candidate, one in zip(candidates, allowed, strict=True) if one]
 
     def judge(self, points: Sequence[Configuration], step_s: Array, model: StepTimeModel, summary: Summary) -> Judged:
         """The points (m,) with their predicted step times (k, m), as the plan would see them."""
@@ -73,9 +80,9 @@ class Aim(NamedTuple):
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
             workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node
             power = 0.5 if self.kind == "weighted" else 1.0
-            return Judged(per_sample_s * workers**power, np.zeros_like(step_s))
-        value, over = _as_planned(self.sweep, _part(self.sweep, self.cluster, summary, model), grid, step_s)
-        return Judged(per_sample_s if self.kind == "knee" else value, over)
+            return Judged(per_sample_s * workers**power, np.zeros_like(step_s), np.ones(step_s.shape, dtype=bool))
+        judged = _as_planned(self.sweep, _part(self.sweep, self.cluster, summary, model), grid, step_s)
+        return judged._replace(value=per_sample_s) if self.kind == "knee" else judged
 
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
@@ -83,13 +90,13 @@ def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepT
     return part._replace(power=part.power or SOME_POWER)
 
 
-def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> tuple[Array, Array]:
-    """What the objective makes least, and by how much constraints are broken, both (k, m)."""
+def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> Judged:
     many = Grid(*(np.tile(column, len(step_s)) for column in grid))
     table = constrain(priced(0, part, many, sweep, step_s.ravel()), sweep.objective)
-    impossible = ~np.isin(table.why, [FEASIBLE, *CONSTRAINED])
-    over = np.maximum(excess(table, sweep.objective), 0.0) + IMPOSSIBLE * impossible
-    return _value(sweep.objective, table).reshape(step_s.shape), over.reshape(step_s.shape)
+    possible = np.isin(table.why, [FEASIBLE, *CONSTRAINED])
+    over = np.maximum(excess(table, sweep.objective), 0.0) + IMPOSSIBLE * ~possible
+    value, shape = _value(sweep.objective, table), step_s.shape
+    return Judged(value.reshape(shape), over.reshape(shape), possible.reshape(shape))
 
 
 def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:

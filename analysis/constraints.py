@@ -55,6 +55,17 @@ def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     return found
 
 
+def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of which batches the constraints allow any, before anything is measured; all where they allow none."""
+    allowed = global_batch <= (np.inf if objective.max_global_batch is None else objective.max_global_batch)
+    return np.asarray(allowed | ~allowed.any())
+
+
+def unconstrained(table: CandidateTable) -> CandidateTable:
+    """The table as if the user had set no constraint."""
+    return table._replace(why=np.where(np.isin(table.why, CONSTRAINED), int(FEASIBLE), table.why))
+
+
 def _duration(amount: float, _: Candidate) -> str:
     return format_duration(amount)
 

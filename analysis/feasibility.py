@@ -15,11 +15,12 @@ from tula_hpc.analysis.constraints import (
     constrain,
     constraints_of,
     nearest_outside,
+    unconstrained,
 )
 from tula_hpc.analysis.knee import TrainTime
 from tula_hpc.analysis.objective import choose
 from tula_hpc.analysis.parts import Fitted, name_of
-from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Why, as_records
+from tula_hpc.analysis.table import FEASIBLE, Why, as_records
 from tula_hpc.config import ClusterSpec, ObjectiveSpec
 from tula_hpc.errors import InfeasibleError
 from tula_hpc.records import Candidate
@@ -84,11 +85,6 @@ def _without(
     keys = " and ".join(one.key for one in dropped)
     how = "; ".join(breaks(one, candidate) for one in dropped if one.is_broken_by(candidate))
     return [f"without {keys}, {name_of(candidate)} would be chosen: {how}"]
-
-
-def unconstrained(table: CandidateTable) -> CandidateTable:
-    """The table as if the user had set no constraint."""
-    return table._replace(why=np.where(np.isin(table.why, CONSTRAINED), int(FEASIBLE), table.why))
 
 
 def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:

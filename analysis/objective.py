@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.constraints import unconstrained
 from tula_hpc.analysis.knee import MIN_BATCHES, TrainTime, knee_of
 from tula_hpc.analysis.table import FEASIBLE, CandidateTable
 from tula_hpc.config import ObjectiveSpec
@@ -41,8 +42,10 @@ def choose(
     "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal costs, as where all is
     free, the fastest; ties in both go to fewer nodes, then to the smaller batch. "knee" takes the candidate whose
     global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the
-    cheapest, then the one with fewer nodes. A curve without a knee is said to have none; then the smallest global batch
-    whose expected time is within 10 % of the least is taken, on as few nodes as possible.
+    cheapest, then the one with fewer nodes. The curve is the workload's: constraints decide what is nearest to its
+    knee, not where that lies. A curve without a knee is said to have none; then the smallest global batch whose
+    expected time is within 10 % of the least is taken, on as few nodes as possible, of those the fastest, then the
+    cheapest.
 
     Args:
         objective: Kind and weights.
@@ -89,7 +92,7 @@ def ranked(table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ..
 
 
 def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None) -> Choice:
-    knee = knee_of(table.take(np.flatnonzero(feasible)), nominal, drawn)
+    knee = knee_of(table.take(np.flatnonzero(unconstrained(table).why == FEASIBLE)), nominal, drawn)
     if knee is None:
         return _near_least_time(table, feasible, None, f"no knee: it needs {MIN_BATCHES} feasible global batches")
     if knee.global_batch is None:
@@ -103,7 +106,8 @@ def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainT
 def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str) -> Choice:
     time = table.wall_time_s
     near = time <= NEAR_LEAST_TIME * time[feasible].min()
-    ranking = ranked(table, feasible & near, (table.global_batch.astype(np.float64),))
-    ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time,))])
+    smallest = (table.global_batch.astype(np.float64), table.nodes.astype(np.float64), time, table.cost)
+    ranking = ranked(table, feasible & near, smallest)
+    ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time, table.cost))])
     rule = "the smallest global batch whose training time is within 10 % of the least"
     return Choice(ranking, f"it has {rule}", knee, (f"{why}; taken is {rule}",))

@@ -10,6 +10,7 @@ import numpy as np
 from tula_hpc.analysis.aggregate import Summary, summarize
 from tula_hpc.analysis.candidates import Models, fit_models
 from tula_hpc.analysis.checkpoints import measured_cost
+from tula_hpc.analysis.constraints import conceivable
 from tula_hpc.analysis.energy import node_power
 from tula_hpc.analysis.evaluation import evaluation_of
 from tula_hpc.analysis.grid import Grid, candidate_grid
@@ -109,7 +110,8 @@ def _fit(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained
 ) -> Part:
     summary = summarize(measurements)
-    wanted = {int(batch) for batch in candidate_grid(sweep.search, cluster).local_batch}
+    grid = candidate_grid(sweep.search, cluster)
+    wanted = {int(batch) for batch in grid.local_batch[conceivable(sweep.objective, grid.global_batch)]}
     if not wanted:
         raise NotEnoughDataError(f"plan: no candidate: max_nodes = {cluster.max_nodes} is below every cluster size")
     bound = max(summary.oom_bound(alone=alone) for alone in (True, False))

@@ -53,7 +53,7 @@ def everything(noise: float) -> list[Measurement]:
         ("time", {"budget": 0.1}),
         ("cost", {"deadline_hours": 0.04}),
         ("weighted", {"deadline_hours": 0.03}),
-        ("knee", {"max_global_batch": 512}),
+        ("knee", {"max_global_batch": 256}),
         ("knee", {"budget": 0.1}),
     ],
 )
@@ -116,12 +116,36 @@ def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(d
     numbers = st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4)
     value = np.array([data.draw(numbers)] * 2)
     over = np.array([data.draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=4, max_size=4))] * 2)
-    judged = Judged(value, over)
+    judged = Judged(value, over, np.ones_like(value, dtype=bool))
     best = int(np.argmin(np.where(judged.eligible[0], value[0], np.inf)))
     losses = [float(judged.loss(place)[0]) for place in range(4)]
     assert losses[best] == 0.0
     assert all(loss >= 0.0 for loss in losses)
     assert all(losses[place] > 0.0 for place in range(4) if not judged.eligible[0, place])
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [([1], 32), ([4], 63), ([1, 5], 32)])
+def test_a_largest_batch_that_leaves_one_local_batch_is_planned_from_it(sizes: list[int], largest: int) -> None:
+    """The search measures no other, and running it again would not."""
+    spec = sweep("time", cluster_sizes=sizes, min_batch=32, max_batch=1024, mode="adaptive")
+    spec = spec.model_copy(update={"objective": spec.objective.model_copy(update={"max_global_batch": largest})})
+    rows = searched(spec, CLUSTER, 0.0)
+    assert chosen(spec, CLUSTER, rows).global_batch <= largest
+
+
+def test_what_limits_leave_of_the_knee_is_what_is_nearest_to_it() -> None:
+    """A limit that the choice keeps does not move it, and one that rules it out is said to."""
+    rows = everything(0.0)
+    free = make_plan(constrained("knee"), CLUSTER, rows)
+    assert free.chosen.wall_time_s is not None
+    for factor in (1.01, 1.5, 2.0, 3.0):
+        late = constrained("knee", deadline_hours=factor * free.chosen.wall_time_s / 3600, max_global_batch=512)
+        plan = make_plan(late, CLUSTER, rows)
+        assert (plan.chosen.configuration, plan.binding) == (free.chosen.configuration, [])
+        assert plan.knee == free.knee
+    soon = make_plan(constrained("knee", max_global_batch=free.chosen.global_batch // 2), CLUSTER, rows)
+    assert soon.chosen.global_batch == free.chosen.global_batch // 2
+    assert "without objective.max_global_batch" in soon.binding[0]
 
 
 def test_the_knee_is_that_of_the_batches_that_can_be_chosen() -> None:

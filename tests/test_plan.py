@@ -408,6 +408,16 @@ def test_runners_up_are_what_would_be_chosen_next(kind: str) -> None:
         assert [plan.chosen, *plan.runners_up] == best
 
 
+def test_of_equal_nodes_and_batches_the_fastest_then_the_cheapest_is_taken_without_a_knee() -> None:
+    """The partition that is named first has no advantage."""
+    prices = {"dear": 10, "cheap": 1}
+    parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in prices.items()]
+    rows = [ok(1, batch, partition=name) for name in prices for batch in (512, 1024)]
+    spec = sweep("knee", cluster_sizes=[1], min_batch=512, max_batch=1024)
+    for listed in (parts, parts[::-1]):
+        assert make_plan(spec, cluster(partitions=listed), rows).chosen.partition == "cheap"
+
+
 def test_the_knee_has_an_interval_that_holds_it() -> None:
     plan = planned("knee", grid())
     assert plan.knee is not None
