@@ -155,18 +155,20 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
     return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
 
 
-def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array | float:
+def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
     """Updates that take a pass, where one was timed; see `methods.pass_interval`."""
     training, samples = sweep.training, part.summary.dataset_samples
     if not training.free_reference:
-        return sweep.updates_per_epoch
+        steps, place = np.unique(samples // grid.global_batch, return_inverse=True)
+        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[place]
     alone = grid.nodes * grid.workers_per_node == 1
     batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
     wanted = np.array([max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64)
-    interval = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
-    epochs = training.ags.update_interval_epochs
+    steps, epochs = samples // batches, training.ags.update_interval_epochs
+    at_most = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
+    interval = np.maximum(1, np.round(epochs * steps)) if epochs else at_most
     updates = np.zeros(grid.global_batch.shape)
-    updates[alone] = 1.0 / epochs if epochs else (samples // batches / interval)[place]
+    updates[alone] = (steps / interval)[place]
     return updates
 
 

@@ -27,6 +27,9 @@ def test_the_error_stands_beside_the_memory_model_and_a_large_one_is_a_warning(s
     assert any("estimate of memory" in text for text in plan.warnings) == warned
 
 
+BATCHES = (32, 128, 1024)
+
+
 def test_without_an_estimate_nothing_is_said_of_it() -> None:
     assert "estimate_error_median" not in make_plan(sweep(), cluster(), grid()).models["memory"]
 
@@ -39,6 +42,24 @@ def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() ->
     specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]
     largest = [max(c.local_batch for c in make_plan(s, limited, grid()).candidates if c.feasible) for s in specs]
     assert largest == [128, 64]
+
+
+@pytest.mark.parametrize("interval_epochs", [0.01, 0.5, 1.0, 3.0])
+def test_updates_of_the_scale_are_counted_as_training_takes_them(interval_epochs: float) -> None:
+    """Whole steps apart, so that there are never more of them than steps; none after the last."""
+    training = TrainingSpec.model_validate({"preset": "paper", "update_interval_epochs": interval_epochs})
+    spec = sweep("time").model_copy(update={"training": training})
+    plans = [
+        make_plan(
+            spec, cluster(), [ok(n, b, times=times(n, b, update_time_s=seconds)) for n in (1, 2, 4) for b in BATCHES]
+        )
+        for seconds in (0.0, 0.2)
+    ]
+    for plain, updating in zip(*(plan.candidates for plan in plans), strict=True):
+        steps, epochs = SAMPLES // updating.global_batch, spec.workload.epochs
+        apart = max(1, round(interval_epochs * steps))
+        updates = sum(step % apart == 0 for step in range(1, steps * epochs))
+        assert updating.train_time_s - plain.train_time_s == pytest.approx(0.2 * updates, abs=1e-6)
 
 
 @pytest.mark.parametrize("training", [{}, {"method": "adascale"}, {"update_interval_epochs": 0.5}])
@@ -56,7 +77,8 @@ def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(
         if candidate.nodes > 1:
             assert passes == pytest.approx(0.0, abs=0.01)
         elif "update_interval_epochs" in training:
-            assert passes == pytest.approx(2.0, rel=0.01)
+            steps = SAMPLES // candidate.global_batch
+            assert passes == pytest.approx(steps / round(0.5 * steps), rel=0.01)
         else:
             seen = min(spec.training.reference_batch(candidate.global_batch), candidate.local_batch) * passes
             assert 0.2 < seen / (PASS_SHARE * SAMPLES) < 1.001

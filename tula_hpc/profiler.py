@@ -112,9 +112,9 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
 
 
 def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
-    if worker.norms is not None or not sweep.training.free_reference:
-        return sweep.updates_per_epoch
     steps = worker.samples // worker.configuration.global_batch
+    if worker.norms is not None or not sweep.training.free_reference:
+        return sweep.updates_per_epoch(steps)
     return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
 
 

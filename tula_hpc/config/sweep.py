@@ -74,13 +74,17 @@ class SweepSpec(Spec):
         scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
         return int(scales or self.training.method == "adascale")
 
-    @property
-    def updates_per_epoch(self) -> float:
-        """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end."""
-        options = self.training.ags
+    def updates_per_epoch(self, steps: int) -> float:
+        """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end.
+
+        Args:
+            steps: Of an epoch.
+        """
+        options, epochs = self.training.ags, self.workload.epochs
         if self.training.method != "ags" or options.reference == "free":
             return 0.0  # no update costs a pass
-        return max(0.0, 1.0 / options.update_interval_epochs - 1.0 / self.workload.epochs)
+        interval = max(1, round(options.update_interval_epochs * steps))
+        return max(0, steps * epochs - 1) // interval / epochs
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
