@@ -16,7 +16,8 @@ a backward pass and has no statistics to reduce; measured are shares from 0.15 (
 head), the median 0.25 to 0.27 by the run (the same command), and what is said of an evaluation is off by -40 to 76 %.
 What a recomputing backward pass adds is a forward pass more.
 
-The correction is what trainings of the same run measured over what this says of them, or 1.
+The correction is what trainings of the same run measured over what this says of them, on the kind of nodes where they
+ran, or 1. It is the same for all kinds.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class Evaluation(NamedTuple):
             if 0.0 < (row.evaluation_time_s or 0.0) < CREDIBLE_S and 0 < (row.workers or 0) <= row.global_batch
         ]
         return self._replace(correction=self.correction * median(found), measured=len(found)) if found else self
+
+    def corrected_as(self, other: Evaluation) -> Evaluation:
+        """With the correction of another kind of nodes."""
+        return self._replace(correction=other.correction, measured=other.measured)
 
     def _seconds_of(self, workers: int, global_batch: int) -> float:
         return float(self.seconds(np.array(float(workers)), np.array(global_batch / workers)))

@@ -45,31 +45,45 @@ def fit_parts(
 ) -> Fitted:
     """Fit models for every partition that has measurements enough, and predict its candidates.
 
-    What a training measured of evaluation and checkpoints counts wherever it ran.
+    What a training measured of evaluation and checkpoints counts for all of them: of a checkpoint its cost, of
+    evaluation the ratio to what is predicted for the partition where it ran.
 
     Raises:
         NotEnoughDataError: No partition has; the message says what each of them lacks.
         InputError: Prices that need what is not known.
     """
+    trained = trained or Trained()
     parts: list[Part] = []
-    tables: list[CandidateTable] = []
+    grids: list[Grid] = []
     warnings = _too_large(sweep, cluster)
     errors: list[NotEnoughDataError] = []
     for name, spec in zip(cluster.part_names(), cluster.parts(), strict=True):
         try:
-            part = _fit(name, sweep, spec, of_part(measurements, name), trained or Trained())
+            part = _fit(name, sweep, spec, of_part(measurements, name), trained)
             grid, left_out = _plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
             warnings.append(f"partition {name} is left out: {_lack(error)}")
             continue
-        tables.append(_predicted(len(parts), part, grid, sweep))
         parts.append(part)
+        grids.append(grid)
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
         lacks = zip(cluster.part_names(), errors, strict=True)
         raise NotEnoughDataError(f"plan: {'; '.join(prefixed(name, _lack(error)) for name, error in lacks)}")
+    parts = _corrected(parts, trained)
+    tables = [_predicted(place, part, grid, sweep) for place, (part, grid) in enumerate(zip(parts, grids, strict=True))]
     return Fitted(tuple(parts), stacked(tables), tuple(warnings))
+
+
+def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
+    """With the ratio of measured evaluations to those predicted; as they are where nobody knows which part trained."""
+    names = {str(e.data.get("partition") or "") for e in trained.events if (e.event, e.stage) == ("submitted", "train")}
+    where = next((part for part in parts if not part.name or names == {part.name}), None)
+    if trained.metrics is None or where is None:
+        return parts
+    found = where.evaluation.corrected(trained.metrics.epochs)
+    return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
 
 
 def _lack(error: NotEnoughDataError) -> str:
@@ -117,10 +131,7 @@ def _fit(
     bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster), sweep.search.form, possible)
-    part = part_of(name, sweep, cluster, summary, models)
-    if trained.metrics is not None:
-        part = part._replace(evaluation=part.evaluation.corrected(trained.metrics.epochs))
-    return part._replace(save=measured_cost(trained.events))
+    return part_of(name, sweep, cluster, summary, models)._replace(save=measured_cost(trained.events))
 
 
 def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:

@@ -39,7 +39,8 @@ def make_plan(
     order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
     and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
     tell more of the critical batch than the first weights, which profiles see, and how long evaluation takes; `events`
-    of the run tell what a checkpoint costs. `how_to_profile` is the advice where the search wants more.
+    of the run tell what a checkpoint costs, and on which partition was trained. `how_to_profile` is the advice where
+    the search wants more.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.

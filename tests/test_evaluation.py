@@ -155,6 +155,38 @@ def test_measured_evaluations_correct_all_predictions_alike(seconds: list[float]
     assert found.measured == len(seconds)
 
 
+def evaluations(**trained: Any) -> dict[str, float]:
+    """All five of two workers with local batches of 64, on nodes of which the old ones take five times as long."""
+    rows = [
+        row.model_copy(update={"partition": name, "times": times(*row.configuration[::2], compute_time_s=compute_s)})
+        for name, compute_s in (("old", 0.5), ("new", 0.1))
+        for row in grid()
+    ]
+    parts = cluster(partitions=[{"partition": "old"}, {"partition": "new"}])
+    plan = make_plan(sweep("time", workload={"epochs": 5, "dataset": "synthetic"}), parts, rows, **trained)
+    found = {c.partition: c.wall_parts_s["evaluation"] for c in plan.candidates if c.configuration == (2, 1, 64)}
+    assert found["old"] > 4 * found["new"]
+    return found
+
+
+def trained_on(*partitions: str) -> list[Event]:
+    return [Event(time=1.0, event="submitted", stage="train", data={"partition": name}) for name in partitions]
+
+
+@pytest.mark.parametrize("where", ["old", "new"])
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_all_partitions_are_corrected_by_the_ratio_that_one_of_them_measured(where: str, ratio: float) -> None:
+    plain = evaluations()
+    metrics = Metrics([], [epoch(ratio * plain[where] / 5, batch=64)], 0)
+    corrected = evaluations(metrics=metrics, events=trained_on(where))
+    assert corrected == pytest.approx({name: ratio * seconds for name, seconds in plain.items()})
+
+
+@pytest.mark.parametrize("events", [[], trained_on("old", "new"), trained_on("elsewhere")])
+def test_what_was_measured_nobody_knows_where_corrects_no_partition(events: list[Event]) -> None:
+    assert evaluations(metrics=Metrics([], [epoch(100.0)], 0), events=events) == evaluations()
+
+
 def test_lines_without_a_time_change_nothing() -> None:
     plain = evaluation_of(summarize(grid()).profiles, WORKLOAD, SAMPLES)
     odd = [epoch(value) for value in (None, 0.0, -1.0, math.inf, math.nan)]
