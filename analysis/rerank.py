@@ -29,10 +29,11 @@ def choose_again(
 ) -> Candidate | None:
     """The best feasible candidate on the planned nodes, now that a part of the step takes another time.
 
-    The drifted part is changed in every candidate, see `drifted_step_s`; training time, cost and intervals follow in
-    proportion. Constraints of the objective count unless no candidate keeps them any more. The batch moves by the
-    factor by which the objective's choice among the candidates of these nodes moves, or their knee: the plan had others
-    to choose from as well (its knee is that of all cluster sizes), and without a drift its choice has to stand.
+    The drifted part is changed in every candidate, see `drifted_step_s`; the time of steps follows in proportion, and
+    expected time, cost and intervals with it, see `slowed`. Constraints of the objective count unless no candidate
+    keeps them any more. The batch moves by the factor by which the objective's choice among the candidates of these
+    nodes moves, or their knee: the plan had others to choose from as well (its knee is that of all cluster sizes), and
+    without a drift its choice has to stand.
 
     Args:
         plan: Whose candidates are ranked anew.
@@ -51,7 +52,9 @@ def choose_again(
     there = [c for c in _candidates(plan, planned, partition) if below is None or c.local_batch < below]
     if not there:
         return None
-    changed = [slowed(c, drifted_step_s(c, drift, parts(c.configuration)) / c.step_time_s) for c in there]
+    evaluation = _computing(drift) if drift.part == "compute" else 1.0
+    steps = [drifted_step_s(c, drift, parts(c.configuration)) / c.step_time_s for c in there]
+    changed = [slowed(c, factor, evaluation) for c, factor in zip(there, steps, strict=True)]
     kept = _keeping(changed, objective)
     target = planned.global_batch * _moved(objective, _keeping(there, objective), kept)
     return min(kept, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
@@ -100,25 +103,38 @@ def drifted_step_s(candidate: Candidate, drift: Drift, expected: StepParts) -> f
         share = candidate.local_batch / drift.local_batch
         extra = share * _extra(drift.measured.data_time_s, drift.expected.data_time_s)
     else:
-        now, then = drift.measured.compute_time_s, drift.expected.compute_time_s
-        factor = now / then if now and then else 1.0
-        extra = (factor - 1.0) * (expected.compute_time_s or 0.0)
+        extra = (_computing(drift) - 1.0) * (expected.compute_time_s or 0.0)
     return max(candidate.step_time_s + extra, 0.01 * candidate.step_time_s)
+
+
+def _computing(drift: Drift) -> float:
+    """How many times as long computing takes."""
+    now, then = drift.measured.compute_time_s, drift.expected.compute_time_s
+    return now / then if now and then else 1.0
 
 
 def _extra(measured_s: float | None, expected_s: float | None) -> float:
     return 0.0 if measured_s is None or expected_s is None else measured_s - expected_s
 
 
-def slowed(candidate: Candidate, factor: float) -> Candidate:
-    """A candidate whose steps take `factor` times as long; whatever is paid by time costs as many times as much."""
-    timed = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost", "energy_kwh")
-    changes = {name: value * factor for name in timed if (value := getattr(candidate, name)) is not None}
+def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Candidate:
+    """A candidate whose steps take `factor` times as long, with what that makes of all that is paid by time.
+
+    Checkpoints and repeated work follow the steps; evaluations take `evaluation` times as long, starts as long as
+    before. Where the plan does not tell these parts, all its time is that of steps.
+    """
+    own = {"evaluation": evaluation, "starts": 1.0}
+    parts = {name: seconds * own.get(name, factor) for name, seconds in candidate.wall_parts_s.items()}
+    before_s = sum(candidate.wall_parts_s.values())
+    whole = sum(parts.values()) / before_s if before_s > 0 else factor
+    factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
+    factors |= dict.fromkeys(("wall_time_s", "cost", "energy_kwh"), whole)
+    values = {name: value for name in factors if (value := getattr(candidate, name)) is not None}
+    changes = {name: value * factors[name] for name, value in values.items()}
     intervals = {
-        name: (low * factor, high * factor) if name in timed else (low, high)
-        for name, (low, high) in candidate.interval_90.items()
+        name: tuple(changes[name] + factor * (end - values[name]) for end in ends) if name in values else ends
+        for name, ends in candidate.interval_90.items()
     }
-    parts = {name: value * factor for name, value in candidate.wall_parts_s.items()}
     return candidate.model_copy(update=changes | {"interval_90": intervals, "wall_parts_s": parts})
 
 

@@ -208,6 +208,38 @@ def test_what_is_chosen_again_keeps_the_deadline_if_any_can(part: str, factor: f
     assert kept.wall_time_s <= 3600.0 * hours
 
 
+def drifted(row: Measurement, part: str, factor: float) -> Measurement:
+    """The same, had it been measured when a part of the step took `factor` times as long."""
+    assert row.times is not None
+    extra = (factor - 1.0) * getattr(row.times, PARTS[part])
+    changes = {name: getattr(row.times, name) + extra for name in ("step_time_s", PARTS[part])}
+    return row.model_copy(update={"times": row.times.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize("kind", ["knee", "time"])
+@pytest.mark.parametrize(("part", "factor"), [("network", 3.0), ("network", 10.0), ("compute", 2.0), ("compute", 5.0)])
+def test_what_is_chosen_again_takes_and_costs_what_a_plan_over_such_profiles_says(
+    kind: str, part: str, factor: float
+) -> None:
+    """A slow network leaves evaluations and starts alone, a slow processor the starts."""
+    rows = [row.model_copy(update={"test_samples": 20_000}) for row in grid()]
+    plan = make_plan(sweep(kind), cluster(), rows)
+    found = chosen_again(ObjectiveSpec.model_validate({"kind": kind}), part, factor, plan)
+    anew = make_plan(sweep(kind), cluster(), [drifted(row, part, factor) for row in rows])
+    before, truth = (candidate_of(each, found) for each in (plan, anew))
+    for name in ("wall_time_s", "cost"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03)
+    assert sum(found.wall_parts_s.values()) == pytest.approx(found.wall_time_s)
+    for name in ("evaluation", "starts"):
+        assert found.wall_parts_s[name] == pytest.approx(truth.wall_parts_s[name], rel=0.05)
+    narrow, wide = ([end - c.cost for end in c.interval_90["cost"]] for c in (before, found))
+    assert wide == pytest.approx([found.step_time_s / before.step_time_s * end for end in narrow])
+
+
+def candidate_of(plan: Plan, other: Candidate) -> Candidate:
+    return next(c for c in plan.candidates if c.configuration == other.configuration)
+
+
 def test_where_the_bound_on_saves_loses_more_than_it_spares_the_plan_says_what_to_set() -> None:
     """And what it says holds when it is done."""
     spot = cluster(pricing={"basis": "spot", "preemption_hours": 2.0, "checkpoint_write_s": 30.0})
