@@ -5,7 +5,9 @@
 
 Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair share does not;
 here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is billed N times a node. What these
-jobs do not ask for, as licences, energy and burst buffers, counts nothing; where it has a weight, the plan says so.
+jobs do not ask for, as licences, energy and burst buffers, counts nothing; where it has a weight, the plan says so. Of
+the options in `[sbatch]` those that ask for generic resources of a node or a task are counted. Where others change what
+a job holds and that has a weight, the plan says so, too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,23 @@ from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, PricingSpec
 
 MIB_PER_GIB = 1024.0
+# options in [sbatch] that are not counted, with the beginning of the names of the TRES that they change
+_UNCOUNTED = {
+    "bb": "bb/",
+    "bbf": "bb/",
+    "cpus-per-gpu": "cpu",
+    "cpus-per-task": "cpu",
+    "exclusive": "",
+    "gpus": "gres/gpu",
+    "gpus-per-socket": "gres/gpu",
+    "licenses": "license/",
+    "mem": "mem",
+    "mem-per-cpu": "mem",
+    "mem-per-gpu": "mem",
+    "mincpus": "cpu",
+    "ntasks-per-gpu": "gres/gpu",
+    "tres-per-task": "",
+}
 _SOCKETS = re.compile(r"\([^()]*\)")  # behind a count, as Slurm shows them: gpu:4(S:0-1)
 
 
@@ -46,7 +65,20 @@ def node_resources(cluster: ClusterSpec) -> NodeResources:
         assumed.append("billing leaves out memory: set memory_gb or pricing.node_memory_gb")
     missing = [name for name, weight in pricing.tres_weights.items() if weight and name not in tres]
     assumed += [f"billing leaves out {name}: jobs ask for nothing of that name" for name in missing]
+    assumed += [f"billing leaves out what {name} in [sbatch] asks for" for name in _uncounted(cluster)]
     return NodeResources(tres, tuple(assumed))
+
+
+def _uncounted(cluster: ClusterSpec) -> list[str]:
+    """Options of sbatch that change a count that is billed, and are not counted."""
+    weighed = [name for name, weight in cluster.pricing.tres_weights.items() if weight]
+    changed = {name: _UNCOUNTED[name] for name in _options(cluster) if name in _UNCOUNTED}
+    return [name for name, start in changed.items() if any(tres.startswith(start) for tres in weighed)]
+
+
+def _options(cluster: ClusterSpec) -> dict[str, str]:
+    """What `[sbatch]` asks for, by sbatch's names; switches that are off are left out."""
+    return {name.replace("_", "-"): str(value) for name, value in cluster.sbatch.items() if value is not False}
 
 
 def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]) -> None:
@@ -66,12 +98,24 @@ def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]
 def _gres(cluster: ClusterSpec) -> dict[str, float]:
     """Counts of generic resources on a node, by name and by name and type, as `gres = "gpu:a100:4"` asks for them."""
     counts: dict[str, float] = {}
-    for name, kind, count in _requested(cluster.gres or ""):
+    for name, kind, count in _requests(cluster):
         for key in [f"gres/{name}", f"gres/{name}:{kind}"] if kind else [f"gres/{name}"]:
             counts[key] = counts.get(key, 0.0) + count
     if cluster.device == "cuda" and "gres/gpu" not in counts:
         counts["gres/gpu"] = float(cluster.workers_per_node)
     return counts
+
+
+def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
+    """Name, type and count of each generic resource of a node; options for GPUs take the place of the GPUs in gres."""
+    options = _options(cluster)
+    items = list(_requested(options.get("gres", cluster.gres or "")))
+    for option, times in (("gpus-per-task", cluster.workers_per_node), ("gpus-per-node", 1)):
+        if option in options:
+            gpus = _requested(",".join(f"gpu:{gpu}" for gpu in options[option].split(",")))
+            items = [item for item in items if item[0] != "gpu"]
+            items += [(name, kind, times * count) for name, kind, count in gpus]
+    return items
 
 
 def _requested(gres: str) -> Iterator[tuple[str, str, float]]:

@@ -119,6 +119,45 @@ def test_kinds_of_gpus_count_by_name_and_kind() -> None:
     assert billing(whole) == pytest.approx(8 * 5 + 8 * 1 + 0.5)
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize(
+    ("gres", "sbatch"),
+    [
+        (None, {"gpus-per-node": "a100:4"}),
+        (None, {"gpus_per_node": "A100:3,a100:1"}),
+        (None, {"gpus-per-task": "a100:2"}),
+        ("gpu:a100:2,nic", {"gpus-per-node": "a100:4"}),
+        ("gpu:4", {"gpus-per-task": "a100:2"}),
+        ("gpu:a100:1", {"gres": "gpu:a100:4"}),
+    ],
+)
+def test_gpus_by_an_option_of_sbatch_are_billed_as_those_of_gres(
+    gres: str | None, sbatch: dict[str, Any], exclusive: bool
+) -> None:
+    weights = {"tres_weights": "GRES/gpu=10,GRES/gpu:a100=5", "node_gpus": 4}
+    common: dict[str, Any] = {"executor": "slurm", "workers_per_node": 2, "exclusive": exclusive}
+    asked = cluster(weights, gres=gres, sbatch=sbatch, **common)
+    assert billing(asked) == billing(cluster(weights, gres="gpu:a100:4", **common)) == 60
+    assert node_resources(asked).assumed == ()
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "said"),
+    [
+        ({"mem_per_gpu": "8G", "gpus": 8, "exclusive": True}, ["mem-per-gpu", "exclusive"]),
+        ({"cpus-per-gpu": 4, "tres-per-task": "gres/gpu:1", "exclusive": False}, ["cpus-per-gpu", "tres-per-task"]),
+        ({"reservation": "mlperf", "switches": 1}, []),
+    ],
+)
+def test_an_option_of_sbatch_that_changes_the_bill_and_is_not_counted_is_said(
+    sbatch: dict[str, Any], said: list[str]
+) -> None:
+    spec = cluster({"tres_weights": "CPU=1,Mem=0.25G,GRES/gpu=0"}, exclusive=False, memory_gb=1, sbatch=sbatch)
+    assert list(node_resources(spec).assumed) == [
+        f"billing leaves out what {name} in [sbatch] asks for" for name in said
+    ]
+
+
 def test_max_tres_takes_the_largest_of_the_nodes_own() -> None:
     spec = cluster({"max_tres": True}, exclusive=False, cpus_per_worker=16, memory_gb=32, gres="gpu:4")
     assert billing(spec) == pytest.approx(max(16 * 1.0, 32 * 0.25, 4 * 2.0))
