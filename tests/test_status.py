@@ -781,6 +781,8 @@ def test_a_training_that_is_tried_again_has_not_failed_for_good(
 
 # ---- cost
 
+PART = "[[partitions]]\npartition = '{}'\npricing = {{tres_weights = 'CPU={},GRES/gpu=100'}}\n"
+
 
 def test_every_run_of_a_requeued_job_is_paid_for(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
@@ -823,6 +825,30 @@ def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, 
     assert told.cost.train is not None
     assert told.cost.train.node_hours == pytest.approx(3 * 100 * 2.0 / 3600)
     assert "an estimate" in text_of(told)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "there", "price"),
+    [
+        ("", "partition = 'gpu'\ncontroller_partition = 'cpu'", 1.0),
+        ("", "partition = 'gpu'\nmemory_gb = 64.0\ncontroller_memory_gb = 2.0", 1.0 + 2 * 0.5),
+        (f"{PART.format('gpu', 3)}{PART.format('cpu', 2)}", "", 3.0),
+        (f"{PART.format('gpu', 3)}{PART.format('cpu', 2)}", "controller_partition = 'cpu'", 2.0),
+    ],
+)
+def test_a_controller_costs_what_its_one_core_does_and_no_whole_node(
+    tmp_path: Path, cluster: FakeSlurm, partitions: str, there: str, price: float
+) -> None:
+    run = new_run(tmp_path / "run")
+    prices = "[pricing]\nbasis = 'tres'\ntres_weights = 'CPU=1,Mem=0.5G,GRES/gpu=100'\nnode_gpus = 8\nnode_cpus = 64\n"
+    node = "name = 'g'\nexecutor = 'slurm'\ndevice = 'cuda'\ngres = 'gpu:8'\nworkers_per_node = 8\n"
+    write_atomically(run.cluster_file, f"{node}{there}\n{prices}{partitions}")
+    submit(run, "8", "control", nodes=1)
+    cluster.accounted = ["8|tula-cifar100-vgg11-control|COMPLETED|3600|1"]
+    control = status.status_of(run.root).cost.control
+    assert control is not None
+    assert control.node_hours == pytest.approx(1.0)
+    assert control.cost == pytest.approx(price)
 
 
 def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:

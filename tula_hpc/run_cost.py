@@ -99,11 +99,12 @@ def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
 
 
 def _price(facts: Facts, stage: str, partition: str) -> float | None:
-    """Of a node and hour in that partition; an unknown name is taken for the first."""
-    parts = _parts(facts.cluster)
-    part = parts.get(partition) or next(iter(parts.values()), None)
-    if part is None:
+    """Of a node and hour in that partition, an unknown name taken for the first; of what a controller asks for."""
+    if facts.cluster is None:
         return None
+    parts = _parts(facts.cluster)
+    there = parts.get(partition) or next(iter(parts.values()))
+    part = facts.cluster.controller() if stage == "control" else there
     rows = [row for row in facts.measurements if row.partition == partition]
     planned = facts.plan.chosen.peak_memory_bytes if facts.plan and stage == "train" else None
     return node_hour_price(part, planned or profiled_bytes(rows), measured_watts(rows))

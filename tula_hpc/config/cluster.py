@@ -135,9 +135,11 @@ class ClusterSpec(Spec):
     def controller(self) -> ClusterSpec:
         """The place of controller jobs: one core of a node that others may share, and no GPU."""
         first = self.parts()[0]
+        own = next((part for part in self.parts() if part.partition == self.controller_partition), first)
         fields = {
             "device": "cpu",
             "partitions": (),
+            "pricing": own.pricing,
             "partition": self.controller_partition or first.partition,
             "memory_gb": self.controller_memory_gb,
             "workers_per_node": 1,
