@@ -90,7 +90,12 @@ def about_choice(chosen: int, fitted: Fitted) -> list[str]:
 
 
 def about_method(sweep: SweepSpec) -> list[str]:
-    """Whether the factors of gradient scaling cancel out: Adam divides the gradient by its own size."""
+    """What of the method predictions do not know; and whether factors cancel out, as Adam divides by their size."""
+    if sweep.training.method == "polo":
+        what = (
+            "times and costs are those of an all-reduce in each step, and post-local SGD has few after its first epochs"
+        )
+        return [f"{what}: several workers are faster and cheaper than predicted, and more of them may be worth while"]
     scales = sweep.training.method in ("ags", "static")
     if not scales or sweep.workload.optimizer != "adamw" or sweep.scale_applies_to == "update":
         return []

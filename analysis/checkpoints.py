@@ -77,5 +77,19 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     """
     epoch_s = np.maximum(epoch_s, 1e-9)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
-    several = epoch_s / np.maximum(np.ceil(epoch_s / every_s * (1.0 - 1e-9)), 1.0)
-    return np.maximum(np.where(epoch_s >= every_s, several, np.minimum(at_ends, every_s)), least_s)
+    return np.maximum(
+        np.where(epoch_s >= every_s, _several(every_s, epoch_s, least_s), np.minimum(at_ends, every_s)), least_s
+    )
+
+
+def _several(every_s: Array, epoch_s: Array, least_s: float) -> Array:
+    """The same for epochs that are longer than T.
+
+    Steps since the last save at the end of an epoch become more from epoch to epoch, until that brings a save.
+    """
+    whole = np.floor(epoch_s / every_s * (1.0 + 1e-9))
+    rest_s = np.maximum(epoch_s - whole * every_s, 0.0)
+    at_an_end = rest_s > 1e-9 * every_s
+    epochs = np.where(at_an_end, np.maximum(np.ceil(least_s / np.where(at_an_end, rest_s, 1.0)), 1.0), 1.0)
+    saves = np.floor(epochs * epoch_s / every_s * (1.0 + 1e-9)) + at_an_end
+    return np.asarray(epochs * epoch_s / np.maximum(saves, 1.0))

@@ -37,7 +37,8 @@ def best_interval_s(write_s: float, between_s: Array) -> Array:
 def expected_time_s(work_s: Array, interval_s: Array, between_s: Array, *, write_s: float, restart_s: float) -> Array:
     """Expected seconds for so much work, preemptions included (Daly, equation 20); infinite where none gets through.
 
-    Work shorter than an interval is one segment, with the checkpoint at its end.
+    Work shorter than an interval is one segment, with as large a share of a checkpoint as it is of the interval: what
+    is spent on checkpoints is the same share of all work, see `pricing.bill`.
 
     Args:
         work_s: T_s, seconds without preemptions and checkpoints, 0 or more.
@@ -46,7 +47,8 @@ def expected_time_s(work_s: Array, interval_s: Array, between_s: Array, *, write
         write_s: δ.
         restart_s: R, seconds from the start of a job to its first step.
     """
-    interval_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
+    segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
+    saved_s = segment_s * (1.0 + write_s / interval_s)
     with np.errstate(over="ignore"):
-        segment = between_s * np.exp(restart_s / between_s) * np.expm1((interval_s + write_s) / between_s)
-        return np.asarray(segment * (work_s / interval_s))
+        segment = between_s * np.exp(restart_s / between_s) * np.expm1(saved_s / between_s)
+        return np.asarray(segment * (work_s / segment_s))

@@ -79,3 +79,12 @@ def test_short_epochs_save_often_where_the_user_has_set_the_interval() -> None:
 def test_a_shorter_time_between_interruptions_saves_more_often() -> None:
     often, seldom = (paid(100, interruption_hours=hours, save=SaveCost(0.01)) for hours in (0.1, 1000.0))
     assert often.checkpoint_s < seldom.checkpoint_s
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "between_s"), [(299.9, 299.9), (320, 288), (400, 800 / 3), (500, 250), (600, 300), (700, 280)]
+)
+def test_an_epoch_that_ends_soon_after_a_save_brings_none(epoch_s: float, between_s: float) -> None:
+    """A save may be due every 300 s of steps and costs 5 s: after less than 167 s the end of an epoch brings none."""
+    found = with_epoch_ends_s(np.array([300.0]), np.array([float(epoch_s)]), least_interval_s(5.0))
+    assert found == pytest.approx(between_s, rel=1e-3)

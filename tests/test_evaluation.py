@@ -223,3 +223,13 @@ def test_a_measured_checkpoint_goes_before_the_stated_one() -> None:
 def test_an_event_that_says_nothing_of_the_cost_changes_nothing(cost_s: object) -> None:
     event = Event(time=1.0, event="checkpoint", stage="train", data={"cost_s": cost_s})
     assert planned(events=[event]).chosen == planned().chosen
+
+
+def test_where_nothing_is_preempted_nothing_is_repeated_however_short_the_training() -> None:
+    """Work shorter than an interval is not charged for a whole checkpoint."""
+    prices = {"basis": "spot", "usd_per_node_hour": 1.0, "preemption_hours": 1e6}
+    spec = sweep("time", workload={"epochs": 1})
+    for candidate in make_plan(spec, cluster(pricing=prices), grid()).candidates:
+        assert candidate.checkpoint_minutes is not None
+        assert candidate.train_time_s < 60 * candidate.checkpoint_minutes
+        assert candidate.wall_parts_s["repeated"] == pytest.approx(0.0, abs=0.01)

@@ -408,6 +408,17 @@ def test_runners_up_are_what_would_be_chosen_next(kind: str) -> None:
         assert [plan.chosen, *plan.runners_up] == best
 
 
+def test_a_plan_for_post_local_steps_says_that_it_counts_an_all_reduce_in_each() -> None:
+    spec = sweep("time")
+    said = {}
+    for method in ("lbt", "polo"):
+        training = spec.training.model_copy(update={"method": method})
+        said[method] = make_plan(spec.model_copy(update={"training": training}), cluster(), grid()).warnings
+    added = [warning for warning in said["polo"] if warning not in said["lbt"]]
+    assert len(added) == 1
+    assert "times and costs are those of an all-reduce in each step" in added[0]
+
+
 def test_of_equal_nodes_and_batches_the_fastest_then_the_cheapest_is_taken_without_a_knee() -> None:
     """The partition that is named first has no advantage."""
     prices = {"dear": 10, "cheap": 1}

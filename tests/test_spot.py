@@ -43,10 +43,9 @@ def test_no_other_interval_is_much_better(write_s: float, between_h: float, rest
 def test_without_preemptions_only_checkpoints_are_lost(
     work_s: float, interval_s: float, write_s: float, restart_s: float
 ) -> None:
-    segments = work_s / min(interval_s, work_s)
-    assert expected(work_s, interval_s, 1e12, write_s, restart_s) == pytest.approx(
-        work_s + segments * write_s, rel=1e-4
-    )
+    """Of work shorter than an interval as large a share of one as of longer work."""
+    checkpoints_s = work_s / interval_s * write_s
+    assert expected(work_s, interval_s, 1e12, write_s, restart_s) == pytest.approx(work_s + checkpoints_s, rel=1e-4)
 
 
 def test_preemptions_cost_more_the_more_often_they_come_and_the_longer_the_work() -> None:
