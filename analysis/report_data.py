@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,13 +64,22 @@ class Training(NamedTuple):
         return median_epoch_s(self.metrics.epochs)
 
 
-def median_epoch_s(epochs: Iterable[EpochMetrics]) -> float | None:
-    """Time of an epoch's steps over those that no restart cut short; None before the first.
+def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
+    """Time of an epoch's steps with the last one's batch and workers, over those that no restart cut short.
 
-    The mean would hold the start of the loader's processes, and whatever disturbed a single epoch.
+    None before the first. The epoch in which a training changed over is of both batches, so it does not count. The
+    mean would hold the start of the loader's processes, and whatever disturbed a single epoch.
     """
-    times = [epoch.epoch_time_s for epoch in epochs if epoch.complete]
-    return statistics.median(times) if times else None
+    kept = [
+        epoch.epoch_time_s
+        for before, epoch in pairwise([*epochs[:1], *epochs])
+        if epoch.complete and _setting(before) == _setting(epoch) == _setting(epochs[-1])
+    ]
+    return statistics.median(kept) if kept else None
+
+
+def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
+    return epoch.global_batch, epoch.workers
 
 
 class RunContents(NamedTuple):

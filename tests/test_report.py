@@ -25,7 +25,7 @@ from tula_hpc.analysis.figures import COLOURS, FIGURES
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report import main, summary_rows, write_report
-from tula_hpc.analysis.report_data import predicted, read_run
+from tula_hpc.analysis.report_data import median_epoch_s, predicted, read_run
 from tula_hpc.analysis.report_tables import (
     SUMMARY_COLUMNS,
     candidate_table,
@@ -36,7 +36,7 @@ from tula_hpc.analysis.report_tables import (
 from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
 from tula_hpc.config import PricingSpec
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.records import Configuration, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.summary import print_summary
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -454,6 +454,18 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     text = answer(read_run(run))
     assert "It ended on 4 nodes with global batch 512, not at the chosen configuration." in text
     assert "resumed 3 times" in text
+
+
+def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(finished: Written) -> None:
+    def lasting(seconds: float, batch: int, workers: int = 4) -> EpochMetrics:
+        return one.model_copy(update={"epoch_time_s": seconds, "global_batch": batch, "workers": workers})
+
+    one = read_run(finished.run).trainings[0].metrics.epochs[0]
+    first, changed, last = [lasting(17.0, 1024)] * 13, lasting(18.0, 512), [lasting(20.0, 512)] * 3
+    assert median_epoch_s(first) == 17.0
+    assert median_epoch_s([*first, changed, *last]) == 20.0
+    assert median_epoch_s([*first, changed]) is None
+    assert median_epoch_s([*first, lasting(18.0, 1024, 2), lasting(30.0, 1024, 2)]) == 30.0
 
 
 def test_a_training_that_was_tuned_says_what_it_came_to(finished: Written, tmp_path: Path) -> None:
