@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_bytes, plural
-from tula_hpc.analysis.report_data import Interval, RunContents, memory_kind, predicted, used_bytes
+from tula_hpc.analysis.report_data import Interval, RunContents, predicted, used_bytes
 from tula_hpc.config import GIB
 from tula_hpc.records import Configuration
 
@@ -56,7 +56,7 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
         _draw_bounds(axes, usage, unit_bytes)
         _draw_out_of_memory(axes, usage, unit_bytes, run.cluster_sizes)
         style.legend(axes, list(_keys(usage, run.cluster_sizes)), columns=7)
-    return Drawing("memory", title, _caption(usage, run.device), figure, _table(usage))
+    return Drawing("memory", title, _caption(usage, run.memory_kinds), figure, _table(usage))
 
 
 def _usage(run: RunContents) -> Usage:
@@ -202,11 +202,8 @@ def _growth(usage: Usage) -> float | None:
     return (high - low) / (last - first) if last > first and high > low else None
 
 
-def _caption(usage: Usage, device: str) -> str:
-    parts = [
-        f"The most memory that one worker held at any time ({memory_kind(device)}), against the samples that it gets "
-        "per step."
-    ]
+def _caption(usage: Usage, kinds: str) -> str:
+    parts = [f"The most memory that one worker held at any time ({kinds}), against the samples that it gets per step."]
     if usage.measured:
         parts.append("Markers are measured; the number of nodes hardly matters, so that they lie on one curve.")
     if usage.predicted:

@@ -129,11 +129,11 @@ class RunContents(NamedTuple):
         )
 
     @property
-    def device(self) -> str:
-        """`cuda` or `cpu`: from the cluster file, or else from the measurements."""
-        if self.cluster is not None:
-            return self.cluster.device
-        return "cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu"
+    def memory_kinds(self) -> str:
+        """Which memory counts against the limit, in words; both where only some of the partitions have GPUs."""
+        if self.cluster is None:
+            return memory_kind("cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu")
+        return " or ".join(sorted({memory_kind(part.device) for part in self.cluster.parts()}))
 
     def samples_of(self, measurement: Measurement) -> int:
         """Training samples in an epoch, D; 0 where no record says."""

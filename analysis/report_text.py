@@ -23,7 +23,6 @@ from tula_hpc.analysis.report_data import (
     RunContents,
     Training,
     measured_epochs,
-    memory_kind,
     predicted,
     trained_candidate,
 )
@@ -198,9 +197,11 @@ def _off_prediction(run: RunContents) -> Iterator[str]:
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:
-    devices = sorted({item.device for item in run.ok if item.device})
-    if len(devices) > 1:
-        yield f"The nodes differ: {', '.join(devices)}. One model for all of them is an average."
+    """Each partition has a model of its own."""
+    for name in sorted({item.partition for item in run.ok}):
+        devices = sorted({item.device for item in run.ok if item.partition == name and item.device})
+        if len(devices) > 1:
+            yield f"The nodes{_of(name)} differ: {', '.join(devices)}. One model for all of them is an average."
 
 
 def _sentence(text: str) -> str:
@@ -222,7 +223,7 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
         ("parameters of the model", _listed(f"{item.parameters:,}" for item in run.ok if item.parameters)),
         ("training samples", _listed(f"{item.dataset_samples:,}" for item in run.ok if item.dataset_samples)),
         ("timed steps", _steps(run)),
-        ("memory", f"{memory_kind(run.device)}, its peak, per worker"),
+        ("memory", f"{run.memory_kinds}, its peak, per worker"),
         ("what profiling cost", profiling_cost(run)),
     ]
     return [(name, value) for name, value in facts if value]

@@ -34,7 +34,7 @@ from tula_hpc.analysis.report_tables import (
     summary_table,
 )
 from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
-from tula_hpc.config import PricingSpec
+from tula_hpc.config import ClusterSpec, PricingSpec
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.summary import print_summary
@@ -368,6 +368,33 @@ def test_candidates_of_several_partitions_say_which(tmp_path: Path) -> None:
 def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> None:
     contents = read_run(of_two_partitions(tmp_path / "run"))
     assert dict(how_measured(contents))["what profiling cost"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
+
+
+def test_nodes_differ_only_within_a_partition(tmp_path: Path) -> None:
+    def differ(*devices: tuple[str, str]) -> list[str]:
+        rows = [measurement(where, partition=name, device=device) for name, device in devices]
+        return [text for text in warnings(contents._replace(measurements=rows)) if "differ" in text]
+
+    where = Configuration(1, 1, 32)
+    contents = read_run(of_two_partitions(tmp_path / "run"))
+    assert differ(("a", "A100"), ("b", "V100")) == []
+    (said,) = differ(("a", "A100"), ("b", "V100"), ("b", "H100"))
+    assert said.startswith("The nodes of partition b differ: H100, V100.")
+    (said,) = differ(("", "A100"), ("", "V100"))
+    assert said.startswith("The nodes differ: A100, V100.")
+
+
+def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> None:
+    def memory(**devices: str) -> str:
+        tables = [{"partition": name, "device": device} for name, device in devices.items()]
+        return dict(how_measured(contents._replace(cluster=ClusterSpec.model_validate({"partitions": tables}))))[
+            "memory"
+        ]
+
+    contents = read_run(of_two_partitions(tmp_path / "run"))
+    gpu, process = "GPU memory reserved by the allocator", "resident memory of the whole process"
+    assert memory(a="cuda", b="cuda") == f"{gpu}, its peak, per worker"
+    assert memory(a="cuda", b="cpu") == f"{gpu} or {process}, its peak, per worker"
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
