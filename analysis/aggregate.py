@@ -39,7 +39,6 @@ class Summary(NamedTuple):
     """All measurements of a run, independent of their order."""
 
     profiles: tuple[Profile, ...]  # by configuration, ascending
-    oom_local_batch: int | None  # smallest local batch that ran out of memory on any number of nodes
     out_of_memory: tuple[Configuration, ...]
     failed: dict[Configuration, str]  # configurations that only failed, with the last reason
     dataset_samples: int  # D; what most measurements say, 0 if none does
@@ -56,6 +55,15 @@ class Summary(NamedTuple):
     def oom_bound(self, *, alone: bool) -> float:
         """Local batch from which on memory is known not to suffice, for one worker or for several; inf if for none."""
         return min(as_large(self.out_of_memory, self.parts, alone=alone), default=math.inf)
+
+    @property
+    def oom_reason(self) -> str:
+        """What ran out of memory with the fewest samples at once, which bounds all others; only where something did."""
+        held = as_large(self.out_of_memory, self.parts, alone=False)
+        at_once, first = min(zip(held, self.out_of_memory, strict=True))
+        if self.parts == 1:
+            return f"local batch {first.local_batch} ran out of memory"
+        return f"{first}, with {math.ceil(at_once)} samples at once, ran out of memory"
 
 
 def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool) -> Iterator[float]:
@@ -83,25 +91,23 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     usable, out, other = _sorted_by_use(measurements)
     profiles = tuple(_profile(configuration, usable[configuration]) for configuration in sorted(usable))
     out_of_memory = tuple(sorted(out))
-    bound = min((configuration.local_batch for configuration in out_of_memory), default=None)
     settled = usable.keys() | out.keys()
     failed = {key: _last_reason(other[key]) for key in sorted(other) if key not in settled}
     samples, parameters, tests = (
         Counter(value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0)
         for field in ("dataset_samples", "parameters", "test_samples")
     )
-    warnings = [*_mixed(samples, parameters), *_contradictions(profiles, bound)]
-    return Summary(
+    summary = Summary(
         profiles,
-        bound,
         out_of_memory,
         failed,
         dataset_samples=_most_common(samples),
         parameters=_most_common(parameters),
-        warnings=tuple(warnings),
+        warnings=tuple(_mixed(samples, parameters)),
         test_samples=_most_common(tests),
         start_s=_start_s(row for rows in usable.values() for row in rows),
     )
+    return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
 
 
 def _start_s(rows: Iterable[Measurement]) -> float | None:
@@ -186,9 +192,11 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
     return found
 
 
-def _contradictions(profiles: Sequence[Profile], bound: int | None) -> list[str]:
-    """Configurations that ran although their local batch ran out of memory elsewhere."""
-    ran = [str(row.configuration) for row in profiles if bound is not None and row.configuration.local_batch >= bound]
-    if not ran:
+def _contradictions(summary: Summary) -> list[str]:
+    """Configurations that ran although as many samples at once ran out of memory elsewhere."""
+    bounds = {alone: summary.oom_bound(alone=alone) for alone in (True, False)}
+    ran = [row.configuration for row in summary.profiles]
+    beyond = [str(where) for where in ran if where.local_batch >= bounds[where.world_size == 1]]
+    if not beyond:
         return []
-    return [f"local batch {bound} ran out of memory once, but {', '.join(ran)} ran: the bound is kept, to be safe"]
+    return [f"{summary.oom_reason} once, but {', '.join(beyond)} ran: the bound is kept, to be safe"]

@@ -274,7 +274,7 @@ def _in_words(row: CandidateTable, part: Part) -> str:
         case Why.SAMPLES:
             return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
         case Why.OUT_OF_MEMORY:
-            return f"local batch {part.summary.oom_local_batch} ran out of memory"
+            return part.summary.oom_reason
         case Why.MEMORY:
             return _too_much_memory(float(row.peak_bytes), part.cluster)
         case Why.FOREVER:

@@ -52,22 +52,32 @@ def test_the_order_of_the_records_does_not_matter(shuffler: random.Random) -> No
 def test_the_smallest_batch_that_ran_out_of_memory_is_the_bound() -> None:
     rows = [*grid(), oom(4, 2048), oom(1, 4096), failed(2, 1600, failure=Failure.HOST_OOM)]
     summary = summarize(rows)
-    assert summary.oom_local_batch == 1600
+    assert summary.oom_bound(alone=True) == summary.oom_bound(alone=False) == 1600
+    assert summary.oom_reason == "local batch 1600 ran out of memory"
     assert summary.out_of_memory == (
         Configuration(1, 1, 4096),
         Configuration(2, 1, 1600),
         Configuration(4, 1, 2048),
     )
     assert summary.failed == {}
-    assert summarize(grid()).oom_local_batch is None
+    assert summarize(grid()).oom_bound(alone=False) == math.inf
 
 
 def test_a_configuration_that_ran_in_spite_of_a_bound_is_a_warning() -> None:
     summary = summarize([ok(1, 64), ok(1, 128), oom(4, 128)])
-    assert summary.oom_local_batch == 128
+    assert summary.oom_bound(alone=False) == 128
     assert any(
         "local batch 128 ran out of memory" in warning and "N=1 b=128" in warning for warning in summary.warnings
     )
+
+
+def test_a_single_worker_that_holds_fewer_samples_at_once_contradicts_no_bound() -> None:
+    alone = [ok(1, batch, parts=2) for batch in (32, 128)]
+    assert summarize([*alone, ok(2, 64), oom(2, 128)]).warnings == ()
+    (warning,) = summarize([*alone, ok(1, 256, parts=2), oom(2, 128)]).warnings
+    assert warning.startswith("N=2 b=128 (B=256), with 128 samples at once, ran out of memory once, but N=1 b=256 ")
+    (warning,) = summarize([*alone, ok(2, 128), oom(1, 256)]).warnings
+    assert warning.startswith("N=1 b=256 (B=256), with 128 samples at once, ran out of memory once, but N=2 b=128 ")
 
 
 def test_failures_keep_their_last_reason_until_a_repeat_succeeds() -> None:
@@ -123,4 +133,4 @@ def test_doubts_about_repeats_are_kept() -> None:
 
 def test_nothing_is_summarized_as_nothing() -> None:
     summary = summarize([])
-    assert (summary.profiles, summary.oom_local_batch, summary.dataset_samples) == ((), None, 0)
+    assert (summary.profiles, summary.out_of_memory, summary.dataset_samples) == ((), (), 0)
