@@ -101,11 +101,11 @@ def models_of(summary: Summary, memory_limit_bytes: float | None, step_time: Ste
     memory = fit_memory(summary, memory_limit_bytes)
     loads = batches > 0
     batch_memory = MemoryModel().fit(configurations[loads, 2], batches[loads]) if loads.any() else None
-    return Models(step_time, memory, batch_memory, _update_time(summary))
+    return Models(step_time, memory, batch_memory, update_time(summary))
 
 
-def _update_time(summary: Summary) -> UpdateTime:
-    """Medians over the local batches: they do not matter, the reference batch is a part of each."""
+def update_time(summary: Summary) -> UpdateTime:
+    """Of AGS's scale. Medians over the local batches: they do not matter, the reference batch is a part of each."""
     by_workers: dict[int, list[float]] = {}
     for row in summary.profiles:
         if row.times.update_time_s > 0:

@@ -115,7 +115,7 @@ def _notes(part: Part) -> list[str]:
     from tula_hpc.analysis.pricing import assumptions
     from tula_hpc.analysis.table import checkpoint_copy
 
-    copy = format_bytes(checkpoint_copy(part))
+    copy = format_bytes(checkpoint_copy(part.summary))
     counted = "which is reckoned with" if part.cluster.device == "cpu" else "beside what loads the data"
     said = f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
     costs = checkpoints.describe(part.save, part.cluster.pricing)

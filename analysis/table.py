@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.aggregate import Summary
-from tula_hpc.analysis.candidates import Models
+from tula_hpc.analysis.candidates import Models, UpdateTime
 from tula_hpc.analysis.checkpoints import SaveCost
 from tula_hpc.analysis.energy import NodePower
 from tula_hpc.analysis.evaluation import Evaluation
 from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill, fixed_share
-from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec
+from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec, TrainingSpec
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Candidate
 
@@ -116,6 +116,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     workers = nodes * per_node
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
+    on_top = on_top_bytes(part.summary, models.update_time_s, part.cluster, sweep.training, workers)
     epoch = step * (part.summary.dataset_samples // grid.global_batch)
     epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
     train = sweep.workload.epochs * epoch
@@ -137,7 +138,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         evaluation_s=evaluation,
         saving_s=paid.saving_s,
         peak_bytes=peak,
-        why=_why_not(part, grid, peak + _on_top(part, sweep, workers), paid.wall_time_s),
+        why=_why_not(part, grid, peak + on_top, paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
 
@@ -172,21 +173,23 @@ def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
     return updates
 
 
-def _on_top(part: Part, sweep: SweepSpec, workers: Array) -> Array:
+def on_top_bytes(
+    summary: Summary, updates: UpdateTime, cluster: ClusterSpec, training: TrainingSpec, workers: Array
+) -> Array:
     """Bytes per worker that a training needs beside what was profiled.
 
     While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a checkpoint is written from.
     """
-    passes = (workers == 1) & (part.models.update_time_s.predict(workers) > 0)  # where norms are wanted for free
-    copies = np.where(sweep.training.free_reference, passes, sweep.training.gradient_copies).astype(np.float64)
-    scaling = copies * max(row.memory.gradient_bytes for row in part.summary.profiles)
-    copied = checkpoint_copy(part) if part.cluster.device == "cpu" else 0
-    return scaling + -(-copied // part.cluster.workers_per_node)  # one worker has it; the limit is the whole node's
+    passes = (workers == 1) & (updates.predict(workers) > 0)  # where norms are wanted for free
+    copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
+    scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
+    copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
+    return scaling + -(-copied // cluster.workers_per_node)  # one worker has it; the limit is the whole node's
 
 
-def checkpoint_copy(part: Part) -> int:
+def checkpoint_copy(summary: Summary) -> int:
     """Bytes of host memory on the first node; see `checkpoint_copy_bytes`."""
-    rows = part.summary.profiles
+    rows = summary.profiles
     return checkpoint_copy_bytes([row.memory for row in rows], [row.configuration.world_size for row in rows])
 
 

@@ -13,15 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from tests.planning_data import cluster, sweep
 from tests.run_factory import (
     DATASET_SAMPLES,
     EPOCHS,
     MEMORY_LIMIT,
+    MIB,
     candidate,
     configurations,
     make_run,
     measurement,
+    memory_use,
     oom,
+    peak_bytes,
     plan,
     write_plan,
     write_training,
@@ -32,6 +36,7 @@ from tula_hpc.analysis.figures_steps import parts_of
 from tula_hpc.analysis.figures_style import SIZES, size_style, title_band_in
 from tula_hpc.analysis.figures_training import training_marks
 from tula_hpc.analysis.formatting import in_percent
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
 from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
@@ -239,6 +244,49 @@ def test_a_batch_within_the_margin_below_the_limit_does_not_fit(run: RunContents
     careful = run._replace(cluster=run.cluster.model_copy(update={"memory_margin": 0.3}))
     largest = [row for row in rows(drawn(careful, "memory")) if row["mark"] == "largest_that_fits"]
     assert [row["local_batch_samples"] for row in largest] == ["256"]
+
+
+def in_parts(run: RunContents, *out: Configuration) -> RunContents:
+    """A single worker takes its batch in two parts: it holds what one of several does with half as many samples."""
+    rows = []
+    for where in configurations((1, 2), (32, 64, 128, 256)):
+        parts = 2 if where.nodes == 1 else 1
+        memory = memory_use(where.local_batch // parts)
+        rows.append(measurement(where, parts=parts, memory=memory) if where not in out else oom(where))
+    made = make_plan(sweep("time", cluster_sizes=[1, 2], min_batch=32, max_batch=256), cluster(), rows)
+    return run._replace(measurements=rows, plan=made, cluster=cluster(), trainings=[])
+
+
+def test_a_single_worker_that_takes_its_batch_in_parts_has_a_line_of_its_own(run: RunContents) -> None:
+    drawing = drawn(in_parts(run), "memory")
+    assert "5.4 MiB for each further sample of its batch, a single one 2.7 MiB" in drawing.title
+    assert "a single worker's lie on a curve of their own" in drawing.caption
+    line = {(row["nodes"], row["local_batch_samples"]): row for row in rows(drawing) if row["mark"] == "predicted_90"}
+    assert set(line) == {*(("1", str(b)) for b in (32, 64, 128, 256)), *(("", str(b)) for b in (16, 32, 64, 128))}
+    for batch in (32, 64, 128, 256):
+        alone, half = (float(line[key]["peak_memory_bytes"]) for key in (("1", str(batch)), ("", str(batch // 2))))
+        assert alone == pytest.approx(half, rel=0.01)
+
+
+def test_what_fits_is_told_of_a_single_worker_and_of_several_as_in_the_plan(run: RunContents) -> None:
+    contents = in_parts(run, Configuration(2, 1, 128))
+    drawing = drawn(contents, "memory")
+    assert drawing.title.endswith("; 64 samples fit, on a single worker 128 samples fit")
+    fitting = [item for item in contents.plan.candidates if item.feasible] if contents.plan else []
+    largest = {nodes: max(item.local_batch for item in fitting if item.nodes == nodes) for nodes in (1, 2)}
+    told = [row for row in rows(drawing) if row["mark"] == "largest_that_fits"]
+    assert {int(row["nodes"] or 2): int(row["local_batch_samples"]) for row in told} == largest == {1: 128, 2: 64}
+
+
+def test_what_training_holds_beside_its_steps_counts_for_what_fits(run: RunContents) -> None:
+    """The copy that a checkpoint is written from, on CPUs."""
+    measured = [measurement(where, memory=memory_use(where.local_batch)) for where in configurations((2, 4), (64, 512))]
+    limited = cluster(memory_gb=(peak_bytes(256) + 20 * MIB) / 0.9 / 1024**3)
+    spec = sweep("time", cluster_sizes=[2, 4], min_batch=64, max_batch=512)
+    made = make_plan(spec, limited, measured)
+    assert {item.local_batch for item in made.candidates if not item.feasible} == {256}
+    drawing = drawn(run._replace(sweep=spec, cluster=limited, measurements=measured, plan=made), "memory")
+    assert drawing.title.endswith("; 128 samples fit, the next candidate does not")
 
 
 def test_memory_on_a_gpu_is_called_that(run: RunContents) -> None:
