@@ -165,7 +165,7 @@ def _in_words(relative: float) -> str:
 def warnings(run: RunContents) -> list[str]:
     """Everything that limits what the numbers are worth."""
     doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
-    return [*map(_sentence, doubts), *_mixed_devices(run), *_off_prediction(run), *run.notes]
+    return [*map(_sentence, doubts), *_mixed_devices(run), *_off_prediction(run), *_scaled_nothing(run), *run.notes]
 
 
 def _doubts_before_plan(run: RunContents) -> list[str]:
@@ -194,6 +194,12 @@ def _off_prediction(run: RunContents) -> Iterator[str]:
             between = f"{format_duration(foreseen.low)} to {format_duration(foreseen.high)}"
             took = f"Epochs of the training took {format_duration(training.epoch_time_s)}"
             yield f"{took}, outside of the {between} that were expected with 90 % confidence; see events and drift."
+
+
+def _scaled_nothing(run: RunContents) -> Iterator[str]:
+    for training in run.trainings:
+        if training.metrics.scaled_nothing:
+            yield f"Training {training.label}: {cautions.SCALED_NOTHING}."
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tula_hpc.analysis.cautions import SCALED_NOTHING
 from tula_hpc.analysis.formatting import UNKNOWN, plural
 from tula_hpc.analysis.report_tables import TextTable
 from tula_hpc.analysis.study_data import StudyContents
@@ -105,7 +106,8 @@ def _diverged(entry: Entry) -> str:
 
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
     """What keeps the table from being the last word."""
-    return [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
+    found = [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
+    return [*found, *_scaled_nothing(contents)]
 
 
 def _incomplete(table: StudyTable) -> Iterator[str]:
@@ -149,6 +151,17 @@ def _edge_rates(contents: StudyContents) -> Iterator[str]:
         if len(rates) > 1 and rate in (rates[0], rates[-1]):
             side = "smaller" if rate == rates[0] else "larger"
             yield f"The chosen rate of {name}, {rate:g}, is at the edge of study.base_lrs: a {side} one may be better."
+
+
+def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
+    """Columns that are no method of their own anywhere."""
+    study = contents.study
+    for column in study.columns:
+        logged = {batch: contents.of(column, batch) for batch in study.batches}
+        idle = [batch for batch, runs in logged.items() if runs and all(metrics.scaled_nothing for metrics in runs)]
+        if idle:
+            batches = listed([f"{batch:,}" for batch in idle])
+            yield f"{column} at B = {batches}: {SCALED_NOTHING}."
 
 
 def table_cells(table: StudyTable) -> TextTable:

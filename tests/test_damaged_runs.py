@@ -16,7 +16,7 @@ from tests.run_factory import SWEEP_TOML
 from tests.study_factory import SWEEP as STUDY
 from tests.study_factory import make_study
 from tests.test_fuzz import whole_run
-from tula_hpc import launch, status, study, sweep
+from tula_hpc import launch, local_alive, status, study, sweep
 from tula_hpc.analysis import figures, figures_study, plan, report
 from tula_hpc.analysis import study as study_report
 from tula_hpc.command import _frozen
@@ -40,6 +40,7 @@ def no_jobs_and_no_drawings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch.Launcher, "submit", refuse)
         patch.setattr(figures, "render_pdf", lambda *_: b"")
+        patch.setattr(local_alive, "EXEC_POLLS", 1)
         if not TIMES:
             patch.setattr(figures, "draw_all", lambda _: figures.Figures([], []))
             patch.setattr(figures_study, "draw_study", lambda *_: figures.Figures([], []))

@@ -205,30 +205,6 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
     assert file.read_text() == repr("" if device == "cpu" else visible)
 
 
-def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
-    """A job of which rank 1 ends with an error, or by SIGKILL, while rank 0 waits for it as it would over nccl."""
-
-    def job() -> None:
-        if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "0":
-            time.sleep(300)
-        elif exit_code < 0:
-            os.kill(os.getpid(), -exit_code)
-        else:
-            raise KeyError("of rank 1")
-
-    return job
-
-
-def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
-    local = launcher(tmp_path, workers_per_node=2, array_parallelism=2)
-    jobs = [fails_with_a_peer_that_waits(exit_code) for exit_code in (1, -9)]
-    raised, killed = local.wait(local.submit(jobs, stage="train", nodes=1, minutes=4))
-    assert raised.failure is Failure.BUG
-    assert "of rank 1" in raised.log_tail
-    assert killed.failure is Failure.KILLED
-    assert "task 1: Killed" in killed.log_tail
-
-
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
     """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""

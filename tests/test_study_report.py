@@ -170,6 +170,19 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
 
 
+def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirectory) -> None:
+    """It equals lbt to the last digit, which must not pass for a finding."""
+    contents = read_study(run)
+    table, batch = make_table(contents.study, contents.outcomes), contents.study.batches[-1]
+    idle = contents.metrics.copy()
+    for cell, metrics in contents.metrics.items():
+        if (cell.column, cell.batch) == ("ags", batch):
+            ones = {"scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0}
+            idle[cell] = metrics._replace(steps=[row.model_copy(update=ones) for row in metrics.steps])
+    said = cautions(contents._replace(metrics=idle), table)
+    assert [words.split(": no gradient was scaled")[0] for words in said] == [f"ags at B = {batch:,}"]
+
+
 def test_runs_that_failed_or_have_just_begun_cut_no_curve_short_and_raise_no_caution(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run")
     begun = run.train("study/lbt-b128-s1")

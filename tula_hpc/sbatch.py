@@ -106,7 +106,7 @@ class PatientExecutor(SlurmExecutor):
     def _cancel_others(self, job_id: str) -> None:
         """An attempt that was taken for lost may still have been worked off."""
         time.sleep(SETTLE_S)
-        for other in submissions_named(self.parameters["job_name"], settle_s=0.0):
+        for other in submissions_named(self.parameters["job_name"], settled=True):
             if other != job_id:
                 slurm.cancel([other])
 
@@ -124,7 +124,7 @@ def _refuse(words: str) -> NoReturn:
     raise RefusedError(f"the scheduler refused the job: {line}") from None
 
 
-def submissions_named(name: str, settle_s: float = SETTLE_S) -> list[str]:
+def submissions_named(name: str, *, settled: bool = False) -> list[str]:
     """Ids of the jobs or arrays of this name, oldest first; asked once more after a while where there seem to be none.
 
     Waits for a controller that does not answer.
@@ -133,8 +133,8 @@ def submissions_named(name: str, settle_s: float = SETTLE_S) -> list[str]:
         LaunchError: It has not answered for minutes.
     """
     found = slurm.patiently(lambda: slurm.named(name))
-    if not found and settle_s:
-        time.sleep(settle_s)
+    if not found and not settled:
+        time.sleep(SETTLE_S)
         found = slurm.patiently(lambda: slurm.named(name))
     return found
 

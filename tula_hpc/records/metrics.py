@@ -105,6 +105,12 @@ class Metrics(NamedTuple):
     skipped: int
     curvature: Sequence[CurvatureMetrics] = ()
 
+    @property
+    def scaled_nothing(self) -> bool:
+        """Whether gradients should have been scaled, and each factor was 1 in all that was logged."""
+        scales = [row.scale_max for row in self.steps] + [row.scale_min for row in self.steps]
+        return bool(scales) and all(scale == 1.0 for scale in scales)
+
 
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
