@@ -1,5 +1,6 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
 # make test    every test that this machine can run
+# make gpu     the tests that need a GPU, and what one costs and predicts there, into tests/benchmarks/results (ten minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
 # make lint    ruff and mypy
 # make .venv   the set-up alone
@@ -7,7 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slurm lint .venv clean
+.PHONY: demo test gpu slurm lint .venv clean
 
 .venv: .venv/.ready
 
@@ -28,6 +29,13 @@ test: .venv/.ready
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/local --ignore tests/slurm
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not alone" tests/local tests/slurm
 	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
+
+RESULTS := tests/benchmarks/results
+gpu: .venv/.ready
+	@TULA_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu --ignore tests/local --ignore tests/slurm
+	@$(BIN)/python -m tests.benchmarks.optimizer_overhead --device cuda --seconds 40 --out $(RESULTS)/optimizer_overhead_cuda.json
+	@$(BIN)/python -m tests.benchmarks.memory_estimate --device cuda --out $(RESULTS)/memory_estimate_cuda.json
+	@$(BIN)/python -m tests.benchmarks.checkpoint_cost build --device cuda --out $(RESULTS)/checkpoint_cost_cuda.json
 
 slurm:
 	@$(PYTHON) tests/slurm/testcluster.py install

@@ -30,6 +30,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFolder(config, log)
 
 
+@pytest.fixture(autouse=True)
+def there_is_a_gpu_where_one_is_needed(request: pytest.FixtureRequest) -> None:
+    """Skips, or with TULA_REQUIRE_GPU=1 fails."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        if os.environ.get("TULA_REQUIRE_GPU") == "1":
+            pytest.fail("TULA_REQUIRE_GPU=1, but torch sees no GPU", pytrace=False)
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def same_rows_are_fitted_once() -> Iterator[None]:
     """Hundreds of tests plan on a few dozens of tables. A fit follows from its table alone, and is half of a plan."""

@@ -290,7 +290,7 @@ def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], d
         assert all(factor.device.type == "cuda" for factor in factors)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", SYNC_FREE)
 def test_a_step_on_cuda_never_waits_for_the_device(options: dict[str, Any]) -> None:
     params = [nn.Parameter(p.detach().cuda()) for p in parameters()]
@@ -311,7 +311,7 @@ def test_a_step_on_cuda_never_waits_for_the_device(options: dict[str, Any]) -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_parameters_on_two_devices_share_one_gate() -> None:
     params = parameters()
     mixed = [params[0], nn.Parameter(params[1].detach().cuda()), params[2]]

@@ -166,7 +166,7 @@ def test_loss_scale_does_not_change_the_gradient() -> None:
     assert torch.equal(dense(reference_gradient(model, loss, inputs, targets, parameters, loss_scale=2.0**10)), plain)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_cuda_random_numbers_are_untouched() -> None:
     model, (inputs, targets) = stateful_model().cuda(), batch(8)
     before = torch.cuda.get_rng_state()

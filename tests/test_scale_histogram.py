@@ -159,7 +159,7 @@ def test_scaled_updates_are_counted_as_scaled_gradients_are() -> None:
         assert of_updates == of_gradients
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_step_does_not_wait_for_the_device() -> None:
     histogram = ScaleHistogram()
     factors = [torch.tensor(2.0, device="cuda"), torch.full((100,), 3.0, device="cuda")]

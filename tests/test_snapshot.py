@@ -120,7 +120,7 @@ def test_a_state_without_anything_on_the_device_needs_no_copy() -> None:
     assert Snapshots(Later(room=True)).take({"count": torch.tensor(3), "epoch": 1}).copied is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("room", [True, False])
 def test_on_a_gpu_the_snapshot_is_of_the_moment_too(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "has_room", lambda *_: room)

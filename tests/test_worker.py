@@ -419,7 +419,7 @@ def test_a_gpu_without_kernels_is_named(
         check_kernels(torch.device("cuda", 0))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("method", "workload"),
     [
@@ -439,7 +439,7 @@ def test_a_profile_on_a_gpu(method: str, workload: dict[str, object]) -> None:
     assert min(found.times.step_time_s, found.times.compute_time_s, found.times.optimizer_time_s) > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_a_few_steps_on_a_gpu_learn(precision: str) -> None:
     worker = Worker(sweep(precision=precision), ClusterSpec(device="cuda"), CONFIGURATION, ALONE)
