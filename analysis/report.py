@@ -157,7 +157,8 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
 def _summary(contents: RunContents) -> list[SummaryRow]:
     if contents.plan is None:
         return []
-    done = next((training for training in contents.trainings if training.result), None)
+    here = (None, contents.plan.chosen.partition)  # the table is about that partition alone
+    done = next((item for item in contents.trainings if item.result and item.partition in here), None)
     trained = (done.result, done.epoch_time_s) if done else (None, None)
     return summary_rows(contents.plan, contents.measurements, *trained)
 

@@ -57,6 +57,7 @@ class Training(NamedTuple):
     label: str
     metrics: Metrics
     result: TrainResult | None
+    partition: str | None = None  # see `trained_partition`
 
     @property
     def epoch_time_s(self) -> float | None:
@@ -80,6 +81,13 @@ def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
 
 def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
     return epoch.global_batch, epoch.workers
+
+
+def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
+    """Where a training's last job was submitted to, "" on a cluster without partitions; None where no event says."""
+    jobs = [event.data for event in events if (event.event, event.stage) == ("submitted", "train")]
+    partition = next((data.get("partition") for data in reversed(jobs) if data.get("label") == label), None)
+    return partition if isinstance(partition, str) else None
 
 
 class RunContents(NamedTuple):
@@ -151,7 +159,7 @@ def read_run(run: RunDirectory) -> RunContents:
     measurements = run.measurements()
     if measurements.skipped:
         notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}.")
-    sweep = _read_sweep(run.sweep_file, notes)
+    sweep, events = _read_sweep(run.sweep_file, notes), run.events()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
         sweep_text=_read_text(run.sweep_file, notes),
@@ -160,8 +168,8 @@ def read_run(run: RunDirectory) -> RunContents:
         cluster=_read_cluster(run.cluster_file, notes),
         measurements=measurements.records,
         plan=_read_plan(run, notes),
-        events=run.events(),
-        trainings=list(_read_trainings(run, notes)),
+        events=events,
+        trainings=list(_read_trainings(run, events, notes)),
         job_notes=run.job_notes(),
         notes=notes,
     )
@@ -224,12 +232,13 @@ def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
         return None
 
 
-def _read_trainings(run: RunDirectory, notes: list[str]) -> Iterable[Training]:
+def _read_trainings(run: RunDirectory, events: Sequence[Event], notes: list[str]) -> Iterable[Training]:
     """All trainings; the one of the plan comes first."""
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
     for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
-        files = TrainDirectory(folder)
-        training = Training(folder.name, read_metrics(files.metrics_file), _read_result(files.result_file, notes))
+        files, partition = TrainDirectory(folder), trained_partition(events, folder.name)
+        result = _read_result(files.result_file, notes)
+        training = Training(folder.name, read_metrics(files.metrics_file), result, partition)
         if training.metrics.skipped:
             notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}.")
         if training.metrics.steps or training.metrics.epochs or training.result:
@@ -312,11 +321,13 @@ def cost_at(candidate: Candidate, pace: float) -> float:
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 
-def find_candidate(plan: Plan | None, configuration: Configuration) -> Candidate | None:
-    """What the plan says of a configuration, if it is a candidate; of several partitions' that of the chosen one."""
+def find_candidate(plan: Plan | None, configuration: Configuration, partition: str | None = None) -> Candidate | None:
+    """What the plan says of a configuration, if it is a candidate there; of no given partition: on the chosen first."""
     if plan is None:
         return None
     found = [item for item in plan.candidates if item.configuration == configuration]
+    if partition is not None:
+        return next((item for item in found if item.partition == partition), None)
     return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
@@ -336,7 +347,7 @@ def trained_configuration(run: RunContents, training: Training) -> Configuration
 def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
     """What the plan says of where a training ran."""
     configuration = trained_configuration(run, training)
-    return find_candidate(run.plan, configuration) if configuration else None
+    return find_candidate(run.plan, configuration, training.partition) if configuration else None
 
 
 def used_bytes(item: Measurement) -> int | None:

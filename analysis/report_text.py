@@ -28,7 +28,7 @@ from tula_hpc.analysis.report_data import (
 )
 from tula_hpc.analysis.report_tables import format_time
 from tula_hpc.config import ClusterSpec
-from tula_hpc.records import Candidate, Configuration, Measurement, Plan, TuningOutcome
+from tula_hpc.records import Candidate, Configuration, Measurement, Plan, TrainResult, TuningOutcome
 
 SECONDS_PER_HOUR = 3600
 LISTED = 16  # hosts and the like: so many by name, then a count
@@ -131,14 +131,20 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
     reached = format_score(result.test_accuracy, result.test_loss)
     yield f"{name} ({result.method}) took {time} and reached {reached}."
-    if run.plan and (result.nodes, result.global_batch) != (run.plan.chosen.nodes, run.plan.chosen.global_batch):
-        where = f"{plural(result.nodes, 'node')} with global batch {result.global_batch:,}"
-        yield f"It ended on {where}, not at the chosen configuration."
+    if run.plan and not _as_chosen(training, result, run.plan.chosen):
+        where = f"{plural(result.nodes, 'node')}{_of(training.partition or '')}"
+        yield f"It ended on {where} with global batch {result.global_batch:,}, not at the chosen configuration."
     if result.restarts:
         often = "once" if result.restarts == 1 else f"{result.restarts} times"
         yield f"It was interrupted and resumed {often}."
     if result.tuning is not None:
         yield _tuned(result.tuning)
+
+
+def _as_chosen(training: Training, result: TrainResult, chosen: Candidate) -> bool:
+    """Whether a training ended where the plan would have it."""
+    same = (result.nodes, result.global_batch) == (chosen.nodes, chosen.global_batch)
+    return same and training.partition in (None, chosen.partition)
 
 
 def _tuned(found: TuningOutcome) -> str:

@@ -25,7 +25,7 @@ from tula_hpc.analysis.figures import COLOURS, FIGURES
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report import main, summary_rows, write_report
-from tula_hpc.analysis.report_data import median_epoch_s, predicted, read_run
+from tula_hpc.analysis.report_data import median_epoch_s, predicted, read_run, trained_candidate
 from tula_hpc.analysis.report_tables import (
     SUMMARY_COLUMNS,
     candidate_table,
@@ -34,9 +34,11 @@ from tula_hpc.analysis.report_tables import (
     summary_table,
 )
 from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
-from tula_hpc.config import ClusterSpec, PricingSpec
+from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
+from tula_hpc.pipeline import carry_out
 from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.stages import Sweep
 from tula_hpc.summary import print_summary
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -430,6 +432,29 @@ def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
     assert summary_table(rows).columns[-1] == "accuracy"
     moved = result.model_copy(update={"global_batch": result.global_batch // 2, "local_batch": result.local_batch // 2})
     assert [row.test_accuracy is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_training_counts_only_on_the_partition_where_it_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    write_training(run)
+    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    for name in (None, "a", "b"):  # the plan chose a; records of old do not say
+        if name:
+            run.log_event("submitted", "train", job_id="9", data={"label": "main", "partition": name})
+        contents = read_run(run)
+        (training,) = contents.trainings
+        found = trained_candidate(contents, training)
+        assert found is not None
+        assert found.partition == (name or "a")
+        assert ("It ended on 4 nodes of partition b with" in answer(contents)) == (name == "b")
+        if name:
+            carry_out(sweep, "report")
+            told = f"{format_duration(training.epoch_time_s)} in training"
+            page = Page((run.report / "report.html").read_text()).words
+            assert (told in page, "in training" in capsys.readouterr().out) == (name == "a", name == "a")
 
 
 def test_repeated_measurements_count_by_their_median() -> None:

@@ -45,12 +45,14 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     result = stages.train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
         paths = stages.report_stage(sweep)
-        from tula_hpc.analysis.report_data import median_epoch_s
+        from tula_hpc.analysis.report_data import median_epoch_s, trained_partition
         from tula_hpc.records import read_metrics
         from tula_hpc.summary import print_summary
 
         epoch_s = median_epoch_s(read_metrics(sweep.run.train().metrics_file).epochs)
-        print_summary(plan, sweep.run.measurements().records, result, _profiling_cost(sweep), epoch_s)
+        here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)  # which the table is about
+        trained = result if here else None
+        print_summary(plan, sweep.run.measurements().records, trained, _profiling_cost(sweep), epoch_s)
         print(f"report: {next(path for path in paths if path.suffix == '.html')}")
     return 0
 
