@@ -191,13 +191,12 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
 
 
 def _draw_knee(axes: Axes, knee: Knee | None) -> None:
-    """A line at the knee in a band as wide as its interval."""
-    if knee is None:
+    """A line at the knee in a band as wide as its interval; neither where the curve has none."""
+    if knee is None or knee.global_batch is None:
         return
     if knee.interval_90 is not None:
         axes.axvspan(*knee.interval_90, color=style.MUTED.light, alpha=0.16, linewidth=0, zorder=1)
-    if knee.global_batch is not None:
-        axes.axvline(knee.global_batch, color=style.MUTED.light, linestyle="--", linewidth=1.0, zorder=1)
+    axes.axvline(knee.global_batch, color=style.MUTED.light, linestyle="--", linewidth=1.0, zorder=1)
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:

@@ -131,8 +131,16 @@ def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> 
     spans = [patch.get_window_extent().transformed(to_data) for patch in drawing.figure.axes[0].patches]
     assert any((span.x0, span.x1) == pytest.approx(knee.interval_90) for span in spans)
     assert f"{knee.interval_90[0]:,.0f} to {knee.interval_90[1]:,.0f}" in drawing.caption
-    none = run.plan.model_copy(update={"knee": Knee(global_batch=None)})
-    assert "no knee" in drawn(run._replace(plan=none), "epoch_time").caption
+
+
+def test_without_a_knee_there_is_no_band_of_it(run: RunContents) -> None:
+    assert run.plan is not None
+    none, rare = (Knee(global_batch=None, interval_90=interval) for interval in (None, (360.0, 500.0)))
+    plain, some = (
+        drawn(run._replace(plan=run.plan.model_copy(update={"knee": knee})), "epoch_time") for knee in (none, rare)
+    )
+    assert "no knee" in some.caption
+    assert len(some.figure.axes[0].patches) == len(plain.figure.axes[0].patches)
 
 
 def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunContents) -> None:
