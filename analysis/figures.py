@@ -36,6 +36,8 @@ FIGURES = {
     "curvature": draw_curvature,
     "scale_density": draw_scale_density,
 }
+# those that the nodes of another partition would change
+OF_NODES = ("epoch_time", "cost", "memory", "step_breakdown", "computation", "prediction_error")
 
 
 class Figures(NamedTuple):
@@ -58,5 +60,13 @@ class Figures(NamedTuple):
 
 def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
-    alone = run.of_chosen_partition()
-    return Figures.of(attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items())
+    alone, partition = run.of_chosen_partition(), run.plan.chosen.partition if run.plan else ""
+    results = (attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items())
+    return Figures.of(_told(result, partition) for result in results)
+
+
+def _told(result: Drawing | Missing, partition: str) -> Drawing | Missing:
+    """With a caption that says which partition is shown, where there are any."""
+    if isinstance(result, Missing) or result.name not in OF_NODES or not partition:
+        return result
+    return result._replace(caption=f"Shown is partition {partition}, the chosen one. {result.caption}")

@@ -121,6 +121,12 @@ def size_style(sizes: Sequence[int], nodes: int) -> SizeStyle:
     return SizeStyle(SIZES[place % len(SIZES)].light, MARKERS[place % len(MARKERS)])
 
 
+def partition_marker(place: int) -> str:
+    """Shape of a partition by its place among those of the plan; never a circle, which stands for all of them."""
+    others = MARKERS[1:]
+    return others[place % len(others)]
+
+
 def title_band_in(title: str) -> float:
     """Height of the title above a figure, inches."""
     return 2 * EDGE_IN + TITLE_LINE_IN * len(_title_lines(title))

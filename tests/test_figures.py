@@ -143,18 +143,41 @@ def test_without_a_knee_there_is_no_band_of_it(run: RunContents) -> None:
     assert len(some.figure.axes[0].patches) == len(plain.figure.axes[0].patches)
 
 
-def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunContents) -> None:
+def of_two_partitions(run: RunContents) -> RunContents:
+    """The same run as if it knew partitions b and a, of which its plan chose a; nothing was measured on either."""
     assert run.plan is not None
     named = [item.model_copy(update={"partition": "a"}) for item in run.plan.candidates]
     other = [item.model_copy(update={"partition": "b", "step_time_s": 9.0}) for item in run.plan.candidates]
     chosen = run.plan.chosen.model_copy(update={"partition": "a"})
-    both = run._replace(plan=run.plan.model_copy(update={"candidates": [*other, *named], "chosen": chosen}))
-    alone = both._replace(cluster=None).of_chosen_partition()
+    made = run.plan.model_copy(update={"candidates": [*other, *named], "chosen": chosen})
+    return run._replace(plan=made, cluster=None)
+
+
+def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunContents) -> None:
+    both = of_two_partitions(run)
+    assert both.plan is not None
+    alone = both.of_chosen_partition()
     assert alone.plan is not None
-    assert alone.plan.candidates == named
+    assert alone.plan.candidates == [item for item in both.plan.candidates if item.partition == "a"]
     assert alone.measurements == []
-    assert find_candidate(both.plan, chosen.configuration) == chosen
+    assert find_candidate(both.plan, both.plan.chosen.configuration) == both.plan.chosen
     assert run.of_chosen_partition() is run
+
+
+def test_of_several_partitions_the_front_tells_each_and_other_figures_name_the_chosen_one(run: RunContents) -> None:
+    drawings = {drawing.name: drawing for drawing in draw_all(of_two_partitions(run)).drawings}
+    told = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
+    assert {"epoch_time", "cost", "memory"} <= told
+    assert told.isdisjoint({"pareto", "training", "sensitivity"})
+    axes = drawings["pareto"].figure.axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    keys = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True)}
+    shapes = [str(keys[name].get_marker()) for name in "ba"]
+    assert len(set(shapes)) == 2
+    drawn = [str(line.get_marker()) for line in axes.get_lines() if line.get_marker() in shapes]
+    assert sorted(drawn) == sorted(2 * len(run.cluster_sizes) * shapes)  # the feasible ones of each N and the others
+    assert any(text.get_text().endswith("on a") for text in axes.texts)
 
 
 def test_the_curve_holds_the_numbers_of_the_csv(drawings: dict[str, Drawing]) -> None:
