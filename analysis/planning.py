@@ -104,12 +104,22 @@ def _remarks(
         "binding": binding(fitted, sweep.objective, train_time_s),
         "critical_batch": critical.batch if critical else None,
         "critical_batch_source": critical.source if critical else None,
-        "notes": list(dict.fromkeys(note for part in fitted.parts for note in _notes(part))),
+        "notes": _all_notes(fitted.parts),
     }
 
 
+def _all_notes(parts: Sequence[Part]) -> list[str]:
+    """What holds for all partitions once, and then the rest with the name of the partition that it is about."""
+    from tula_hpc.analysis.parts import prefixed
+
+    notes = {part.name: _notes(part) for part in parts}
+    first, *others = notes.values()
+    shared = [note for note in first if all(note in other for other in others)]
+    return [*shared, *(prefixed(name, note) for name, own in notes.items() for note in own if note not in shared)]
+
+
 def _notes(part: Part) -> list[str]:
-    """What prices, times and memory assume."""
+    """What prices, times and memory of a partition assume."""
     from tula_hpc.analysis import checkpoints, starts
     from tula_hpc.analysis.formatting import format_bytes
     from tula_hpc.analysis.pricing import assumptions

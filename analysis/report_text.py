@@ -112,7 +112,9 @@ def _outdated_notes(run: RunContents) -> set[str]:
     """What the plan had to assume until a training measured it."""
     if run.cluster is None or checkpoints.measured_cost(run.events) is None:
         return set()
-    return {checkpoints.describe(None, part.pricing) for part in run.cluster.parts()}
+    parts = zip(run.cluster.part_names(), run.cluster.parts(), strict=True)
+    notes = [(name, checkpoints.describe(None, part.pricing)) for name, part in parts]
+    return {text for name, note in notes for text in (note, prefixed(name, note))}
 
 
 def _outcome(run: RunContents, training: Training) -> Iterator[str]:
@@ -171,7 +173,9 @@ def _in_words(relative: float) -> str:
 def warnings(run: RunContents) -> list[str]:
     """Everything that limits what the numbers are worth."""
     doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
-    return [*map(_sentence, doubts), *_mixed_devices(run), *_off_prediction(run), *_scaled_nothing(run), *run.notes]
+    names = {item.partition for item in run.measurements} | set(run.cluster.part_names() if run.cluster else ())
+    said = [_sentence(doubt, names) for doubt in doubts]
+    return [*said, *_mixed_devices(run), *_off_prediction(run), *_scaled_nothing(run), *run.notes]
 
 
 def _doubts_before_plan(run: RunContents) -> list[str]:
@@ -216,9 +220,10 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
             yield f"The nodes{_of(name)} differ: {', '.join(devices)}. One model for all of them is an average."
 
 
-def _sentence(text: str) -> str:
-    """With a capital and a full stop."""
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+def _sentence(text: str, partitions: Iterable[str] = ()) -> str:
+    """With a full stop and a capital, which the name of a partition at its beginning keeps out."""
+    named = text.startswith(tuple(prefixed(name, "") for name in partitions if name))
+    return (text if named else text[:1].upper() + text[1:]) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def how_measured(run: RunContents) -> list[tuple[str, str]]:

@@ -147,6 +147,20 @@ def test_doubts_about_a_part_name_it() -> None:
     assert any(w.startswith(f"{SLOW}: measurements that stopped") for w in make_plan(sweep(), both(), rows).warnings)
 
 
+def test_notes_about_a_part_name_it_and_what_holds_for_all_is_said_once() -> None:
+    starts = {SLOW: 5.0, FAST: 20.0}
+    rows = [row.model_copy(update={"start_s": starts[row.partition]}) for row in measured()]
+    notes = make_plan(sweep(), both(), rows).notes
+    assert [note for note in notes if "to its first step" in note] == [
+        f"{name}: a job takes {seconds:.1f} s to its first step, as profile jobs of this run measured"
+        for name, seconds in starts.items()
+    ]
+    assert sum("evaluation" in note for note in notes) == 1
+    assert not any(note.startswith(f"{name}: evaluation") for name in starts for note in notes)
+    alone = make_plan(sweep(), cluster(), [row.model_copy(update={"partition": ""}) for row in rows]).notes
+    assert any(note.startswith("a job takes 5.0 s") for note in alone)
+
+
 def test_measurements_of_other_parts_do_not_count() -> None:
     rows = grid()
     plan = make_plan(sweep(), cluster(), rows)

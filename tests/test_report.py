@@ -399,6 +399,14 @@ def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> 
     assert memory(a="cuda", b="cpu") == f"{gpu} or {process}, its peak, per worker"
 
 
+def test_names_of_partitions_are_never_capitalized(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    told = ["a: a doubt", "b: another", "partition b is left out", "absent: nothing"]
+    write_plan(run, run.read_plan().model_copy(update={"warnings": told}))
+    said = warnings(read_run(run))
+    assert said[:4] == ["a: a doubt.", "b: another.", "Partition b is left out.", "Absent: nothing."]
+
+
 @pytest.mark.usefixtures("no_figure", "no_pages")
 def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
@@ -497,6 +505,15 @@ def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None
     said = about_plan(read_run(run))
     assert not any("checkpoint" in sentence for sentence in said)
     assert "Note: prices are guesses." in said
+
+
+def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    assumed = [f"{name}: {checkpoints.describe(None, PricingSpec())}" for name in "ab"]
+    write_plan(run, run.read_plan().model_copy(update={"notes": assumed}))
+    assert sum("checkpoint" in sentence for sentence in about_plan(read_run(run))) == 2
+    run.log_event("checkpoint", "train", data={"cost_s": 0.01})
+    assert not any("checkpoint" in sentence for sentence in about_plan(read_run(run)))
 
 
 def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) -> None:
