@@ -15,7 +15,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import Entry, StudyTable
-from tula_hpc.analysis.study_text import percent
+from tula_hpc.analysis.study_text import listed, percent
 from tula_hpc.config import REFERENCE_COLUMN
 
 MOST_PANELS = 3
@@ -113,11 +113,13 @@ def _draw_small_batch(axes: Axes, small: Entry) -> None:
 
 def _accuracy_title(table: StudyTable) -> str:
     largest = table.batches[-1]
-    best, plain = table.best(largest), table.entries.get((REFERENCE_COLUMN, largest))
-    if best is None or best.test is None:
+    leaders, plain = table.leaders(largest), table.entries.get((REFERENCE_COLUMN, largest))
+    if not leaders:
         return "Test accuracy against the global batch"
-    title = f"At B = {largest:,} {best.column} reaches {percent(best.test)}"
-    if plain is None or plain.test is None or best.column == REFERENCE_COLUMN:
+    names = [entry.column for entry in leaders]
+    reach = "reach" if len(names) > 1 else "reaches"
+    title = f"At B = {largest:,} {listed(names)} {reach} {percent(leaders[0].test)}"
+    if plain is None or plain.test is None or REFERENCE_COLUMN in names:
         return title
     return f"{title}, plain large-batch training {percent(plain.test)}"
 
@@ -134,9 +136,11 @@ def _accuracy_table(lines: dict[str, list[Entry]], table: StudyTable) -> Table:
 
 def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Mean test accuracy after each evaluated epoch, a panel for each of the batches (three at most)."""
-    batches = _spread_out(table.batches)
-    curves = {(name, batch): _mean_curve(contents, name, batch) for batch in batches for name in table.columns}
+    shown = _spread_out(table.batches)
+    curves = {(name, batch): _mean_curve(contents, name, batch) for batch in shown for name in table.columns}
     curves = {place: curve for place, curve in curves.items() if curve}
+    batches = [batch for batch in shown if any(b == batch for _, b in curves)]
+    names = [name for name in table.columns if any(n == name for n, _ in curves)]
     if not curves:
         return Missing("study_epochs", "accuracy over the epochs", "no training has finished an epoch yet")
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
@@ -147,7 +151,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
             _draw_curves(axes, {name: curve for (name, b), curve in curves.items() if b == batch}, small, table)
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
         panels[-1].set_xlabel("epochs")
-        style.legend(panels[0], _keys(table, bool(small)), columns=legend_columns(table.columns), left=-0.02)
+        style.legend(panels[0], _keys(table, names, bool(small)), columns=legend_columns(names), left=-0.02)
     caption = (
         "Test accuracy after each epoch at which it was looked at, mean over the seeds. Dashed: plain training with "
         "the small batch. Lines that still rise at the end are trainings that were cut short."
@@ -191,9 +195,9 @@ def legend_columns(names: Sequence[str]) -> int:
     return math.ceil((len(names) + 1) / math.ceil((len(names) + 1) / most))
 
 
-def _keys(table: StudyTable, small: bool) -> list[style.Key]:
+def _keys(table: StudyTable, names: Sequence[str], small: bool) -> list[style.Key]:
     return [
-        *column_keys(table.columns, table.columns),
+        *column_keys(table.columns, names),
         *([style.Key("small batch", line="--", colour=style.INK.light)] if small else []),
     ]
 

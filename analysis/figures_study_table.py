@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
 from tula_hpc.analysis.study_data import StudyContents
-from tula_hpc.analysis.study_table import Entry, StudyTable
+from tula_hpc.analysis.study_table import Entry, StudyTable, within_one_deviation
 from tula_hpc.analysis.study_text import CSV_COLUMNS, answer, csv_rows, percent, signed
 from tula_hpc.config import REFERENCE_COLUMN
 
@@ -19,6 +19,9 @@ NAME_SHARE = 0.22  # of the width, for the methods' names
 NAME_CHARACTERS = 17  # that fit into it
 ROOMY = 3  # so many batches leave each cell room for a long line
 DARKEST = 0.5  # opacity of the best
+KEYS_IN = 0.35  # height of the legend, with the margin
+NOTE_ROWS = 0.6
+BACK = "back: the share of what lbt lost against the small batch that was won back; below 0 % more was lost"
 
 
 def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
@@ -26,9 +29,9 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     if not any(entry.settled for entry in table.entries.values()):
         return Missing("study_table", "table of methods and batches", "no training has a result yet")
     title = answer(table).removesuffix(".")
-    lines = 1 + len(table.columns) + (table.reference is not None)
+    lines = 1 + len(table.columns) + (table.reference is not None) + (NOTE_ROWS if _any_back(table) else 0.0)
     with style.styled():
-        figure, (axes,) = style.new_figure(title, ROW_IN * lines + 0.15)
+        figure, (axes,) = style.new_figure(title, ROW_IN * lines + KEYS_IN)
         axes.set_axis_off()
         axes.set_xlim(0, 1)
         axes.set_ylim(lines, 0)
@@ -40,19 +43,40 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         for place, name in enumerate(table.columns):
             axes.text(0, 1.5 + place, textwrap.fill(name, NAME_CHARACTERS), va="center", weight="bold", linespacing=1.0)
         if table.reference is not None:
-            _draw_reference(axes, table.reference, lines - 0.5)
+            _draw_reference(axes, table.reference, len(table.columns) + 1.5)
+        if _any_back(table):
+            axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
+        style.legend(axes, _keys(table), left=0.0)
     return Drawing("study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table)))
+
+
+def _any_back(table: StudyTable) -> bool:
+    """Whether any cell says how much came back."""
+    return any(entry.recovered is not None for entry in table.entries.values() if entry.column != REFERENCE_COLUMN)
+
+
+def _keys(table: StudyTable) -> list[style.Key]:
+    """What colour and frames mean, where there are any."""
+    if not any(entry.mark for entry in table.entries.values()):
+        return []
+    return [
+        style.Key("darker: better at its batch", "s", colour=style.SIZES[5].light),
+        style.Key("best (bold) or within one deviation of it", "s", hollow=True, colour=style.INK.light),
+        style.Key("worst", "s", hollow=True, colour=style.ALERT.light),
+    ]
 
 
 def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float, *, roomy: bool) -> None:
     means = [entry.test.mean for entry in row if entry.test]
     low, high = min(means, default=0.0), max(means, default=1.0)
+    best = next((entry for entry in row if entry.mark == "best"), None)
     for place, entry in enumerate(row):
         share = (entry.test.mean - low) / (high - low) if entry.test and high > low else 0.0
         box = (left + 0.04 * width, 1.06 + place), 0.92 * width, 0.88
         axes.add_patch(Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0))
-        if entry.mark:
-            edge = style.INK.light if entry.mark == "best" else style.ALERT.light
+        leads = best is not None and within_one_deviation(entry, best)
+        if leads or entry.mark == "worst":
+            edge = style.INK.light if leads else style.ALERT.light
             axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
         _write(axes, entry, left + width / 2, 1.5 + place, roomy=roomy)
 
@@ -96,7 +120,8 @@ def _caption(contents: StudyContents) -> str:
     return (
         f"Test {kind} at the end of {contents.sweep.workload.epochs} epochs, mean and standard deviation over "
         f"{len(contents.study.seeds)} seeds; below it the accuracy on training samples, and how much of what plain "
-        "large-batch training (lbt) lost against the small batch came back. Framed dark: best of the batch; framed "
-        "red: worst. Runs that diverged are counted and not in the means; "
-        "for the frames they count as 0."
+        "large-batch training (lbt) lost against the small batch came back; below 0 % more was lost. The darker, the "
+        "higher the mean among those of its batch. Framed dark: best of the batch (bold), or within one standard "
+        "deviation of it; framed red: worst. Runs that diverged are counted and not in the means; for the frames they "
+        "count as 0."
     )

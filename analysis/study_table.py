@@ -54,9 +54,13 @@ class StudyTable(NamedTuple):
         """The entries of one batch, in the order of the columns."""
         return [self.entries[column, batch] for column in self.columns]
 
+    def leaders(self, batch: int) -> list[Entry]:
+        """The method of highest mean test accuracy at a batch; several where they are equal, none where all are."""
+        return [entry for entry in self.row(batch) if entry.mark == "best"]
+
     def best(self, batch: int) -> Entry | None:
-        """The method of highest mean test accuracy at a batch."""
-        return next((entry for entry in self.row(batch) if entry.mark == "best"), None)
+        """The first of these."""
+        return next(iter(self.leaders(batch)), None)
 
     def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
         """How many runs of the whole study ended so."""
@@ -101,18 +105,18 @@ def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
 
 
 def marks_of(row: Sequence[Entry]) -> Mapping[str, Mark]:
-    """Best and worst of one batch, by column.
+    """Best and worst of one batch, by column; equals alike, and none where all are equal.
 
     Here a run that diverged counts as an accuracy of 0, and a method of which any did is never the best.
     """
-    ranked = sorted((entry for entry in row if entry.settled), key=_level)
-    if len(ranked) < 2 or _level(ranked[0]) == _level(ranked[-1]):
+    levels = {entry.column: _level(entry) for entry in row if entry.settled}
+    lowest = min(levels.values(), default=0.0)
+    if all(level == lowest for level in levels.values()):
         return {}
-    marks: dict[str, Mark] = {ranked[0].column: "worst"}
-    whole = [entry for entry in ranked if not entry.diverged]
-    if whole and whole[-1] is not ranked[0]:
-        marks[whole[-1].column] = "best"
-    return marks
+    whole = {entry.column: levels[entry.column] for entry in row if entry.settled and not entry.diverged}
+    highest = max(whole.values(), default=lowest)
+    marks: dict[str, Mark] = {column: "best" for column, level in whole.items() if level == highest}
+    return marks | {column: "worst" for column, level in levels.items() if level == lowest}
 
 
 def _level(entry: Entry) -> float:

@@ -60,16 +60,16 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
     row, best = table.row(batch), table.best(batch)
     yield f"B = {batch:,}: {_loss(table, batch)}"
     if best is not None:
-        yield _best(best, row)
-        near = [e.column for e in row if e.column != best.column and within_one_deviation(e, best)]
+        yield _best(table.leaders(batch), row)
+        near = [e.column for e in row if e.mark != "best" and within_one_deviation(e, best)]
         yield f"Within one standard deviation of it: {listed(near)}." if near else ""
     shares = [(e.column, e.recovered) for e in row if e.recovered is not None and e.column != REFERENCE_COLUMN]
     if shares:
         words = [f"{column} {signed(share)}" for column, share in sorted(shares, key=lambda item: -item[1])]
         yield f"Recovered of that loss: {', '.join(words)}."
-    worst = next((entry for entry in row if entry.mark == "worst"), None)
-    if worst is not None and worst.test is not None and not worst.diverged:
-        yield f"Worst is {worst.column} with {percent(worst.test)}."
+    worst = [entry for entry in row if entry.mark == "worst" and entry.test is not None and not entry.diverged]
+    if worst:
+        yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
     yield from (_diverged(entry) for entry in row if entry.diverged)
 
 
@@ -89,9 +89,15 @@ def _loss(table: StudyTable, batch: int) -> str:
     return f"plain large-batch training ({percent(plain.test)}) lost {points(lost)} {against}."
 
 
-def _best(best: Entry, row: Sequence[Entry]) -> str:
-    others = [entry for entry in row if entry.column != best.column and entry.test is not None and not entry.diverged]
-    text = f"Best is {best.column} with {percent(best.test)}"
+def _are(equals: Sequence[Entry]) -> str:
+    """For example "is lbt", "are lbt and ags"."""
+    return f"{'is' if len(equals) == 1 else 'are'} {listed([entry.column for entry in equals])}"
+
+
+def _best(leaders: Sequence[Entry], row: Sequence[Entry]) -> str:
+    best = leaders[0]
+    others = [entry for entry in row if entry.mark != "best" and entry.test is not None and not entry.diverged]
+    text = f"Best {_are(leaders)} with {percent(best.test)}"
     if not others or best.test is None:
         return f"{text}."
     second = max(others, key=lambda entry: entry.test.mean if entry.test else 0.0)

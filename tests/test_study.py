@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tula_hpc.analysis.study_data import Outcome
 from tula_hpc.analysis.study_table import Entry, StudyTable, make_table, marks_of, spread, within_one_deviation
+from tula_hpc.analysis.study_text import verdicts
 from tula_hpc.config import (
     ClusterSpec,
     StudyCell,
@@ -276,6 +277,16 @@ def test_a_method_that_always_diverged_has_no_accuracy() -> None:
     assert found["lbt", 512].mark == "best"
 
 
+def test_equals_are_marked_alike_and_named_together() -> None:
+    found = table({("lbt", 512): [0.7, 0.6], ("ags", 512): [0.6, 0.7], ("lrs", 512): [0.4], ("lars", 512): [0.4]})
+    marks = {column: entry.mark for (column, _), entry in found.entries.items()}
+    assert marks == {"lbt": "best", "ags": "best", "lrs": "worst", "lars": "worst"}
+    (said,) = verdicts(found)
+    assert "Best are lbt and ags with 65.0 ± 7.1 %, 25.0 points above lrs." in said
+    assert "Within one standard deviation" not in said
+    assert "Worst are lrs and lars with 40.0 %." in said
+
+
 def test_equals_and_single_methods_have_no_marks() -> None:
     assert {entry.mark for entry in table({("lbt", 512): [0.5], ("lrs", 512): [0.5]}).entries.values()} == {""}
     assert table({("lbt", 512): [0.5]}).best(512) is None
@@ -292,7 +303,7 @@ def test_the_best_is_best_of_those_that_did_not_diverge_and_the_worst_is_below_a
     for number, values in enumerate(rows):
         known = [value for value in values if value is not None]
         entries.append(Entry(f"m{number}", 512, spread(known), None, len(values) - len(known), 0, 0))
-    marks = {mark: column for column, mark in marks_of(entries).items()}
+    marks = {mark: column for column, mark in marks_of(entries).items()}  # of equals any will do
     means = {entry.column: entry.test.mean for entry in entries if entry.test and not entry.diverged}
     levels = {f"m{number}": statistics.fmean(value or 0.0 for value in values) for number, values in enumerate(rows)}
     if "best" in marks:

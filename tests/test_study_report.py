@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 
-from tests.study_factory import SWEEP, make_study
+from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis import report
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_scale import BINS, ONE
@@ -22,7 +23,8 @@ from tula_hpc.analysis.figures_study_lines import (
     line_style,
 )
 from tula_hpc.analysis.figures_study_scale import density, draw_study_scale_elements, used_scale
-from tula_hpc.analysis.figures_style import SIZES
+from tula_hpc.analysis.figures_study_table import draw_study_table
+from tula_hpc.analysis.figures_style import ALERT, INK, SIZES
 from tula_hpc.analysis.study import main, write_study_report
 from tula_hpc.analysis.study_data import read_study
 from tula_hpc.analysis.study_table import make_table
@@ -207,6 +209,40 @@ def test_the_curves_are_of_the_studys_metric(tmp_path: Path) -> None:
     drawn = draw_study_epochs(contents, make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)
     assert {row[3] for row in drawn.table.rows} == {90.0}
+
+
+def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_panel(tmp_path: Path) -> None:
+    def outcome(cell: StudyCell) -> float | None:
+        return None if cell.column == "lars" or cell.batch == 512 else accuracy(cell)
+
+    contents = read_study(make_study(tmp_path / "run", outcome=outcome))
+    drawn = draw_study_epochs(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    legend = drawn.figure.axes[0].get_legend()
+    assert legend is not None
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["lbt", "lrs", "ags", "ags-d0.1", "ags-d2", "small batch"]
+    assert [axes.get_ylabel().split("\n")[1] for axes in drawn.figure.axes] == ["B = 256", "B = 1,024"]
+
+
+def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path: Path) -> None:
+    reached = {"lbt": (0.6, 0.9, 0.6), "ags": (0.9, 0.6, 0.601), "lrs": (0.3, 0.3, 0.3)}  # ags is ahead by a hair
+    tables = {**SWEEP, "study": {"methods": list(reached), "batches": [256], "small_batch": 128}}
+
+    def outcome(cell: StudyCell) -> float:
+        return 0.95 if cell.batch == 128 else reached[cell.column][cell.seed]
+
+    contents = read_study(make_study(tmp_path / "run", tables, outcome))
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert drawn.title.startswith("lbt and ags are best, or within one standard deviation")
+    (axes,) = drawn.figure.axes
+    frames = [patch.get_edgecolor() for patch in axes.patches if not patch.get_fill()]
+    assert frames == [to_rgba(colour.light) for colour in (INK, INK, ALERT)]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert len(legend.get_texts()) == 3
+    assert any(text.get_text().startswith("back: ") for text in axes.texts)
 
 
 def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
