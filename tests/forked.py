@@ -10,8 +10,6 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parents[1]
 QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
 
@@ -43,11 +41,11 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
 def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 120) -> None:
     """`work(rank, folder)` in as many processes of the test's own; all have to end well.
 
-    They are forked from it, so that none has to load torch. Not where there are GPUs: for them torch's automatic
-    differentiation has threads by now, which no fork takes along.
+    They are forked from it, so that none has to load torch. Not where torch's automatic differentiation has threads by
+    now, which no fork takes along: it starts them for GPUs, be they there or only made believe by an earlier test.
     """
     context: SpawnContext | ForkContext
-    context = get_context("spawn") if torch.cuda.is_available() else get_context("fork")
+    context = get_context("spawn") if _differentiates_in_threads() else get_context("fork")
     processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]
     for process in processes:
         process.start()
@@ -57,6 +55,11 @@ def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path,
     for process in processes:
         process.kill()
     assert ends == [0] * workers
+
+
+def _differentiates_in_threads() -> bool:
+    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    return any(name.startswith("pt_autograd") for name in names)
 
 
 def _over_loopback(work: Callable[[int, Path], None], rank: int, folder: Path) -> None:
