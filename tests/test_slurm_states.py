@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tula_hpc.errors import Failure
+from tula_hpc import slurm
+from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.job_ends import classify, telling_line, without_chatter
 from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
@@ -95,6 +96,31 @@ def test_requeued_and_suspended_jobs_are_not_over() -> None:
 )  # fmt: skip
 def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: bool, limit: bool) -> None:
     assert (is_unanswered(words), is_submit_limit(words)) == (unanswered, limit)
+
+
+@pytest.mark.parametrize("silences", [0, 2, 3])
+def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
+    silences: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once for each pause, and once more when it answers, if only after the last pause."""
+    monkeypatch.setattr(slurm, "PATIENCE_S", (0, 0))
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    left = iter([f"squeue failed: a retry\nsqueue: error: no answer {number}" for number in range(silences)])
+
+    def ask() -> str:
+        for word in left:
+            raise LaunchError(word)
+        return "an answer"
+
+    if silences < 3:
+        assert slurm.patiently(ask) == "an answer"
+    else:
+        with pytest.raises(LaunchError, match=r"has not answered for 9 minutes: .*no answer 2"):
+            slurm.patiently(ask)
+    words = "Slurm does not answer (squeue failed: squeue: error: no answer {}); trying again in 0 s"
+    lines = [words.format(number) for number in range(2)]
+    expected = {0: [], 2: [*lines, "Slurm answers again"], 3: lines}
+    assert capsys.readouterr().err.splitlines() == expected[silences]
 
 
 @pytest.mark.parametrize(

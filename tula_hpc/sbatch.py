@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +91,7 @@ class PatientExecutor(SlurmExecutor):
                 words, tried = _last_line(str(error)), True
                 if not slurm.is_unanswered(str(error)):
                     _refuse(str(error))
-                _say(f"sbatch: {words}; looking for the job, then trying again")
+                slurm.say(f"sbatch: {words}; looking for the job, then trying again")
                 time.sleep(pause_s)
                 continue
             if tried:
@@ -172,8 +171,3 @@ def _with_limit(line: str, words: str) -> str:
 def _last_line(words: str) -> str:
     lines: Sequence[str] = words.strip().splitlines()
     return lines[-1] if lines else "no reason was given"
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

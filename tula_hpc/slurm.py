@@ -6,6 +6,7 @@ import getpass
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
@@ -70,21 +71,40 @@ T = TypeVar("T")
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """An answer of the controller; one that does not answer for a while is waited out.
+    """An answer of the controller; one that does not answer for a while is waited out, and the user told of it.
 
     Raises:
         LaunchError: There is no Slurm here, or no answer for 9 minutes.
     """
-    words = ""
-    for pause_s in PATIENCE_S:
+    pauses, waited = iter(PATIENCE_S), False
+    while True:
         try:
-            return ask()
+            answer = ask()
         except LaunchError as error:
             if not available():
                 raise
-            words = str(error)
+            words, pause_s = in_one_line(error), next(pauses, None)
+            if pause_s is None:
+                raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}") from None
+            say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
             time.sleep(pause_s)
-    raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}")
+            waited = True
+        else:
+            if waited:
+                say("Slurm answers again")
+            return answer
+
+
+def in_one_line(error: LaunchError) -> str:
+    """Which command failed, and the last of what it said: what led to that comes before."""
+    first, *others = [line.strip() for line in str(error).splitlines()]
+    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
+
+
+def say(line: str) -> None:
+    """Tell whoever waits, at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 # sbatch's words where it cannot know whether the controller has taken the job

@@ -140,18 +140,12 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
     except LaunchError as error:
-        return Answer(None, _one_line(str(error))), accounted or {}
+        return Answer(None, slurm.in_one_line(error)), accounted or {}
     if jobs and not active and accounted == {}:
         words = "the Slurm of this machine knows none of the jobs: they are another cluster's, or too long ago"
         return Answer(None, words), {}
     known = accounted or {}
     return Answer(active, last_states={job_id: runs[-1].state for job_id, runs in known.items()}), known
-
-
-def _one_line(words: str) -> str:
-    """Which command failed, and the last of what it said: what led to that comes before."""
-    first, *others = [line.strip() for line in words.splitlines()]
-    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
 
 
 def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
