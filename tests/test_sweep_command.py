@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.records import RunDirectory
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -221,6 +222,26 @@ def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys
         assert main([str(sweep_file), "--run-dir", str(root)]) == 2
     assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
     assert not sweep.run.events()
+
+
+def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc import command
+    from tula_hpc.stages import Sweep
+
+    run = RunDirectory(sweep_file.parent / "run").create()
+    sweep = Sweep(SweepSpec(name="x"), ClusterSpec(executor="slurm"), run)
+    run.log_event("submitted", "train", job_id="7")
+    (sweep_file.parent / "squeue").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    (sweep_file.parent / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(sweep_file.parent))
+    monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
+    monkeypatch.setattr("tula_hpc.pipeline.carry_out", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert command.work(sweep, "report") == 130
+    said = capsys.readouterr().err
+    assert "interrupted. Run the same command again" in said
+    assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
 
 
 def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

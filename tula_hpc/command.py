@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.errors import InputError, RunDirectoryError, StorageError, TulaError
+from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, in_words
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ OF_SUBMISSION = frozenset({
     "controller_minutes", "controller_partition", "controller_memory_gb",
 })  # fmt: skip
 SHOWN_LINES = 40  # of what differs between inputs
+LAST_ANSWER_S = 5.0  # so long who interrupts a command waits for Slurm's word on its jobs
 NOT_SET = "not set"  # a key's value, in words
 Changes = dict[str, tuple[Any, Any]]  # by key: its value in the run directory, and now
 
@@ -324,10 +325,15 @@ def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
 
 
 def say_interrupted(sweep: Sweep) -> None:
-    """How to go on, and how to cancel what still runs."""
-    from tula_hpc.stages import jobs_left
+    """How to go on, and how to cancel what still runs, or did by the files where Slurm does not answer at once."""
+    from tula_hpc.stages import jobs_left, jobs_on_record
 
     sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
-    jobs = jobs_left(sweep, "profile", "train", "control")
+    stages, unless = ("profile", "train", "control"), ""
+    try:
+        jobs = jobs_left(sweep, *stages, timeout_s=LAST_ANSWER_S)
+    except LaunchError:
+        jobs, unless = jobs_on_record(sweep.run, *stages), ", unless they are over: Slurm does not answer"
     if jobs:
-        sys.stderr.write(f"jobs are left as they are; to cancel them: {sweep.launcher.cancel_command(jobs)}\n")
+        cancel = sweep.launcher.cancel_command(jobs)
+        sys.stderr.write(f"jobs are left as they are{unless}; to cancel them: {cancel}\n")

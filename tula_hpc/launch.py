@@ -316,11 +316,20 @@ class Launcher:
     def _gone_polls(self) -> int:
         return GONE_POLLS if self.cluster.executor == "slurm" else 1
 
-    def active(self, jobs: Sequence[Submitted]) -> dict[str, slurm.JobState]:
-        """Those of the jobs that are not over. A controller that does not answer for a while is waited out."""
+    def active(self, jobs: Sequence[Submitted], timeout_s: float | None = None) -> dict[str, slurm.JobState]:
+        """Those of the jobs that are not over.
+
+        Args:
+            jobs: Which ones.
+            timeout_s: For one answer; None: a controller that does not answer for a while is waited out.
+
+        Raises:
+            LaunchError: It has not answered.
+        """
         if self.cluster.executor == "local":
             return {job.job_id: slurm.JobState("RUNNING", "") for job in jobs if is_alive(job.folder, job.job_id)}
-        states = slurm.patiently(lambda: slurm.queue([job.job_id for job in jobs]))
+        ids = [job.job_id for job in jobs]
+        states = slurm.patiently(lambda: slurm.queue(ids)) if timeout_s is None else slurm.queue(ids, timeout_s)
         return {job_id: state for job_id, state in states.items() if not state.is_over}
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:

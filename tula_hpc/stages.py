@@ -80,10 +80,15 @@ def submission_of(run: RunDirectory, event: Event) -> Submitted:
     return Submitted(event.job_id, run.root / str(event.data.get("folder", "")))
 
 
-def jobs_left(sweep: Sweep, *stages: str) -> list[Submitted]:
-    """Every job of these stages that is not over."""
-    jobs = [submission_of(sweep.run, event) for event in unsettled(sweep.run, *stages)]
-    active = sweep.launcher.active(jobs)
+def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
+    """Every job of these stages whose end has not been seen to."""
+    return [submission_of(run, event) for event in unsettled(run, *stages)]
+
+
+def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
+    """Those of them that are not over; see `Launcher.active`."""
+    jobs = jobs_on_record(sweep.run, *stages)
+    active = sweep.launcher.active(jobs, timeout_s)
     return [job for job in jobs if job.job_id in active]
 
 
