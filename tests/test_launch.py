@@ -17,7 +17,7 @@ import pytest
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
-from tula_hpc.errors import Failure, LaunchError, SubmitLimitError
+from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import (
     CONTROL,
     CONTROL_MINUTES,
@@ -35,7 +35,7 @@ from tula_hpc.launch import (
 )
 from tula_hpc.local_alive import is_alive
 from tula_hpc.records import RunDirectory
-from tula_hpc.sbatch import come_again, find_pickle
+from tula_hpc.sbatch import come_again, could_start, find_pickle
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -243,6 +243,38 @@ def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     there = launcher(tmp_path, executor="slurm")
     with pytest.raises(LaunchError, match="sbatch is not on PATH"):
         there.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)
+
+
+def let_sbatch_say(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is asked; it takes no job."""
+    for name in ("sbatch", "srun"):
+        (folder / name).write_text(f"#!/bin/sh\necho '{words}' >&2; exit 1\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr("tula_hpc.sbatch.PAUSES_S", (0,))
+    monkeypatch.setattr("tula_hpc.sbatch.submissions_named", lambda _: [])
+
+
+@pytest.mark.parametrize(
+    ("words", "meaning"),
+    [
+        ("sbatch: error: Invalid generic resource (gres) specification", RefusedError),
+        ("allocation failure: Invalid partition name specified", RefusedError),
+        ("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Job violates accounting/QOS policy", SubmitLimitError),
+        ("allocation failure: Unable to contact slurm controller (connect failure)", LaunchError),
+    ],
+)
+def test_a_dry_run_and_a_submission_take_the_same_words_for_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, meaning: type[LaunchError]
+) -> None:
+    let_sbatch_say(words, tmp_path, monkeypatch)
+    there = launcher(tmp_path, executor="slurm")
+    with pytest.raises(LaunchError) as dry:
+        could_start(there.script(stage="profile", nodes=1, minutes=1, tasks=1))
+    with pytest.raises(LaunchError) as real:
+        there.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1, patient=False)
+    assert (type(dry.value), type(real.value)) == (meaning, meaning)
+    assert all(words.splitlines()[-1].rpartition(": ")[2] in str(raised.value) for raised in (dry, real))
 
 
 @pytest.mark.parametrize(

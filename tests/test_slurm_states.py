@@ -85,6 +85,7 @@ def test_requeued_and_suspended_jobs_are_not_over() -> None:
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True, False),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller", True, False),
         ("sbatch: error: Batch job submission failed: Resource temporarily unavailable", True, False),
+        ("sbatch: fatal: Could not establish a configuration source", True, False),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
          "accounting/QOS policy (job submit limit, user's size and/or time limits)", False, True),
         ("sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates "

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from submitit import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError
@@ -26,7 +26,10 @@ from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
 TEST_S = 30.0  # so long an answer about a job that nobody submits is waited for
-REFUSAL = "allocation failure"  # sbatch's words for a job that the controller would not take
+NO: dict[type[RefusedError], str] = {
+    RefusedError: "the scheduler refused the job",
+    SubmitLimitError: "a limit of the cluster on submitted jobs is reached",
+}
 REVIVALS = 3  # of a job whose process is killed, see `come_again`
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
@@ -89,8 +92,8 @@ class PatientExecutor(SlurmExecutor):
                     job_id = str(self._submit_command(self._submitit_command_str).job_id)
             except FailedJobError as error:
                 words, tried = _last_line(str(error)), True
-                if not slurm.is_unanswered(str(error)):
-                    _refuse(str(error))
+                if (refusal := _refusal(str(error))) is not None:
+                    raise refusal(f"{NO[refusal]}: {_with_limit(words, str(error))}") from None
                 slurm.say(f"sbatch: {words}; looking for the job, then trying again")
                 time.sleep(pause_s)
                 continue
@@ -110,17 +113,11 @@ class PatientExecutor(SlurmExecutor):
                 slurm.cancel([other])
 
 
-def _refuse(words: str) -> NoReturn:
-    """The scheduler said no.
-
-    Raises:
-        SubmitLimitError: Because of a limit on submitted jobs.
-        RefusedError: For another reason.
-    """
-    line = _with_limit(_last_line(words), words)
-    if slurm.is_submit_limit(words):
-        raise SubmitLimitError(f"a limit of the cluster on submitted jobs is reached: {line}") from None
-    raise RefusedError(f"the scheduler refused the job: {line}") from None
+def _refusal(words: str) -> type[RefusedError] | None:
+    """What sbatch failed of, by its words: a no of the scheduler, or None where that did not answer."""
+    if slurm.is_unanswered(words):
+        return None
+    return SubmitLimitError if slurm.is_submit_limit(words) else RefusedError
 
 
 def submissions_named(name: str, *, settled: bool = False) -> list[str]:
@@ -153,13 +150,12 @@ def could_start(script: str) -> str:
             done = subprocess.run(asked, input=script, capture_output=True, text=True, timeout=TEST_S, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"sbatch gives no answer: {error}") from None
-    words = _last_line(done.stderr).removeprefix("sbatch: ")
+    words = re.sub("^((sbatch|error|allocation failure): )*", "", _last_line(done.stderr))
     if done.returncode == 0:
         return words
-    if slurm.is_unanswered(done.stderr) or REFUSAL not in done.stderr:
+    if (refusal := _refusal(done.stderr)) is None:
         raise LaunchError(f"sbatch gives no answer: {words}")
-    kind = SubmitLimitError if slurm.is_submit_limit(done.stderr) else RefusedError
-    raise kind(_with_limit(words.removeprefix(f"{REFUSAL}: "), done.stderr))
+    raise refusal(_with_limit(words, done.stderr))
 
 
 def _with_limit(line: str, words: str) -> str:

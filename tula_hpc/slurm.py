@@ -111,7 +111,8 @@ def say(line: str) -> None:
 _UNANSWERED = re.compile(
     r"Socket timed out|Unable to contact slurm controller|temporarily unable to accept|Connection refused|"
     r"Connection timed out|Zero Bytes were transmitted|Transport endpoint|Resource temporarily unavailable|"
-    r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller",
+    r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller|"
+    r"Could not establish a configuration source",  # where clients have their configuration from the controller
     re.IGNORECASE,
 )
 _SUBMIT_LIMIT = re.compile(
