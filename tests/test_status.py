@@ -305,6 +305,22 @@ def test_a_submission_that_was_cut_off_is_noted(tmp_path: Path, cluster: FakeSlu
     assert doubt.startswith("train-lost: ")
 
 
+def test_whether_a_submission_was_cut_off_before_its_job_is_not_known_without_an_answer(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = new_run(tmp_path / "run")
+    (run.slurm / "profile-lost").mkdir()
+    (run.slurm / "profile-lost" / NOTICE).touch()
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code, told.scheduler.answered) == ("stopped", 3, True)
+    assert "nothing is at work, unless a submission that was cut off came through" in told.words
+    cluster.dead = True
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code, told.scheduler.answered) == ("unknown", 4, False)
+    with run.locked():
+        assert status.status_of(run.root).state == "running"
+
+
 def test_another_clusters_slurm_is_not_believed(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7")

@@ -69,6 +69,7 @@ class Facts(NamedTuple):
     trainings: dict[str, TrainingFacts]  # by label
     holder: Holder
     has_report: bool
+    cut_off: list[str]  # folders of submissions that were begun and are in no event
     doubts: list[str]  # what could not be read
 
     @property
@@ -105,6 +106,7 @@ def _read(run: RunDirectory) -> Facts:
     if measured.skipped:
         doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
     events = run.events()
+    cut_off = _cut_off(run, events)
     return Facts(
         run=run,
         now=time.time(),
@@ -118,15 +120,18 @@ def _read(run: RunDirectory) -> Facts:
         trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
         holder=holder_of(run.root / ".lock"),
         has_report=any((run.report / name).exists() for name in ("report.html", "study.html")),
-        doubts=[*doubts, *_not_on_record(run, events)],
+        cut_off=cut_off,
+        doubts=[
+            *doubts,
+            *(f"{name}: being submitted, or cut off there; the next command looks the job up" for name in cut_off),
+        ],
     )
 
 
-def _not_on_record(run: RunDirectory, events: Iterable[Event]) -> list[str]:
-    """Submissions that were begun and are in no event: the command is at it, or was killed in the midst of it."""
+def _cut_off(run: RunDirectory, events: Iterable[Event]) -> list[str]:
+    """Submissions that the command is at, or was killed in the midst of."""
     known = {Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"}
-    names = [path.parent.name for path in sorted(run.slurm.glob(f"*/{NOTICE}")) if path.parent.name not in known]
-    return [f"{name}: being submitted, or cut off there; the next command looks the job up" for name in names]
+    return [path.parent.name for path in sorted(run.slurm.glob(f"*/{NOTICE}")) if path.parent.name not in known]
 
 
 Read = TypeVar("Read")

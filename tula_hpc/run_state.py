@@ -145,6 +145,11 @@ class _Parts(NamedTuple):
         return any(job.phase is phase for job in self.jobs)
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether it is open if jobs are on their way, since the scheduler could not be asked."""
+        return self.has(JobPhase.UNKNOWN) or (bool(self.facts.cut_off) and self.answer.active is None)
+
+    @property
     def at_work(self) -> bool:
         """Whether something will act when jobs end."""
         return _is_at_work(self.facts, self.jobs)
@@ -439,7 +444,7 @@ def _failed(parts: _Parts) -> Verdict | None:
     control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
     if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
         return "failed", f"controller job {control.job_id}: {control.detail or 'no word of it'}"
-    if parts.has(JobPhase.UNKNOWN) or parts.has(JobPhase.OVER):
+    if parts.is_unknown or parts.has(JobPhase.OVER):
         return None
     if parts.profile is not None and parts.profile.stand == "failed":
         return "failed", "nothing could be measured; mend the cause and run the same command again"
@@ -463,7 +468,7 @@ def _left_alone(parts: _Parts) -> Verdict | None:
     if over:
         what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
         return "over", f"{what}, not yet acted on: {AGAIN}"
-    if parts.has(JobPhase.UNKNOWN):
+    if parts.is_unknown:
         return (
             "unknown",
             "jobs were on their way by the files; whether they wait, run or are gone is not known here",
@@ -474,6 +479,7 @@ def _left_alone(parts: _Parts) -> Verdict | None:
 def _stopped_words(parts: _Parts) -> str:
     holder = parts.facts.holder
     unless = f", unless {holder} still is, which cannot be seen from here" if holder.alive is None else ""
+    unless += ", unless a submission that was cut off came through" if parts.facts.cut_off else ""
     if parts.study is not None:
         so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
     elif parts.training is not None:

@@ -163,9 +163,9 @@ def task_ids(job_id: str, count: int) -> list[str]:
     return [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
 
 
-def own_jobs() -> int:
+def own_jobs(timeout_s: float = COMMAND_TIMEOUT_S) -> int:
     """Jobs that this user has in the queue, tasks of arrays counted one by one."""
-    return len(run_command(["squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i"]).split())
+    return len(run_command(["squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i"], timeout_s).split())
 
 
 def cancel(job_ids: Iterable[str]) -> None:

@@ -139,6 +139,8 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     accounted = _ask_accounting(facts)
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
+        if facts.cut_off and not jobs:  # their ids are not known: see only whether Slurm answers
+            slurm.own_jobs(QUEUE_TIMEOUT_S)
     except LaunchError as error:
         return Answer(None, slurm.in_one_line(error)), accounted or {}
     if jobs and not active and accounted == {}:
