@@ -277,6 +277,22 @@ def test_a_dry_run_and_a_submission_take_the_same_words_for_a_refusal(
     assert all(words.splitlines()[-1].rpartition(": ")[2] in str(raised.value) for raised in (dry, real))
 
 
+@pytest.mark.parametrize("stage", ["profile", "train", CONTROL])
+def test_what_the_scheduler_refuses_is_on_record_unless_it_can_be_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    let_sbatch_say("sbatch: error: Batch job submission failed: Invalid feature specification", tmp_path, monkeypatch)
+    there = launcher(tmp_path, executor="slurm")
+    with pytest.raises(RefusedError):
+        there.submit([touch(tmp_path / "x")], stage=stage, nodes=1, minutes=1, patient=False)
+    assert there.run.events() == []
+    with pytest.raises(RefusedError):
+        there.submit([touch(tmp_path / "x")], stage=stage, nodes=1, minutes=1)
+    (event,) = there.run.events()
+    assert (event.event, event.stage, event.job_id) == ("failed", stage, "")
+    assert event.detail.endswith("Invalid feature specification")
+
+
 @pytest.mark.parametrize(
     ("variables", "own", "target"),
     [

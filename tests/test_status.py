@@ -527,6 +527,26 @@ def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, clust
     assert status.status_of(run.root).state == "stopped"
 
 
+@pytest.mark.parametrize("stage", ["profile", "train", "control"])
+def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
+    tmp_path: Path, cluster: FakeSlurm, stage: str
+) -> None:
+    run = new_run(tmp_path / "run")
+    refusal = "the scheduler refused the job: sbatch: error: Invalid feature specification"
+    run.log_event("failed", stage, detail=refusal)
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code) == ("failed", 1)
+    assert told.words == f"{stage}: {refusal}; mend the cause and run the same command again"
+    submit(run, "7")
+    run.log_event("failed", stage, detail=refusal)
+    cluster.jobs = {"7": ("RUNNING", "None")}
+    assert status.status_of(run.root).state == "running"
+    cluster.dead = True
+    assert status.status_of(run.root).state == "unknown"
+    cluster.dead, cluster.jobs, cluster.accounted = False, {}, None
+    assert status.status_of(run.root).state == "failed"
+
+
 def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="too little data")

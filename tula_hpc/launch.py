@@ -38,6 +38,8 @@ TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requ
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
 
+Task = tuple[Callable[[], Any], Mapping[str, Any]]  # what to run, and what the event of its submission says besides
+
 
 class Submitted(NamedTuple):
     """A job on its way: its id and where its logs are."""
@@ -150,7 +152,7 @@ class Launcher:
             minutes: Time limit of each job.
             data: What the event of each submission says besides.
             after: Ids of jobs that must be over before.
-            patient: Whether to wait for room below a limit of the site.
+            patient: Whether to wait for room below a limit of the site; and a refusal is noted as the stage's failure.
 
         Returns:
             Those that were accepted, at least one: the first ones, where the site limits how many a user may submit.
@@ -159,10 +161,18 @@ class Launcher:
             LaunchError: The scheduler refused, or, for want of room, could not wait.
         """
         todo = list(zip(jobs, data or [{}] * len(jobs), strict=True))
+        request = Request(stage, nodes, minutes, tuple(after))
+        try:
+            return self._submit_in_pieces(todo, request, patient)
+        except RefusedError as error:
+            if patient:
+                self.run.log_event("failed", stage, detail=str(error)[:2000])
+            raise
+
+    def _submit_in_pieces(self, todo: Sequence[Task], request: Request, patient: bool) -> list[Submitted]:
         most = self._largest_array(len(todo))
         submitted: list[Submitted] = []
         while todo:
-            request = Request(stage, nodes, minutes, tuple(after))
             try:
                 accepted = self._submit_array(todo[:most], request)
             except SubmitLimitError as error:
@@ -174,7 +184,8 @@ class Launcher:
                 continue
             submitted += accepted
             todo = todo[most:]
-            after = [accepted[0].array_id]  # side by side they would be more at once than array_parallelism
+            # side by side they would be more at once than array_parallelism
+            request = request._replace(after=(accepted[0].array_id,))
         return submitted
 
     def _largest_array(self, count: int) -> int:
@@ -210,9 +221,7 @@ class Launcher:
             self.run.log_event("ended", CONTROL, job_id=job_id)
         return bool(idle)
 
-    def _submit_array(
-        self, tasks: Sequence[tuple[Callable[[], Any], Mapping[str, Any]]], request: Request
-    ) -> list[Submitted]:
+    def _submit_array(self, tasks: Sequence[Task], request: Request) -> list[Submitted]:
         key = uuid.uuid4().hex[:6]
         folder = self.run.slurm / f"{request.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{key}"
         make_private(folder)

@@ -282,9 +282,9 @@ def _went_on(facts: Facts) -> bool:
 
 
 def _failed_stage(facts: Facts) -> Event | None:
-    """What a command wrote down last, where that is why it could not profile or plan; no failure of a single job."""
+    """What a command wrote down last, where that is why it could not plan or submit; no failure of a single job."""
     last = facts.events[-1] if facts.events else None
-    if last is None or last.event != "failed" or last.job_id or last.stage not in ("profile", "plan"):
+    if last is None or last.event != "failed" or last.job_id:
         return None
     return None if facts.plan_at > last.time else last  # planned after all, by `analysis.plan --write`
 
@@ -432,9 +432,9 @@ def _command_words(parts: _Parts) -> str:
 
 
 def _stage_failed(parts: _Parts) -> Verdict | None:
-    """A stage, not one of its jobs. Jobs are over by then."""
+    """A stage, not one of its jobs. Those do not run or wait by then."""
     event = _failed_stage(parts.facts)
-    if event is None or not event.detail.strip():
+    if event is None or not event.detail.strip() or parts.is_unknown:
         return None
     why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")  # most put it there themselves
     return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
