@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc import detach, slurm
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
+from tula_hpc.holder import holder_of
 from tula_hpc.jobs import ControlJob
 from tula_hpc.launch import CONTROL, Launcher, StillRunningError, Submitted
 from tula_hpc.records import RunDirectory
@@ -229,7 +231,9 @@ def test_who_detaches_again_to_another_stage_is_followed(
     for until, jobs in (("plan", {"1", "2"}), ("plan", {"1", "2"}), ("report", {"3", "4"})):
         assert detach.carry_on_detached(sweep, until) == 0
         assert set(cluster.jobs) == jobs
-    assert "controller job 1 is cancelled" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "controller job 1 is cancelled: another one carries on, until report" in said
+    assert "unattended any more" not in said
 
 
 def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
@@ -242,5 +246,20 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     assert detach.carry_on_detached(sweep, "report") == 0
     assert "already detached: job 1 carries on" in capsys.readouterr().out
     detach.take_over(sweep)
+    said = capsys.readouterr().out
+    assert "controller job 1 is cancelled: this command carries on instead" in said
+    assert "the sweep does not go on unattended any more" in said
     assert cluster.jobs == {}
     assert detach.controllers(sweep) == []
+    detach.take_over(sweep)
+    assert capsys.readouterr().out == ""
+
+
+def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattended(run: RunDirectory) -> None:
+    with detach._in_turn(run), pytest.raises(RunDirectoryError) as refused, run.locked():
+        pass
+    said = str(refused.value)
+    assert f"is in use by process {os.getpid()} on " in said
+    assert "(controller job 17 of this sweep, which goes on unattended)" in said
+    assert f"python -m tula_hpc.status {run.root}" in said
+    assert holder_of(run.root / ".lock").process == os.getpid()

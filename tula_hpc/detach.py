@@ -10,7 +10,6 @@ job, which waits for the end of the one that is next, and is moved on behind the
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -39,9 +38,10 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
     waiting = controllers(sweep)
     if waiting and _detached_until(sweep.run) == until:
-        print(f"already detached: job {waiting[0].job_id} carries on; see {_status(sweep.run)}")
+        print(f"already detached: job {waiting[0].job_id} carries on; see {sweep.run.status_command}")
         return 0
-    take_over(sweep)  # from those that were to go to another stage
+    if cancelled := _relieve_controllers(sweep):
+        print(f"controller job {cancelled[0].job_id} is cancelled: another one carries on, until {until}")
     sweep.run.log_event("detached", CONTROL, data={"until": until})
     return _step(sweep._replace(detached=True), until)
 
@@ -70,7 +70,7 @@ def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
     there, _ = _on_duty(sweep)  # where a controller was requeued by Slurm after it had left another
     controller = there[0] if there else _submit_controller(sweep, jobs, until)
     what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
-    print(f"detached: job {controller.job_id} carries on when {what} over; see {_status(sweep.run)}")
+    print(f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}")
     try:
         guard = _post_guard(sweep, controller, until)
         print(f"if that one is killed, or cancelled alone, job {guard} carries on")
@@ -143,10 +143,11 @@ def _in_turn(run: RunDirectory) -> Iterator[None]:
         RunDirectoryError: Somebody has had it for minutes.
     """
     deadline = time.monotonic() + TURN_S
+    role = f"controller job {slurm_job_id()} of this sweep, which goes on unattended"
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(run.locked())
+                stack.enter_context(run.locked(role))
                 break
             except RunDirectoryError:
                 if time.monotonic() > deadline:
@@ -174,16 +175,17 @@ def take_over(sweep: Sweep) -> None:
     if sweep.cluster.executor != "slurm":
         return
     sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
+    if cancelled := _relieve_controllers(sweep):
+        print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
+        print("the sweep does not go on unattended any more; for that, end this command and add --detach", flush=True)
+
+
+def _relieve_controllers(sweep: Sweep) -> list[Submitted]:
+    """Cancel the controllers that are left, and note their ends; returns those that were not over."""
     left = unsettled(sweep.run, CONTROL)
-    if not left:
-        return
-    waiting = controllers(sweep)
+    waiting = controllers(sweep) if left else []
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
-        print(f"controller job {waiting[0].job_id} is cancelled: this command carries on instead", flush=True)
     for event in left:
         sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
-
-
-def _status(run: RunDirectory) -> str:
-    return f"python -m tula_hpc.status {shlex.quote(str(run.root))}"
+    return waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -30,11 +31,12 @@ def _check_room(folder: Path) -> None:
             raise RunDirectoryError(reason, source=folder)
 
 
-def _note_owner(lock: Path, descriptor: int) -> None:
+def _note_owner(lock: Path, descriptor: int, role: str) -> None:
     """Write down who holds the lock, in place: a new file would not be the locked one."""
+    owner = f"process {os.getpid()} on {os.uname().nodename}"
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        os.pwrite(descriptor, (f"{owner} ({role})" if role else owner).encode(), 0)
     except OSError as error:
         raise StorageError(f"{lock}: cannot be written: {in_words(error)}") from None
 
@@ -82,8 +84,11 @@ class RunDirectory:
             raise RunDirectoryError(message, source=shown)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, role: str = "") -> Iterator[None]:
         """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
+
+        Args:
+            role: What this process is to the run, for those who are kept from it, in at most 100 characters.
 
         Raises:
             RunDirectoryError: Another one holds it; the message says who.
@@ -99,12 +104,18 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = file.read(200).strip() or "another command"
-                raise RunDirectoryError(f"is in use by {owner}", source=self.root) from None
+                message = f"is in use by {owner}; what it does: {self.status_command}"
+                raise RunDirectoryError(message, source=self.root) from None
             except OSError as error:  # as on NFS without its lock service
                 message = f"{path}: cannot be locked: {in_words(error)}; put the run on a file system with flock"
                 raise StorageError(message) from None
-            _note_owner(path, descriptor)
+            _note_owner(path, descriptor, role)
             yield
+
+    @property
+    def status_command(self) -> str:
+        """What a user types to see what goes on here."""
+        return f"python -m tula_hpc.status {shlex.quote(str(self.root))}"
 
     def check_owner(self) -> None:
         """Refuse a directory that another user owns, may write to, or can put another one in the place of.
