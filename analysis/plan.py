@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from tula_hpc.analysis.planning import AGAIN, make_plan
-from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep, split_overrides
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="a key of the sweep or the cluster file that changes nothing that was measured, for example "
-        "objective.deadline_hours=12 or pricing.basis=spot",
+        "objective.deadline_hours=12, pricing.basis=spot or partitions.NAME.pricing.usd_per_node_hour=2",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")
@@ -113,17 +113,6 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
     return sweep, cluster, AGAIN if (sweep, cluster) == (own_sweep, own_cluster) else ANEW
-
-
-def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the sweep file and of the cluster file: by section, or with `cluster.` in front."""
-    sections = ClusterSpec.model_fields.keys() - SweepSpec.model_fields.keys()
-    mine: list[str] = []
-    others: list[str] = []
-    for text in overrides:
-        name = text.partition("=")[0].strip().partition(".")[0]
-        (others if name == "cluster" or name in sections else mine).append(text.removeprefix("cluster."))
-    return mine, others
 
 
 def _as_text(

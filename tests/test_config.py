@@ -25,6 +25,7 @@ from tula_hpc.config import (
     check_together,
     load_cluster,
     load_sweep,
+    load_together,
     local_batches,
 )
 from tula_hpc.errors import InputError
@@ -232,6 +233,53 @@ def test_overrides_take_toml_and_bare_words(here: Path) -> None:
     )
     assert (sweep.workload.model, sweep.workload.lr, sweep.name) == ("resnet34", 0.5, "b")
     assert sweep.search.cluster_sizes == (1, 4)
+
+
+TWO_PARTITIONS = """
+[[partitions]]
+partition = "gpu"
+max_nodes = 4
+[[partitions]]
+partition = "gpu.large"
+max_nodes = 2
+pricing = { usd_per_node_hour = 9.0 }
+"""
+
+
+def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
+    Path("in.toml").write_text(NAME + TWO_PARTITIONS)
+    asked = ["partitions.gpu.pricing.usd_per_node_hour=2", "partitions.gpu.large.max_nodes=8", "memory_gb=3"]
+    small, large = load_cluster(Path("in.toml"), asked).parts()
+    assert (small.max_nodes, small.pricing.usd_per_node_hour, small.memory_gb) == (4, 2.0, 3.0)
+    assert (large.max_nodes, large.pricing.usd_per_node_hour, large.memory_gb) == (8, 9.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("tables", "override", "said"),
+    [
+        (TWO_PARTITIONS, "partitions.cpu.max_nodes=3", "expected partitions.NAME.KEY=VALUE; there is gpu, gpu.large"),
+        (TWO_PARTITIONS, "partitions.0.max_nodes=3", "expected partitions.NAME.KEY=VALUE; there is gpu, gpu.large"),
+        ("", "partitions.gpu.max_nodes=3", "expected partitions.NAME.KEY=VALUE; there is no [[partitions]]"),
+        (
+            TWO_PARTITIONS,
+            "max_nodes=3",
+            "changes nothing: every one of [[partitions]] has a value of its own; "
+            "set partitions.NAME.max_nodes, NAME being gpu or gpu.large",
+        ),
+    ],
+)
+def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, said: str) -> None:
+    line = complaint(load_cluster, NAME + tables, [override])
+    assert line == f"--set: {override.partition('=')[0]}: {said}"
+
+
+def test_overrides_of_both_files_are_told_apart_and_reach_the_default_cluster(here: Path) -> None:
+    Path("in.toml").write_text(NAME)
+    asked = ["workload.lr=0.5", "cluster.max_nodes=4", "pricing.basis=spot"]
+    sweep, cluster = load_together(Path("in.toml"), None, asked)
+    assert (sweep.workload.lr, cluster.max_nodes, cluster.pricing.basis) == (0.5, 4, "spot")
+    with pytest.raises(InputError, match=r"^the default cluster \(this machine\): max_node: unknown key"):
+        load_together(Path("in.toml"), None, ["cluster.max_node=4"])
 
 
 def test_windows_files_are_read(here: Path) -> None:

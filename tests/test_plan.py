@@ -648,6 +648,22 @@ def test_each_partition_keeps_to_what_was_measured_there(run: RunDirectory, caps
     assert "partitions.b.workers_per_node: the measurements are with 2" in capsys.readouterr().err
 
 
+def test_a_price_that_every_partition_has_for_itself_is_set_for_one(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = '[[partitions]]\npartition = "a"\npricing = { usd_per_node_hour = 1.0 }\n'
+    run.cluster_file.write_text(f'name = "here"\n{table}')
+    rows = [row.model_copy(update={"partition": "a"}) for row in CORNERS]
+    (run.profile / "task.jsonl").write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    assert main([str(run.root), "--set", "pricing.usd_per_node_hour=5"]) == 2
+    assert "changes nothing" in capsys.readouterr().err
+    costs = []
+    for price in (5, 10):
+        assert main([str(run.root), "--json", "--set", f"partitions.a.pricing.usd_per_node_hour={price}"]) == 0
+        costs.append(json.loads(capsys.readouterr().out)["chosen"]["cost"])
+    assert costs[1] == pytest.approx(2 * costs[0])
+
+
 @pytest.mark.parametrize(
     "override",
     [

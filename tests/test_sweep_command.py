@@ -54,7 +54,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "workload.dataset=imagenet"], "workload.data_dir"),
         (["--set", "workload.epoch=3"], "did you mean 'epochs'"),
         (["--set", "nonsense"], "expected section.key=value"),
-        (["--set", "cluster.partition=x"], "needs --cluster"),
+        (["--set", "cluster.max_nodes=1"], "2 nodes, but the default cluster (this machine) has max_nodes = 1"),
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
         (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),

@@ -46,7 +46,8 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a key of the sweep, or of the cluster as cluster.key=value; repeatable",
+        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
+        "cluster.partitions.NAME.key=value; repeatable",
     )
     parser.add_argument(
         "--detach",

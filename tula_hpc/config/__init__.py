@@ -10,7 +10,7 @@ from tula_hpc.config.fitting import check_together, cluster_sizes, study_part, s
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
 from tula_hpc.config.pricing import PricingSpec
-from tula_hpc.config.reading import load_cluster, load_sweep, load_together
+from tula_hpc.config.reading import load_cluster, load_sweep, load_together, split_overrides
 from tula_hpc.config.search import SearchSpec, batches_timed_apart, local_batches
 from tula_hpc.config.spec import GIB, Spec
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
@@ -50,6 +50,7 @@ __all__ = [
     "load_sweep",
     "load_together",
     "local_batches",
+    "split_overrides",
     "study_column",
     "study_part",
     "sweep_for",

@@ -32,3 +32,8 @@ class PartitionSpec(Spec):
     def overrides(self) -> dict[str, Any]:
         """The keys that are given, except the prices."""
         return self.model_dump(exclude_none=True, exclude={"pricing"})
+
+    def has(self, key: str) -> bool:
+        """Whether a dotted key of a cluster file is given here."""
+        section, _, name = key.partition(".")
+        return name.partition(".")[0] in self.pricing if section == "pricing" else section in self.overrides()

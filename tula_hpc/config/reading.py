@@ -20,6 +20,7 @@ from tula_hpc.config.toml import override, read_toml
 from tula_hpc.errors import InputError
 
 MOST_MISTAKES = 20  # that are named one by one
+DEFAULT = "the default cluster (this machine)"
 LARGEST = 1e30  # no number of an input is larger
 S = TypeVar("S", bound=Spec)
 
@@ -33,14 +34,14 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     Raises:
         InputError: One line per mistake: file, key, what was expected.
     """
-    sweep = _parse(SweepSpec, path, overrides, check_paths=check_paths)
+    sweep = _parse(SweepSpec, path, read_toml(path), overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
 
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
-    return _parse(ClusterSpec, path, overrides)
+    return _with_effect(_parse(ClusterSpec, path, read_toml(path), overrides), overrides)
 
 
 def load_together(
@@ -51,21 +52,45 @@ def load_together(
     Args:
         sweep_file: The sweep.
         cluster_file: The cluster.
-        overrides: `section.key=value` of the sweep, or `cluster.section.key=value`.
+        overrides: Of either, see `split_overrides`.
         check_paths: See `load_sweep`.
     """
-    of_cluster = [text.removeprefix("cluster.") for text in overrides if text.startswith("cluster.")]
-    of_sweep = [text for text in overrides if not text.startswith("cluster.")]
+    of_sweep, of_cluster = split_overrides(overrides)
     sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
-    if cluster_file is None and of_cluster:
-        raise InputError("cluster.* needs --cluster", source="--set")
-    cluster = ClusterSpec() if cluster_file is None else load_cluster(cluster_file, of_cluster)
-    check_together(sweep, cluster, sweep_file, cluster_file or "the default cluster (this machine)")
+    cluster = (
+        _parse(ClusterSpec, DEFAULT, {}, of_cluster) if cluster_file is None else load_cluster(cluster_file, of_cluster)
+    )
+    check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
     return sweep, cluster
 
 
-def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: bool = True) -> S:
-    tables = read_toml(path)
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the sweep file and of the cluster file: by section, or with `cluster.` in front."""
+    sections = ClusterSpec.model_fields.keys() - SweepSpec.model_fields.keys()
+    mine: list[str] = []
+    others: list[str] = []
+    for text in overrides:
+        name = text.partition("=")[0].strip().partition(".")[0]
+        (others if name == "cluster" or name in sections else mine).append(text.removeprefix("cluster."))
+    return mine, others
+
+
+def _with_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
+    """The cluster, if overrides of what its partitions share reach any of them.
+
+    Raises:
+        InputError: Every partition has a value of its own.
+    """
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        if cluster.partitions and all(table.has(key) for table in cluster.partitions):
+            own = f"changes nothing: every one of [[partitions]] has a value of its own; set partitions.NAME.{key}"
+            raise InputError(f"{own}, NAME being {' or '.join(cluster.part_names())}", source="--set", key=key)
+    return cluster
+
+
+def _parse(
+    kind: type[S], path: Path | str, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool = True
+) -> S:
     for text in overrides:
         override(tables, text)
     try:
@@ -81,7 +106,7 @@ def _parse(kind: type[S], path: Path, overrides: Sequence[str], *, check_paths: 
         raise InputError("\n".join(dict.fromkeys([*lines, *more]))) from None
 
 
-def _as_json(path: Path, tables: dict[str, Any]) -> str:
+def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
     """The tables as JSON, for which pydantic's strict mode knows lists from tuples and paths from text."""
     try:
         text = json.dumps(tables, default=str)
@@ -91,7 +116,7 @@ def _as_json(path: Path, tables: dict[str, Any]) -> str:
     return text
 
 
-def _refuse_absurd(path: Path, value: object, place: tuple[str, ...] = ()) -> None:
+def _refuse_absurd(path: Path | str, value: object, place: tuple[str, ...] = ()) -> None:
     """Refuse numbers with which nothing can be computed, wherever they are; some keys have closer bounds.
 
     Raises:

@@ -12,6 +12,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
+PARTITIONS = "partitions"  # a list of tables, each with a name
 MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
 
 
@@ -63,20 +64,45 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def override(tables: dict[str, Any], text: str) -> None:
-    """Set one key, from `section.key=value`.
+    """Set one key, from `section.key=value`, or, of one of `[[partitions]]`, `partitions.NAME.key=value`.
 
     Raises:
         InputError: It is not of that form, or leads through what is no table.
     """
     key, equals, value = text.partition("=")
-    *sections, last = key.strip().split(".")
-    if not equals or not last or not text.isprintable():
+    left = key.strip()
+    if not equals or not left or left.endswith(".") or not text.isprintable():
         raise InputError(f"expected section.key=value, got {text[:200]!r}", source="--set")
-    for section in sections:
-        tables = tables.setdefault(section, {})
-        if not isinstance(tables, dict):
-            raise InputError(f"{section!r} is not a table", source="--set", key=key)
+    while "." in left:
+        tables, left = _enter(tables, left, key)
     try:
-        tables[last] = _tables(f"value = {value}")["value"]
+        tables[left] = _tables(f"value = {value}")["value"]
     except (ValueError, RecursionError):
-        tables[last] = value.strip()  # a bare word
+        tables[left] = value.strip()  # a bare word
+
+
+def _enter(tables: dict[str, Any], left: str, key: str) -> tuple[dict[str, Any], str]:
+    """The table that what is left of a key begins with, and the rest of it."""
+    section, _, rest = left.partition(".")
+    if section == PARTITIONS:
+        return _enter_partition(tables.get(section), rest, key)
+    inner = tables.setdefault(section, {})
+    if not isinstance(inner, dict):
+        raise InputError(f"{section!r} is not a table", source="--set", key=key)
+    return inner, rest
+
+
+def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any], str]:
+    """The same of a list of tables, each with a name; that may hold dots."""
+    named = tables_by_name(tables)
+    name = max((name for name in named if left.startswith(f"{name}.")), key=len, default=None)
+    if name is None:
+        there = ", ".join(filter(str.isprintable, named)) or "no [[partitions]]"
+        raise InputError(f"expected partitions.NAME.KEY=VALUE; there is {there}", source="--set", key=key)
+    return named[name], left.removeprefix(f"{name}.")
+
+
+def tables_by_name(tables: object) -> dict[str, dict[str, Any]]:
+    """The tables of `[[partitions]]` by the name of the partition; those that have none are left out."""
+    found = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    return {table["partition"]: table for table in found if isinstance(table.get("partition"), str)}
