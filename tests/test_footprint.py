@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
@@ -180,6 +182,41 @@ def test_the_command_prints_a_table_or_the_record(tmp_path: Path, capsys: pytest
     assert "too large" in table
     assert main([sweep_file, "--cluster", cluster_file, "--json"]) == 0
     assert Footprint.model_validate(json.loads(capsys.readouterr().out)).limit_bytes == int(0.9 * int(0.9 * 1024**3))
+
+
+TWO_PARTITIONS = """
+[[partitions]]
+partition = "small"
+memory_gb = 0.9
+[[partitions]]
+partition = "large"
+memory_gb = 64.0
+"""
+
+
+def test_each_partition_has_its_table_and_a_record_is_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(files(tmp_path)[0]), "--cluster", str(files(tmp_path, cluster=TWO_PARTITIONS)[1])]
+    assert main(asked) == 0
+    small, large = capsys.readouterr().out.split("Partition large:\n")
+    assert small.startswith("Partition small:\n")
+    assert ("too large" in small, "too large" in large) == (True, False)
+    assert main([*asked, "--json", "--partition", "large"]) == 0
+    assert Footprint.model_validate(json.loads(capsys.readouterr().out)).limit_bytes == int(0.9 * 64 * 1024**3)
+    assert main([*asked, "--json"]) == 2
+    assert capsys.readouterr().err == "--partition: a record is of one of [[partitions]]; give small or large\n"
+    assert main([*asked, "--partition", "huge"]) == 2
+    assert "no partition 'huge'; expected small or large" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_heard_enough_is_no_error(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "tula_hpc.workloads.footprint", str(files(tmp_path)[0])]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_keys_can_be_set_and_data_that_is_known_by_name_need_not_be_here(

@@ -26,7 +26,9 @@ RULES: dict[str, set[str]] = {
     "config": {"errors", "catalog", "files", "tres", "config"},
     "records": {"errors", "files", "records"},
     "analysis": {"errors", "config", "files", "records", "analysis"},
-    "workloads": {"errors", "catalog", "config", "memory_errors", "nested", "records", "resident", "workloads"},
+    "workloads": {
+        "errors", "catalog", "config", "files", "memory_errors", "nested", "records", "resident", "workloads",
+    },
     "optim": {"errors", "nested", "optim"},
     "payload": set(),
     "checkpoint": {"errors", "files", "payload"},

@@ -164,7 +164,8 @@ class ClusterSpec(Spec):
         for table in self.partitions:
             if table.partition == name:
                 return _part(self, table)
-        raise InputError(f"no partition {name!r} among the [[partitions]]", key="partitions")
+        there = f"expected {' or '.join(self.part_names())}" if self.partitions else "the cluster has no [[partitions]]"
+        raise InputError(f"no partition {name!r}; {there}", key="partitions")
 
     def part_names(self) -> tuple[str, ...]:
         """What `Measurement.partition` and `Candidate.partition` say, in the order of `parts()`."""

@@ -1,6 +1,7 @@
 """An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
 
-`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--json]`
+`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...]
+[--partition NAME] [--json]`
 
 The workload's model is built without memory, and forward pass, backward pass and optimizer are gone through with
 tensors that have shapes but no contents, at three local batches. From the storages alive at each moment follow
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,8 +40,10 @@ from tula_hpc.config import (
     WorkloadSpec,
     load_together,
     local_batches,
+    sweep_for,
 )
 from tula_hpc.errors import InputError
+from tula_hpc.files import write_out
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
@@ -184,15 +187,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # data that is known by its name need not be here
         sweep, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=False)
-        footprint = estimate_footprint(sweep, cluster.part(options.partition))
+        footprints = {name: estimate_footprint(sweep, cluster.part(name)) for name in _wanted(options, sweep, cluster)}
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 # the user's code may raise anything
         print(f"cannot be estimated: {told(error)}", file=sys.stderr)
         return 1
-    print(footprint.model_dump_json() if options.json else "\n".join(describe(footprint)))
+    write_out("\n".join(_answer(options, footprints)) + "\n")
     return 0
+
+
+def _wanted(options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
+    """The partitions to estimate for: the one that is named, else all that have nodes enough.
+
+    Raises:
+        InputError: A record can be of one alone.
+    """
+    if options.partition:
+        return [options.partition]
+    names = [name for name in cluster.part_names() if sweep_for(sweep, cluster.part(name)) is not None]
+    if options.json and len(names) > 1:
+        raise InputError(f"a record is of one of [[partitions]]; give {' or '.join(names)}", source="--partition")
+    return names
+
+
+def _answer(options: argparse.Namespace, footprints: Mapping[str, Footprint]) -> Iterator[str]:
+    """What the command prints, line by line."""
+    for name, footprint in footprints.items():
+        if options.json:
+            yield footprint.model_dump_json()
+            continue
+        if name:
+            yield f"Partition {name}:"
+        yield from describe(footprint)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -207,9 +235,10 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a key of the sweep, or of the cluster as cluster.key=value; repeatable",
+        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
+        "cluster.partitions.NAME.key=value; repeatable",
     )
-    parser.add_argument("--partition", default="", help="which of the cluster's [[partitions]]")
+    parser.add_argument("--partition", default="", help="which of the cluster's [[partitions]] (default: each)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     return parser
 
