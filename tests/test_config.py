@@ -77,6 +77,8 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ('[workload]\noptimizer = "adam"', "workload.optimizer: expected 'sgd' or 'adamw', got \"adam\""),
         ('[workload]\nschedule = "step"', 'workload.milestones: schedule = "step" needs milestones, for example'),
         ("[workload]\nmilestones = [3, 2]", "workload.milestones: expected increasing epochs"),
+        ("[workload]\nepochs = 4\nwarmup_epochs = 4", "workload.warmup_epochs: 4 leaves nothing of epochs = 4"),
+        ("[training]\nwarmup_epochs = 12", "training.warmup_epochs: 12 leaves nothing of workload.epochs = 10"),
         ("[search]\ncluster_sizes = []", r"search\.cluster_sizes: expected at least 1 value, got \[\]"),
         ("[search]\ncluster_sizes = [1, 0]", r"search\.cluster_sizes\.1: expected at least 1, got 0"),
         ("[search]\ncluster_sizes = [2, 2]", "search.cluster_sizes: expected each cluster size once"),
@@ -139,6 +141,7 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
         ('[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\npricing = '
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
+        ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that end up in the job script: a newline would start a line of its own there
         ('partition = "a\\n#SBATCH --uid=0"', r'partition: "a\\n#SBATCH --uid=0" holds characters'),
         ('account = "a b"', 'account: "a b" holds characters that are not allowed'),

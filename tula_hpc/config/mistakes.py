@@ -56,7 +56,15 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
             location = location[:-2]  # what follows names the key
         message = f"{shown(item['input'])} holds characters that are not allowed here"
         return line_of(path, location, f"{message} (pattern {item['ctx']['pattern']})")
-    return line_of(path, location, f"{words_of(item)}, got {shown(item['input'])}")
+    meant = _tables_meant(kind, location, item["input"])
+    return line_of(path, location, f"{words_of(item)}{meant}, got {shown(item['input'])}")
+
+
+def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
+    """The key that was meant, as a question, where [[tables]] stand for one that holds none."""
+    if len(location) > 1 or not isinstance(value, list) or not any(isinstance(table, dict) for table in value):
+        return ""
+    return nearest(location[0], kind.model_fields.keys() - {location[0]}, "[[{}]]")
 
 
 def words_of(item: Mapping[str, Any]) -> str:
@@ -103,7 +111,7 @@ def fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
     return list(kind.model_fields)
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """The valid word that was meant, as a question; nothing where none is near."""
+def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
+    """The valid word that was meant, as a question, in this form; nothing where none is near."""
     close = difflib.get_close_matches(word, valid, n=1) if len(word) <= 100 else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return f" (did you mean {form.format(close[0])}?)" if close else ""

@@ -35,6 +35,13 @@ class SweepSpec(Spec):
         return self
 
     @model_validator(mode="after")
+    def _warm_up_ends(self) -> SweepSpec:
+        warmup, epochs = self.training.warmup_epochs, self.workload.epochs
+        if warmup is not None and warmup >= epochs:
+            raise ValueError(f"training.warmup_epochs: {warmup:g} leaves nothing of workload.epochs = {epochs}")
+        return self
+
+    @model_validator(mode="after")
     def _method_fits(self) -> SweepSpec:
         method, work = self.training.method, self.workload
         needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)

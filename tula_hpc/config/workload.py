@@ -79,6 +79,8 @@ class WorkloadSpec(Spec):
             raise ValueError('milestones: schedule = "step" needs milestones, for example milestones = [50, 75]')
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ValueError("milestones: expected increasing epochs, each once")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs: {self.warmup_epochs:g} leaves nothing of epochs = {self.epochs}")
         facts = DATASETS.get(self.dataset)
         if facts is not None and facts.on_disk and _checks_paths(info):
             _check_data_dir(self.dataset, self.data_dir)
