@@ -19,7 +19,7 @@ from tests.test_fuzz import whole_run
 from tula_hpc import launch, local_alive, status, study, sweep
 from tula_hpc.analysis import figures, figures_study, plan, report
 from tula_hpc.analysis import study as study_report
-from tula_hpc.command import _frozen
+from tula_hpc.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, load_sweep
 from tula_hpc.errors import LaunchError
 from tula_hpc.records import RateTrial, TunedRates, write_atomically
@@ -78,11 +78,11 @@ def make_runs(folder: Path) -> None:
     (folder / "run.toml").write_text(digits)
     run = whole_run(folder / "run")
     run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
-    write_atomically(run.sweep_file, _frozen(load_sweep(folder / "run.toml")))
-    write_atomically(run.cluster_file, _frozen(ClusterSpec()))
+    write_atomically(run.sweep_file, freeze(load_sweep(folder / "run.toml")))
+    write_atomically(run.cluster_file, freeze(ClusterSpec()))
     done = make_study(folder / "study", SMALL_STUDY)
     (folder / "study.toml").write_bytes(done.sweep_file.read_bytes())
-    write_atomically(done.cluster_file, _frozen(ClusterSpec()))
+    write_atomically(done.cluster_file, freeze(ClusterSpec()))
     rates = TunedRates(rates={"sgd": 0.1}, trials=[RateTrial(family="sgd", lr=0.1, accuracy=0.5)])
     write_atomically(done.rates_file, rates.model_dump_json())
     done.log_event("submitted", "train", job_id="9", data={"label": "study/ags-b256-s0", "folder": "slurm/a"})

@@ -94,7 +94,10 @@ RULES: dict[str, set[str]] = {
     "summary": {"analysis", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},
-    "command": {"analysis", "config", "detach", "errors", "files", "launch", "pipeline", "records", "stages"},
+    "changed_inputs": {"analysis", "config", "errors", "files"},
+    "command": {
+        "analysis", "changed_inputs", "config", "detach", "errors", "files", "launch", "pipeline", "records", "stages",
+    },
     "study_stage": {
         "analysis", "config", "errors", "jobs", "launch", "progress", "records", "stages", "submission", "trainings",
     },

@@ -193,6 +193,40 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     assert load_cluster(run.cluster_file).account == "rich"
 
 
+def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.config import load_cluster
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.sweep import _parser
+
+    def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
+        words = (word for key in keys for word in ("--set", f"partitions.{key}"))
+        return load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file), *words]))
+
+    cluster_file = sweep_file.parent / "c.toml"
+    tables = ['[[partitions]]\npartition = "v1.pricing.x"\naccount = "spent"\n', '[[partitions]]\npartition = "dear"\n']
+    cluster_file.write_text("".join(tables))
+    run = open_run(*inputs(), sweep_file.parent / "run").run
+    run.log_event("submitted", "profile", job_id="1")
+    changed = inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich")
+    open_run(*changed, run.root)
+    assert load_cluster(run.cluster_file) == changed[1]
+    error = capsys.readouterr().err
+    assert "cluster.toml: partitions.dear.pricing.usd_per_node_hour: not set before, 5 from now on" in error
+    assert "cluster.toml: partitions.v1.pricing.x.account: spent before, rich from now on" in error
+    for keys, said in {
+        "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set there, 1 now$",
+        "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set there, 2 now$",
+    }.items():
+        with pytest.raises(RunDirectoryError, match=said):
+            check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)
+    cluster_file.write_text("".join(reversed(tables)))
+    with pytest.raises(RunDirectoryError, match=r"  partitions: \['v1\.pricing\.x', 'dear'\] there, \['dear', 'v1"):
+        check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
+
+
 def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mistake = [str(sweep_file), "--set", "workload.dataset=imagenet", "--set", "workload.data_dir=/nowhere/at/all"]
     assert main(mistake) == 2

@@ -7,10 +7,21 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tula_hpc.changed_inputs import (
+    Changes,
+    changes_of,
+    freeze,
+    in_lines,
+    is_of_submission,
+    is_unmeasured,
+    name_of,
+    only_prices,
+    shown_line,
+)
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, in_words
 
@@ -19,16 +30,7 @@ if TYPE_CHECKING:
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages import Sweep
 
-# Of a cluster file what only says how jobs are submitted: a project's hours are used up, or a time limit was too short.
-# Neither a measurement nor a training depends on it.
-OF_SUBMISSION = frozenset({
-    "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
-    "controller_minutes", "controller_partition", "controller_memory_gb",
-})  # fmt: skip
-SHOWN_LINES = 40  # of what differs between inputs
 LAST_ANSWER_S = 5.0  # so long who interrupts a command waits for Slurm's word on its jobs
-NOT_SET = "not set"  # a key's value, in words
-Changes = dict[str, tuple[Any, Any]]  # by key: its value in the run directory, and now
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +148,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if path.exists():
             _take_over(run, path, inputs)
         else:
-            write_atomically(path, _frozen(inputs))
+            write_atomically(path, freeze(inputs))
     return Sweep(spec, cluster, run, started_at=time.time())
 
 
@@ -185,7 +187,7 @@ def _is_unused(run: RunDirectory) -> bool:
 
 def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Remove the inputs of an unused run, where they are other ones, and the estimate that was made from them."""
-    if not any(_changes(path, inputs) for path, inputs in _files(run, spec, cluster)):
+    if not any(changes_of(path, inputs) for path, inputs in _files(run, spec, cluster)):
         return
     with run.locked():
         if _is_unused(run):  # still: the command that was at work may have submitted meanwhile
@@ -197,31 +199,14 @@ def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tup
     return [(run.sweep_file, spec), (run.cluster_file, cluster)]
 
 
-def _changes(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
-    """What of a run's inputs is another than in its file, if that is there."""
-    if not path.exists():
-        return {}
-    old, new = _keys(_read_frozen(path)), _keys(_frozen(inputs))
-    differing = (key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
-    return {key: (old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
-
-
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """How jobs are submitted may change at any time; until the first training all that no measurement depends on."""
     is_sweep = spec.study is None
     free = is_sweep and not _has_trained(run)
     for path, inputs in _files(run, spec, cluster):
-        changes = _changes(path, inputs)
-        if not all(key in OF_SUBMISSION or (free and _is_unmeasured(key)) for key in changes):
+        changes = changes_of(path, inputs)
+        if not all(is_of_submission(key) or (free and is_unmeasured(key)) for key in changes):
             raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
-
-
-def _is_unmeasured(key: str) -> bool:
-    from tula_hpc.analysis.measured_inputs import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
-
-    section, _, name = key.partition(".")
-    free = {"workload": name in FREE_OF_WORKLOAD, "training": name not in MEASURED_OF_TRAINING}
-    return free.get(section, section in ("objective", "pricing") and bool(name))
 
 
 def _has_trained(run: RunDirectory) -> bool:
@@ -235,15 +220,15 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
     """Go on with these inputs; jobs that wait or run stay as they are. Measurements stay, a plan is made anew."""
     from tula_hpc.records import write_atomically
 
-    changes = _changes(path, inputs)
+    changes = changes_of(path, inputs)
     if not changes:
         return
     with run.locked():
-        write_atomically(path, _frozen(inputs))
-        if not changes.keys() <= OF_SUBMISSION:
+        write_atomically(path, freeze(inputs))
+        if not all(is_of_submission(key) for key in changes):
             run.plan_file.unlink(missing_ok=True)
     for key, (was, now) in changes.items():
-        sys.stderr.write(_shown(f"{path}: {key}: {was} before, {now} from now on") + "\n")
+        sys.stderr.write(shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n")
 
 
 def _is_fresh(root: Path) -> bool:
@@ -254,55 +239,15 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _read_frozen(path: Path) -> str:
-    from tula_hpc.config import MAX_FILE_BYTES
-    from tula_hpc.files import read_bounded
-
-    try:
-        return read_bounded(path, MAX_FILE_BYTES).decode(errors="replace")
-    except OSError as error:
-        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
-
-
 def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
-    lines = [_shown(f"  {key}: {was} there, {now} now") for key, (was, now) in changes.items()]
-    more = ["  ..."] if len(lines) > SHOWN_LINES else []
-    if all(key.startswith(("objective.", "pricing.")) for key in changes):
+    lines = ["was made from other inputs; use another --run-dir or the same inputs:", *in_lines(changes)]
+    if only_prices(changes):
         again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(run.root))} --set KEY=VALUE --write"
-        more.append(f"To plan again over the same measurements: {again}")
-    elif is_sweep and all(key in OF_SUBMISSION or _is_unmeasured(key) for key in changes):
-        more.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
-    words = "was made from other inputs; use another --run-dir or the same inputs:"
-    return "\n".join([words, *lines[:SHOWN_LINES], *more])
-
-
-def _shown(line: str) -> str:
-    return line[:200] if line.isprintable() else ascii(line)[:200]
-
-
-def _keys(toml: str) -> dict[str, Any]:
-    """Every value by its dotted key; none of what is no TOML any more."""
-    import tomllib
-
-    def flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    try:
-        return dict(flat(tomllib.loads(toml), ""))
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return {}
-
-
-def _frozen(spec: SweepSpec | ClusterSpec) -> str:
-    """The resolved input as TOML."""
-    import tomli_w
-
-    return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
+        lines.append(f"To plan again over the same measurements: {again}")
+    elif is_sweep and all(is_of_submission(key) or is_unmeasured(key) for key in changes):
+        lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
+    return "\n".join(lines)
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:

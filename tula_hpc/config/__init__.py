@@ -16,7 +16,7 @@ from tula_hpc.config.spec import GIB, Spec
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
 from tula_hpc.config.study_columns import study_column
 from tula_hpc.config.sweep import JOB_NAMES, SweepSpec
-from tula_hpc.config.toml import MAX_FILE_BYTES
+from tula_hpc.config.toml import MAX_FILE_BYTES, tables_by_name
 from tula_hpc.config.training import CHECKPOINT_MINUTES, Method, TrainingSpec
 from tula_hpc.config.workload import WorkloadSpec
 
@@ -54,4 +54,5 @@ __all__ = [
     "study_column",
     "study_part",
     "sweep_for",
+    "tables_by_name",
 ]
