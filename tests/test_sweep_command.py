@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.planning_data import failed, ok
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
 
 SWEEP = """
@@ -72,6 +75,13 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
     assert [path.name for path in sweep_file.parent.iterdir()] == ["small.toml"]
 
 
+def measure(run: RunDirectory) -> None:
+    """A job of its own has measured something, and its end was seen to."""
+    run.log_event("submitted", "profile", job_id="1")
+    append_record(run.profile / "n1-b32-0.jsonl", ok(1, 32))
+    run.log_event("ended", "profile", job_id="1")
+
+
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 def test_other_inputs_are_refused_with_the_difference(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]
@@ -81,7 +91,7 @@ def test_other_inputs_are_refused_with_the_difference(
 
     root = sweep_file.parent / "run"
     run = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root).run
-    run.log_event("submitted", "profile", job_id="1")
+    measure(run)
     (run.train().root / "checkpoints").mkdir(parents=True)
     again = [str(sweep_file), "--run-dir", str(root), *dry]
     assert main([*again, "--set", "workload.epochs=99"]) == 2
@@ -90,7 +100,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert "workload.epochs: 10 there, 99 now" in error
     assert "plan again" not in error
     assert f"To train anew over the same measurements, delete {run.root / 'train'}." in error
-    assert main([*again, "--set", "search.max_batch=99"]) == 2
+    assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
@@ -98,36 +108,126 @@ def test_other_inputs_are_refused_with_the_difference(
     assert f"python -m tula_hpc.analysis.plan {root} --set KEY=VALUE --write" in error
 
 
-def test_inputs_may_be_mended_until_something_came_of_them(sweep_file: Path) -> None:
-    from tula_hpc.command import check_run, load_inputs, open_run
-    from tula_hpc.config import load_sweep
-    from tula_hpc.errors import RunDirectoryError
+def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
+    from tula_hpc.command import load_inputs
     from tula_hpc.sweep import _parser
 
-    def inputs(seed: int) -> tuple[SweepSpec, ClusterSpec]:
-        return load_inputs(_parser().parse_args([str(sweep_file), "--set", f"workload.seed={seed}"]))
+    return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
 
-    root = sweep_file.parent / "run"
-    run = open_run(*inputs(7), root).run
+
+def test_inputs_may_be_mended_until_something_was_measured(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.command import check_run, open_run
+    from tula_hpc.config import load_sweep
+    from tula_hpc.errors import RunDirectoryError
+
+    def inputs(seed: int) -> tuple[SweepSpec, ClusterSpec]:
+        return inputs_of(sweep_file, f"workload.seed={seed}")
+
+    run = open_run(*inputs(7), sweep_file.parent / "run").run
     (run.root / "footprint.json").write_text("{}")
-    (run.profile / "n1-b32-0.jsonl").touch()  # as after a job that the scheduler refused
-    check_run(*inputs(8), root)
+    run.log_event("submitted", "profile", job_id="1")
+    append_record(run.profile / "n1-b32-0.jsonl", failed(1, 32))
+    run.log_event("ended", "profile", job_id="1")
+    check_run(*inputs(8), run.root)
     assert load_sweep(run.sweep_file).workload.seed == 7
-    open_run(*inputs(8), root)
-    assert load_sweep(run.sweep_file).workload.seed == 8
-    assert not (run.root / "footprint.json").exists()
-    notice = run.slurm / "profile-1" / "submission.json"  # of a command that was killed while it submitted
-    notice.parent.mkdir()
-    notice.touch()
-    with pytest.raises(RunDirectoryError, match="made from other inputs"):
-        open_run(*inputs(9), root)
-    notice.unlink()
     with run.locked(), pytest.raises(RunDirectoryError, match="is in use by"):
-        open_run(*inputs(9), root)
+        open_run(*inputs(8), run.root)
+    open_run(*inputs(8), run.root)
+    assert load_sweep(run.sweep_file).workload.seed == 8
+    aside = run.root / "earlier-1"
+    line = f"{run.root}: nothing was measured with the inputs there: these take their place"
+    assert capsys.readouterr().err == f"{line}; what came of the others is in {aside}\n"
+    assert [*run.measurements().records, *run.events(), *run.root.glob("footprint*")] == []
+    assert {path.name for path in aside.iterdir()} == {"events.jsonl", "footprint.json", "profile"}
+    open_run(*inputs(9), run.root)
+    assert not (run.root / "earlier-2").exists(), "nothing had come of them"
+    measure(run)
+    with pytest.raises(RunDirectoryError, match="made from other inputs"):
+        check_run(*inputs(10), run.root)
     (run.profile / "n1-b32-0.jsonl").write_text("{}\n")
     with pytest.raises(RunDirectoryError, match="made from other inputs"):
-        check_run(*inputs(9), root)
-    assert load_sweep(run.sweep_file).workload.seed == 8
+        open_run(*inputs(10), run.root)
+    assert load_sweep(run.sweep_file).workload.seed == 9
+
+
+def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
+    from tula_hpc.command import check_run, open_run
+    from tula_hpc.errors import RunDirectoryError
+    from tula_hpc.local_alive import is_alive
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    others = inputs_of(sweep_file, "workload.seed=1")
+    folder = run.slurm / "profile-1"
+    folder.mkdir()
+    notice = folder / "submission.json"  # of a command that was killed while it submitted
+    notice.write_text('{"name": "x", "stage": "profile", "tasks": [{}]}')
+    with pytest.raises(RunDirectoryError, match="made from other inputs"):
+        open_run(*others, run.root)
+    run.log_event("submitted", "profile", job_id="99999999", data={"folder": "slurm/profile-1"})
+    with (folder / "99999999.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert is_alive(folder, "99999999")
+        words = "other inputs are taken once job 99999999 is over; to cancel: pkill -KILL"
+        with pytest.raises(RunDirectoryError, match=words):
+            check_run(*others, run.root)
+        with pytest.raises(RunDirectoryError, match=words):
+            open_run(*others, run.root)
+    open_run(*others, run.root)
+    assert (run.root / "earlier-1" / "slurm" / "profile-1" / "submission.json").exists()
+    assert not list(run.slurm.iterdir())
+
+
+def test_inputs_that_another_command_replaced_are_not_worked_with(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tula_hpc import sweep
+    from tula_hpc.command import open_run
+
+    def open_two(*inputs: Any) -> Any:
+        opened = open_run(*inputs)
+        open_run(*inputs_of(sweep_file, "workload.seed=1"), opened.run.root)
+        return opened
+
+    monkeypatch.setattr(sweep, "open_run", open_two)
+    assert main([str(sweep_file), "--run-dir", "run"]) == 2
+    assert "was given other inputs by another command just now" in capsys.readouterr().err
+
+
+def test_data_may_move_at_any_time(sweep_file: Path) -> None:
+    from tula_hpc.command import open_run
+    from tula_hpc.config import load_sweep
+    from tula_hpc.errors import RunDirectoryError
+
+    def inputs(*more: str) -> tuple[SweepSpec, ClusterSpec]:
+        return inputs_of(sweep_file, "workload.dataset=cifar10", *more)
+
+    run = open_run(*inputs("workload.data_dir=/"), sweep_file.parent / "run").run
+    measure(run)
+    run.plan_file.write_text("{}")
+    run.log_event("submitted", "train", job_id="2")
+    run.make_train().metrics_file.write_text("")
+    open_run(*inputs("workload.data_dir=/tmp"), run.root)
+    assert load_sweep(run.sweep_file).workload.data_dir == Path("/tmp")
+    assert run.plan_file.exists(), "it is still what is trained"
+    with pytest.raises(RunDirectoryError, match=r"workload\.augment: True there, False now"):
+        open_run(*inputs("workload.data_dir=/", "workload.augment=false"), run.root)
+
+
+def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file: Path) -> None:
+    from tula_hpc.command import open_run
+    from tula_hpc.config import load_sweep
+    from tula_hpc.errors import RunDirectoryError
+
+    run = open_run(*inputs_of(sweep_file, "search.max_batch=4096"), sweep_file.parent / "run").run
+    measure(run)
+    open_run(*inputs_of(sweep_file, "search.max_batch=1024"), run.root)
+    assert load_sweep(run.sweep_file).search.max_batch == 1024
+    assert run.measurements().records
+    run.log_event("submitted", "train", job_id="2")
+    with pytest.raises(RunDirectoryError, match="To train anew"):
+        open_run(*inputs_of(sweep_file, "search.max_batch=512"), run.root)
 
 
 def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
@@ -142,7 +242,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
         return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
 
     run = open_run(*inputs(), sweep_file.parent / "run").run
-    run.log_event("submitted", "profile", job_id="1")
+    measure(run)
     run.plan_file.write_text("{}")
     changed = inputs("workload.lr=0.01", "objective.kind=cost", "training.delta=0.3")
     check_run(*changed, run.root)
@@ -180,7 +280,7 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     cluster_file = sweep_file.parent / "c.toml"
     cluster_file.write_text('executor = "slurm"\naccount = "spent"\n')
     run = open_run(*inputs(), sweep_file.parent / "run").run
-    run.log_event("submitted", "profile", job_id="1")
+    measure(run)
     check_run(*inputs("account=rich"), run.root)
     assert load_cluster(run.cluster_file).account == "spent"
     opened = open_run(*inputs("account=rich", "train_minutes=90"), run.root)
@@ -209,7 +309,7 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     tables = ['[[partitions]]\npartition = "v1.pricing.x"\naccount = "spent"\n', '[[partitions]]\npartition = "dear"\n']
     cluster_file.write_text("".join(tables))
     run = open_run(*inputs(), sweep_file.parent / "run").run
-    run.log_event("submitted", "profile", job_id="1")
+    measure(run)
     changed = inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich")
     open_run(*changed, run.root)
     assert load_cluster(run.cluster_file) == changed[1]

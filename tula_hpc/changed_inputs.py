@@ -45,6 +45,11 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     return {key: (old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 
 
+def is_always_free(key: Key) -> bool:
+    """Whether neither a measurement nor a training depends on a key: how jobs are submitted, where the data are."""
+    return is_of_submission(key) or key == ("workload", "data_dir")
+
+
 def is_of_submission(key: Key) -> bool:
     """Whether a key only says how jobs are submitted."""
     table, name = _place(key)
@@ -52,12 +57,12 @@ def is_of_submission(key: Key) -> bool:
 
 
 def is_unmeasured(key: Key) -> bool:
-    """Whether no measurement depends on it: it is free until something is trained."""
+    """Whether no measurement depends on it, as on which others are wanted: it is free until something is trained."""
     from tula_hpc.analysis.measured_inputs import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
 
     table, name = _place(key)
     free = {"workload": name in FREE_OF_WORKLOAD, "training": name not in MEASURED_OF_TRAINING}
-    return free.get(table, table in ("objective", "pricing"))
+    return free.get(table, table in ("objective", "pricing", "search"))
 
 
 def only_prices(changes: Iterable[Key]) -> bool:

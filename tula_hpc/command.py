@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tula_hpc.changed_inputs import (
     changes_of,
     freeze,
     in_lines,
+    is_always_free,
     is_of_submission,
     is_unmeasured,
     name_of,
@@ -27,10 +29,11 @@ from tula_hpc.files import NO_SPACE, drop_output, in_words
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
+    from tula_hpc.launch import Submitted
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages import Sweep
 
-LAST_ANSWER_S = 5.0  # so long who interrupts a command waits for Slurm's word on its jobs
+LAST_ANSWER_S = 5.0  # so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -141,8 +144,8 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
         raise RunDirectoryError(message, source=error.filename or run.root) from None
-    if _is_unused(run):  # a mistake in the inputs was mended before anything came of them
-        _forget_other_inputs(run, spec, cluster)
+    if _begins_anew(run, spec, cluster):  # a mistake in the inputs was mended
+        _begin_anew(run, spec, cluster)
     _refuse_other_inputs(run, spec, cluster)
     for path, inputs in _files(run, spec, cluster):
         if path.exists():
@@ -164,7 +167,7 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
     _refuse_other_folder(run)
     if run.root.is_dir():
         run.check_owner()
-    if not _is_unused(run):
+    if not _begins_anew(run, spec, cluster):
         _refuse_other_inputs(run, spec, cluster)
 
 
@@ -175,24 +178,57 @@ def _refuse_other_folder(run: RunDirectory) -> None:
         raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
 
 
-def _is_unused(run: RunDirectory) -> bool:
-    """Whether no job was ever submitted, and nothing measured or planned: other inputs change nothing that is there."""
-    from tula_hpc.launch import NOTICE
+def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
+    """Whether a run that has other inputs than these may begin anew: they led to nothing, and no job of theirs is left.
 
-    if any(run.slurm.glob(f"*/{NOTICE}")) or run.plan_file.exists():
+    Raises:
+        RunDirectoryError: A file of it cannot be read.
+    """
+    from tula_hpc.launch import lost
+
+    changed = (key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs))
+    if all(is_of_submission(key) for key in changed) or _has_results(run):
         return False
-    measured = any(path.stat().st_size for path in run.profile.glob("*.jsonl"))
-    return not measured and all(event.event != "submitted" for event in run.events())
+    return not _jobs_left(run) and not any(lost(run))
 
 
-def _forget_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Remove the inputs of an unused run, where they are other ones, and the estimate that was made from them."""
-    if not any(changes_of(path, inputs) for path, inputs in _files(run, spec, cluster)):
-        return
+def _has_results(run: RunDirectory) -> bool:
+    """Whether anything was measured, planned or trained; what is damaged may have been a measurement."""
+    measured = run.measurements()
+    if measured.skipped or any(row.status == "ok" for row in measured.records):
+        return True
+    trained = any(path.is_file() for path in (run.root / "train").rglob("*"))
+    return trained or run.plan_file.exists() or run.rates_file.exists()
+
+
+def _jobs_left(run: RunDirectory) -> list[Submitted]:
+    """Jobs of the run that are not over, or of which that cannot be told."""
+    from tula_hpc.config import load_cluster
+    from tula_hpc.launch import Launcher
+    from tula_hpc.stages import jobs_on_record
+
+    jobs = jobs_on_record(run, "profile", "train", "control")
+    if not jobs:
+        return []
+    try:
+        active = Launcher(load_cluster(run.cluster_file), run, "").active(jobs, LAST_ANSWER_S)
+    except (LaunchError, InputError):
+        return jobs
+    return [job for job in jobs if job.job_id in active]
+
+
+def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Go on with these inputs; what came of the others is put aside, so that nothing of it counts for these."""
+    from tula_hpc.records import write_atomically
+
     with run.locked():
-        if _is_unused(run):  # still: the command that was at work may have submitted meanwhile
-            for path in (*run.root.glob("footprint*.json"), run.cluster_file, run.sweep_file):
-                path.unlink(missing_ok=True)
+        if not _begins_anew(run, spec, cluster):  # the command that was at work has submitted or measured meanwhile
+            return
+        aside = run.set_aside()
+        for path, inputs in _files(run, spec, cluster):
+            write_atomically(path, freeze(inputs))
+    what = f"; what came of the others is in {aside}" if aside else ""
+    sys.stderr.write(f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n")
 
 
 def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
@@ -200,12 +236,12 @@ def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tup
 
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """How jobs are submitted may change at any time; until the first training all that no measurement depends on."""
+    """What is always free may change at any time; until the first training all that no measurement depends on."""
     is_sweep = spec.study is None
     free = is_sweep and not _has_trained(run)
     for path, inputs in _files(run, spec, cluster):
         changes = changes_of(path, inputs)
-        if not all(is_of_submission(key) or (free and is_unmeasured(key)) for key in changes):
+        if not all(is_always_free(key) or (free and is_unmeasured(key)) for key in changes):
             raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
 
 
@@ -225,7 +261,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         return
     with run.locked():
         write_atomically(path, freeze(inputs))
-        if not all(is_of_submission(key) for key in changes):
+        if not all(is_always_free(key) for key in changes):
             run.plan_file.unlink(missing_ok=True)
     for key, (was, now) in changes.items():
         sys.stderr.write(shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n")
@@ -245,9 +281,22 @@ def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str
     if only_prices(changes):
         again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(run.root))} --set KEY=VALUE --write"
         lines.append(f"To plan again over the same measurements: {again}")
-    elif is_sweep and all(is_of_submission(key) or is_unmeasured(key) for key in changes):
+    elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
         lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
+    if not _has_results(run) and (left := _jobs_left(run)):
+        lines.append(_in_the_way(run, left))
     return "\n".join(lines)
+
+
+def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
+    """What to do about jobs of the earlier inputs, which nothing has come of yet."""
+    from tula_hpc.config import load_cluster
+    from tula_hpc.launch import Launcher
+
+    how = ""
+    with contextlib.suppress(InputError):  # its own file may be damaged
+        how = f"; to cancel: {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+    return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
@@ -260,6 +309,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
     from tula_hpc.pipeline import carry_out
 
     with sweep.run.locked():
+        _refuse_changed_meanwhile(sweep)
         try:
             if detach:
                 return carry_on_detached(sweep, until)
@@ -268,6 +318,13 @@ def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
         except KeyboardInterrupt:
             say_interrupted(sweep)
             return 130
+
+
+def _refuse_changed_meanwhile(sweep: Sweep) -> None:
+    """Not to work with inputs that another command has replaced since the run was opened."""
+    files = _files(sweep.run, sweep.spec, sweep.cluster)
+    if any(changes_of(path, inputs) for path, inputs in files):
+        raise RunDirectoryError("was given other inputs by another command just now", source=sweep.run.root)
 
 
 def say_interrupted(sweep: Sweep) -> None:

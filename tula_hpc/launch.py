@@ -103,6 +103,24 @@ def events_of(run: RunDirectory, job_id: str) -> list[Event]:
     return own
 
 
+def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
+    """Submissions of which not every job is in the events: the notice, what it says, and the ids of those that are.
+
+    Raises:
+        RunDirectoryError: A notice is damaged.
+    """
+    known: dict[str, list[str]] = {}
+    for event in run.events():
+        if event.event == "submitted":
+            known.setdefault(str(event.data.get("folder")), []).append(event.job_id)
+    found = []
+    for path in sorted(run.slurm.glob(f"*/{NOTICE}")):
+        notice, ids = read_document(Notice, path), known.get(str(path.parent.relative_to(run.root)), [])
+        if len(ids) < len(notice.tasks):  # fewer, but not none: killed between two events of an array
+            found.append((path, notice, set(ids)))
+    return found
+
+
 def guards(run: RunDirectory) -> list[str]:
     """Ids of the run's guards whose end has not been seen to."""
     return [event.job_id for event in unsettled(run, CONTROL) if event.data.get("role") == GUARD]
@@ -271,14 +289,7 @@ class Launcher:
         Raises:
             LaunchError: The controller has not answered for minutes.
         """
-        submitted = [event for event in self.run.events() if event.event == "submitted"]
-        known = Counter(str(event.data.get("folder")) for event in submitted)
-        found: list[Submitted] = []
-        for path in sorted(self.run.slurm.glob(f"*/{NOTICE}")):
-            notice, folder = read_document(Notice, path), str(path.parent.relative_to(self.run.root))
-            if known[folder] < len(notice.tasks):  # fewer, but not none: killed between two events of an array
-                found += self._find(path, notice, {e.job_id for e in submitted if e.data.get("folder") == folder})
-        return found
+        return [job for path, notice, known in lost(self.run) for job in self._find(path, notice, known)]
 
     def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
         ids = _begun(path, notice) if self.cluster.executor == "local" else _accepted(path, notice, known)

@@ -9,6 +9,7 @@ import shlex
 import stat
 import time
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,26 @@ class RunDirectory:
         for room in (*rooms, self.report):
             _check_room(room)
         return self
+
+    def set_aside(self) -> Path | None:
+        """Move all that jobs and stages have left to a folder where nothing reads it; None where there is nothing.
+
+        The jobs' own files go first: one that comes back all the same finds nothing to do.
+
+        Raises:
+            OSError: It cannot be moved.
+        """
+        rooms = (self.slurm, self.profile, self.root / "train", self.report)
+        left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
+        left += [path for path in (self.events_file, *self.root.glob("footprint*.json")) if path.exists()]
+        if not left:
+            return None
+        aside = next(path for n in count(1) if not (path := self.root / f"earlier-{n}").exists())
+        make_private(aside)
+        for path in left:
+            path.rename(aside / path.name)
+        self.create()
+        return aside
 
     def check_name(self) -> None:
         """Refuse a path that would not be itself in a job script: Slurm and submitit fill in what stands behind a %.
