@@ -119,12 +119,13 @@ def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
     failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
     failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
     because = f" ({'; '.join(failures[:4])}{'; …' if len(failures) > 4 else ''})" if failures else ""
+    again = f"mend that and {REMEDY}" if summary.failed else REMEDY
     if not summary.profiles:
-        remedy = REMEDY if possible or possible is None else MORE_MEMORY
+        remedy = again if possible or possible is None else MORE_MEMORY
         raise NotEnoughDataError(f"plan: no usable measurement{because}; {remedy}")
     seen = {row.configuration.local_batch for row in summary.profiles}
     if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
         only = f"only local batch {min(seen)} was measured{because}"
-        raise NotEnoughDataError(f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {REMEDY}")
+        raise NotEnoughDataError(f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {again}")
     if summary.dataset_samples < 1:
         raise NotEnoughDataError("plan: no measurement says how many training samples the data set has; profile again")

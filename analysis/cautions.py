@@ -15,7 +15,7 @@ from tula_hpc.analysis.pricing import Usage, between_preemptions_s, bill, expect
 from tula_hpc.analysis.search import propose
 from tula_hpc.analysis.spot import best_interval_s
 from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part
-from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, sweep_for
 from tula_hpc.records import Candidate, Configuration, Measurement
 
 LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
@@ -49,12 +49,17 @@ def about_missing(
     how_to_profile: str,
 ) -> list[str]:
     """What should be there and is not, and how to get it."""
-    found = [f"{configuration} was not measured: {why}" for configuration, why in summary.failed.items()]
+    wanted = (c for c in summary.failed if c.nodes in sweep.search.cluster_sizes and _within_bounds(c, sweep.search))
+    found = [f"{configuration} was not measured: {summary.failed[configuration]}" for configuration in wanted]
     mine = sweep_for(sweep, cluster)
     pending = [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
     if pending:
         found.append(f"not yet profiled: {_names(pending)}; {how_to_profile}")
     return found
+
+
+def _within_bounds(configuration: Configuration, search: SearchSpec) -> bool:
+    return search.min_batch <= configuration.global_batch <= search.max_batch
 
 
 def about_model(part: Part) -> list[str]:

@@ -181,6 +181,10 @@ def test_no_feasible_candidate_is_an_error_that_says_why_and_what_to_do() -> Non
     [
         ([], "no usable measurement; run the sweep again"),
         (
+            [ok(1, 32), failed(1, 64)],
+            r"N=1 b=64.*ValueError: no.*; mend that and run the sweep again to profile what is",
+        ),
+        (
             [oom(1, 32), failed(2, 16)],
             r"no usable measurement \(.*N=2 b=16.*ValueError: no.*; N=1 b=32.*out of memory\)",
         ),
@@ -232,8 +236,10 @@ def test_doubts_about_a_measurement_become_warnings(changes: dict[str, object], 
 
 
 def test_missing_measurements_become_warnings() -> None:
-    found = warnings_of([*CORNERS[:3], failed(4, 256), failed(4, 256)])
+    rows = [*CORNERS[:3], failed(4, 256), failed(4, 256)]
+    found = warnings_of(rows)
     assert "N=4 b=256 (B=1024) was not measured: bug: ValueError: no" in found
+    assert warnings_of([*rows, failed(4, 512)]) == found, "it is beyond search.max_batch, which was larger perhaps"
     assert "not yet profiled: N=4 b=256" in warnings_of(CORNERS[:3])
     assert "not yet profiled" not in warnings_of([*CORNERS[:3], failed(4, 256)])
     assert "2 damaged lines" in "\n".join(make_plan(sweep(), cluster(), CORNERS, skipped_lines=2).warnings)
