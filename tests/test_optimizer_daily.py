@@ -375,7 +375,7 @@ def test_the_whole_update_of_a_base_that_calls_its_closure_often_is_scaled_once(
 def test_channels_last_trains_the_same_and_stays_so(
     granularity: Any, apply: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applying, "CACHED_ELEMENTS", 50)  # so that tensors are cut
+    monkeypatch.setattr(applying, "HEAP_ELEMENTS", 50)  # so that tensors are cut
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
@@ -671,7 +671,7 @@ def test_the_number_of_operations_does_not_grow_with_that_of_tensors(granularity
 
 
 def test_full_size_factors_are_mixed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applying, "CACHED_ELEMENTS", 1000)
+    monkeypatch.setattr(applying, "HEAP_ELEMENTS", 1000)
     parameter = nn.Parameter(torch.ones(100, 100))
     optimizer = TulaOptimizer(SGD([parameter], lr=0.1, foreach=True), small_batch=SMALL, large_batch=LARGE)
     optimizer.update_gradscale([torch.rand(100, 100)], [torch.rand(100, 100)])

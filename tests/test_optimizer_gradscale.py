@@ -196,7 +196,7 @@ def test_statistics_count_since_they_were_last_asked() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 1000])
-@pytest.mark.parametrize("name", ["PIECE_ELEMENTS", "CACHED_ELEMENTS"])
+@pytest.mark.parametrize("name", ["PIECE_ELEMENTS", "HEAP_ELEMENTS"])
 def test_scaling_piece_by_piece_gives_the_same(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applying, name, limit)
     sizes, types = (3, 5, 1, 4, 2), (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float32)

@@ -184,7 +184,7 @@ def test_a_subclass_takes_its_own_step() -> None:
     assert train(lambda params: OwnStep(params, lr=0.1, momentum=0.9), FORMS["tensor"])[1] == 0
 
 
-@pytest.mark.parametrize("piece", [2**17, 2**21])
+@pytest.mark.parametrize("piece", [2**17, 2**22])
 @given(elements=st.integers(1, 2**32), threads=st.integers(1, 64))
 def test_pieces_are_equal_and_whole_vectors_on_every_thread(piece: int, elements: int, threads: int) -> None:
     with mock.patch.object(sgd_in_pieces, "PIECE", piece):
@@ -198,7 +198,7 @@ def test_pieces_are_equal_and_whole_vectors_on_every_thread(piece: int, elements
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 8, 16])
 def test_the_large_layers_of_known_networks_are_cut(threads: int) -> None:
-    with mock.patch.object(sgd_in_pieces, "PIECE", 2**21):
+    with mock.patch.object(sgd_in_pieces, "PIECE", 2**22):
         pieces.cache_clear()
         assert all(pieces(elements, threads) > 1 for elements in (4096 * 25088, 4096 * 4096, 4096 * 9216))
 

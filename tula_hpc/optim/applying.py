@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = 2**24  # full-size factors are mixed for so many elements at a time: 64 MiB more memory in float32
-CACHED_ELEMENTS = 2**18  # on a CPU for so many, which stay in its cache from one operation to the next
+HEAP_ELEMENTS = 2**22  # on a CPU for so many: what they take, 16 MiB in float32, the C library gives again and again;
+# above 32 MiB it maps memory anew each time. Smaller pieces are no faster and wait more often for a core that is busy
 
 Mix = Callable[[Tensor], Tensor]
 
@@ -120,4 +121,4 @@ def _cut(part: _Part) -> list[_Part]:
 
 
 def _limit(factor: Tensor) -> int:
-    return min(CACHED_ELEMENTS, PIECE_ELEMENTS) if factor.device.type == "cpu" else PIECE_ELEMENTS
+    return min(HEAP_ELEMENTS, PIECE_ELEMENTS) if factor.device.type == "cpu" else PIECE_ELEMENTS

@@ -2,7 +2,7 @@
 
 SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps it anew at every step,
 and the kernel clears each of its pages: for layers of a hundred million weights that takes as long as the arithmetic.
-Pieces use the same memory again, while what was scaled may still be in the cache, which together pays for the scaling.
+Pieces use the same memory again and again, which pays for the scaling.
 The arithmetic is torch's own, `torch.optim.sgd.sgd`, and so is its rounding: a tensor is cut only where all operations
 fall into the same vectors of elements, on the same threads, as for the whole of it (`pieces`), else it is one piece.
 """
@@ -20,9 +20,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
-from tula_hpc.optim.applying import mixed, multiply_where
+from tula_hpc.optim.applying import HEAP_ELEMENTS, mixed, multiply_where
 
-PIECE = 2**21  # elements at most: 8 MiB in float32; smaller ones are no faster and wait more often for a busy core
+PIECE = HEAP_ELEMENTS  # at most
 GRAIN = 2**15  # elements: ATen gives no thread fewer, unless it has all of them
 VECTOR = 64  # elements, a multiple of what ATen's kernels take at once; what is left over it rounds otherwise
 HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
