@@ -23,10 +23,11 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
-# what starts no jobs runs on all cores, at most four; then jobs on this machine beside jobs on the test cluster, each one test
-# after another; at last what measures
+# what starts no jobs runs on all cores, at most three, and one process more, as some of it waits; then jobs on this machine beside
+# jobs on the test cluster, each one test after another; at last what measures
 test: .venv/.ready
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/local --ignore tests/slurm
+	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 3 ? cores + 1 : 4)) --dist loadfile \
+		--ignore tests/local --ignore tests/slurm
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not alone" tests/local tests/slurm
 	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
 

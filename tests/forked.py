@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,10 +42,12 @@ def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path,
     """`work(rank, folder)` in as many processes of the test's own; all have to end well.
 
     They are forked from it, so that none has to load torch. Not where torch's automatic differentiation has threads by
-    now, which no fork takes along: it starts them for GPUs, be they there or only made believe by an earlier test.
+    now, which no fork takes along: it starts them for GPUs, be they there or only made believe by an earlier test. Then
+    they are forked from a process that has loaded it for them all.
     """
-    context: SpawnContext | ForkContext
-    context = get_context("spawn") if _differentiates_in_threads() else get_context("fork")
+    context: ForkServerContext | ForkContext
+    context = get_context("forkserver") if _differentiates_in_threads() else get_context("fork")
+    context.set_forkserver_preload(["torch", "tula_hpc.worker"])
     processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]
     for process in processes:
         process.start()
