@@ -116,10 +116,8 @@ class LocalNorms:
         if not self._averaged:
             raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
         averaged, self._averaged = self._averaged, {}
-        return (
-            self._in_order(torch.cat([*(averaged[bucket] for bucket in sorted(averaged)), self._nothing()]))
-            / loss_scale**2
-        )
+        found = torch.cat([*(averaged[bucket] for bucket in sorted(averaged)), self._nothing()])
+        return self._in_order(found) / loss_scale**2
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
