@@ -238,6 +238,18 @@ def test_overrides_take_toml_and_bare_words(here: Path) -> None:
     assert sweep.search.cluster_sizes == (1, 4)
 
 
+def test_a_controller_asks_for_nothing_that_workers_need() -> None:
+    of_workers = {
+        "gpus-per-node": 4,
+        "gres": "gpu:4",
+        "tres_per_task": "gres/gpu:1",
+        "mem-per-gpu": "8G",
+        "exclusive": True,
+    }
+    anyway = {"reservation": "mlperf", "comment": "x", "nice": 10}
+    assert ClusterSpec.model_validate({"sbatch": of_workers | anyway}).controller().sbatch == anyway
+
+
 TWO_PARTITIONS = """
 [[partitions]]
 partition = "gpu"

@@ -42,6 +42,18 @@ _OWN_OPTIONS = {
 }
 
 
+_OF_WORKERS = frozenset({
+    "constraint", "cpus-per-gpu", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "ntasks-per-gpu",
+    "tres-per-task",
+})  # fmt: skip
+
+
+def _is_for_workers(option: str) -> bool:
+    """Whether an option of sbatch asks for what a node's workers need, and a controller job does not."""
+    name = option.replace("_", "-")
+    return name.startswith(("gpu", "mem")) or name in _OF_WORKERS
+
+
 class ClusterSpec(Spec):
     """A whole cluster file: where and how jobs run."""
 
@@ -149,7 +161,7 @@ class ClusterSpec(Spec):
             "exclusive": False,
             "account": first.account,
             "qos": first.qos,
-            "sbatch": {key: value for key, value in self.sbatch.items() if not key.startswith("gpu")},
+            "sbatch": {key: value for key, value in self.sbatch.items() if not _is_for_workers(key)},
         }
         return self.model_copy(update=fields)
 
