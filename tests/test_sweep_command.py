@@ -364,6 +364,9 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     from tula_hpc import command
     from tula_hpc.stages import Sweep
 
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
     run = RunDirectory(sweep_file.parent / "run").create()
     sweep = Sweep(SweepSpec(name="x"), ClusterSpec(executor="slurm"), run)
     run.log_event("submitted", "train", job_id="7")
@@ -371,7 +374,7 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     (sweep_file.parent / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
-    monkeypatch.setattr("tula_hpc.pipeline.carry_out", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("tula_hpc.pipeline.carry_out", interrupted)
     assert command.work(sweep, "report") == 130
     said = capsys.readouterr().err
     assert "interrupted. Run the same command again" in said
