@@ -179,8 +179,8 @@ def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]
             for ends in zip(*line.predicted.values(), strict=True)
         )
         axes.fill_between(batches, low, high, color=style.MUTED.light, alpha=0.22, linewidth=0)
-        axes.plot(batches, value, ":", color=colour, linewidth=1.4)
-        axes.plot(batches, np.where(batches <= line.fitting, value, np.nan), "-", color=colour, linewidth=1.4)
+        for style_of, part in ((":", batches >= line.fitting), ("-", batches <= line.fitting)):
+            axes.plot(batches, np.where(part, value, np.nan), style_of, color=colour, linewidth=1.4)
 
 
 def _colours(usage: Usage, sizes: list[int]) -> list[str]:
