@@ -111,7 +111,9 @@ class Worker:
             return None
         norms: LocalNorms | PartNorms
         if isinstance(self.parallel, DistributedDataParallel):
-            norms = LocalNorms(self.parameters, self.configuration.local_batch).attach(self.parallel)
+            averages = self.device.type == "cuda"
+            norms = LocalNorms(self.parameters, self.configuration.local_batch, averages=averages)
+            norms.attach(self.parallel)
         elif looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
             return None
         else:
@@ -284,7 +286,7 @@ class Worker:
         loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
         squares, batch = self.norms.squares(loss_scale)
         self.optimizer.observe_small(squares * shortened**2, batch)
-        if isinstance(self.norms, LocalNorms):
+        if isinstance(self.norms, LocalNorms) and self.norms.averages:
             self.optimizer.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
 
     def seed(self, seed: int) -> None:

@@ -96,7 +96,7 @@ def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
     ddp = new_ddp(case)
     seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": [], "averaged": []}
     parameters = list(ddp.parameters())
-    norms = LocalNorms(parameters, BATCH * case.passes)
+    norms = LocalNorms(parameters, BATCH * case.passes, averages=True)
     if hook:
         norms.attach(ddp)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -142,7 +142,7 @@ def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
     for name, scale in (("plain", 1.0), ("scaled", 1024.0), ("overflown", 1.0)):
         ddp = new_ddp(Case())
         parameters = list(ddp.parameters())
-        norms = LocalNorms(parameters, BATCH).attach(ddp)
+        norms = LocalNorms(parameters, BATCH, averages=True).attach(ddp)
         if name == "overflown" and rank == 1:
             parameters[1].register_hook(infinite)  # type: ignore[no-untyped-call] # torch's
         backward(ddp, 0, rank, 1, scale)
@@ -183,7 +183,7 @@ def exchanged(rank: int) -> list[int]:
 def misuse(rank: int) -> list[str]:
     """What is said when there is nothing to read."""
     ddp, said = new_ddp(Case()), []
-    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
+    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
     for _ in range(2):
         said += [refused(norms.squares), refused(norms.averaged)]
         backward(ddp, 0, rank, 1)
@@ -212,8 +212,8 @@ def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]
     worker.forward_backward(*next(worker.batches()))  # thrown away, as the trainer does before it restores
     with ExitStack() as stack:
         taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
-        if not told:
-            stack.enter_context(mock.patch.object(TulaOptimizer, "observe_norms"))
+        assert isinstance(worker.norms, LocalNorms)
+        worker.norms.averages = told  # as on a GPU
         losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     assert isinstance(worker.optimizer, TulaOptimizer)
     return {

@@ -38,9 +38,9 @@ class LocalNorms:
     """Squared norms of the workers' own gradients, for each parameter, at every backward pass of a DDP model.
 
     A communication hook takes the norms of each bucket when its gradients are complete, then averages the bucket as
-    DDP itself does, and takes those of the averages as soon as they are there. After the last bucket one small
-    all-reduce averages the workers' norms. Norms and exchange overlap with the backward pass as the gradients' own do;
-    the host waits for nothing on a GPU.
+    DDP itself does, and with `averages` takes those of the averages as soon as they are there. After the last bucket
+    one small all-reduce averages the workers' norms. Norms and exchange overlap with the backward pass as the
+    gradients' own do; the host waits for nothing on a GPU.
 
     Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are accumulated in
     DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no power of two: DDP then divides,
@@ -52,10 +52,12 @@ class LocalNorms:
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
         batch: Samples of which each worker's gradient, before the all-reduce, is the mean.
+        averages: Whether `averaged` is wanted. Over gloo the threads that exchange gradients then run Python, and would
+            abort the process if they came back to it while it ends; over nccl they do not.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], batch: int) -> None:
-        self.parameters, self.batch = list(parameters), batch
+    def __init__(self, parameters: Sequence[Tensor], batch: int, *, averages: bool = False) -> None:
+        self.parameters, self.batch, self.averages = list(parameters), batch, averages
         self.workers = 1
         self._device = self.parameters[0].device
         self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
@@ -111,7 +113,7 @@ class LocalNorms:
             (n,), float64, in parameter order; NaN where a parameter has no gradient.
 
         Raises:
-            RuntimeError: No gradient was all-reduced since the last call.
+            RuntimeError: No gradient was all-reduced since the last call, or `averages` is off.
         """
         if not self._averaged:
             raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
@@ -130,12 +132,10 @@ class LocalNorms:
             self._squares.append(self._squares_of(each))
 
         def averaged(done: Future[Any]) -> Tensor:
-            if each:
-                self._averaged[index] = self._squares_of(each)
-            found: Tensor = done.value()[0]
-            return found
+            self._averaged[index] = self._squares_of(each)
+            return _first(done)
 
-        future = _average(group, buffer).then(averaged)
+        future = _average(group, buffer).then(averaged if each and self.averages else _first)
         if bucket.is_last():
             self._exchange(group)
         return future
@@ -160,6 +160,12 @@ class LocalNorms:
         if positions != self._positions:
             self._positions, self._index = positions, torch.tensor(positions, device=found.device)
         return found[self._index]
+
+
+def _first(done: Future[Any]) -> Tensor:
+    """What was all-reduced, of the list that a group's future holds."""
+    found: Tensor = done.value()[0]
+    return found
 
 
 def nan_unless_finite(squares: Tensor) -> Tensor:
