@@ -77,8 +77,8 @@ def scale_and_step(
         parts = [_Part(p.detach(), gradients[p], m, factors[p]) for p, m in zip(stepped, momenta, strict=True)]
         for piece in _pieces(parts):
             for _, gradient, _, factor in piece:
-                if factor is not None and id(factor) in once:
-                    gradient.mul_(once[id(factor)])
+                if (by := once.get(id(factor))) is not None:
+                    gradient.mul_(by)
                 else:
                     multiply_where(share, [gradient], [factor])
             _step(group, piece)
@@ -115,11 +115,13 @@ def _step(group: Mapping[str, Any], piece: Sequence[_Part]) -> None:
 def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Lists of parts that together are about as large as a piece of a large tensor."""
     opened: list[_Part] = []
+    held = 0
     for part in chain.from_iterable(_cut(part) for part in parts):
-        if opened and sum(each.parameter.numel() for each in opened) + part.parameter.numel() > PIECE:
+        if opened and held + part.parameter.numel() > PIECE:
             yield opened
-            opened = []
+            opened, held = [], 0
         opened.append(part)
+        held += part.parameter.numel()
     if opened:
         yield opened
 
