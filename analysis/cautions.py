@@ -23,8 +23,8 @@ DROPPED_SHARE = 0.1  # of the samples
 BOUND_SHARE = 0.05  # of the expected time, lost because saves may cost only so much
 CONTRADICTS_FROM = 1.5  # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
 SCALED_NOTHING = (
-    "no gradient was scaled, each factor was 1 all along, as before their first estimate, which a short training on a "
-    "single worker may not come to"
+    "no gradient was scaled: each factor was 1 all along, as before their first estimate, which a short training on a "
+    "single worker may not come to, or the gate let no step use any"
 )
 
 

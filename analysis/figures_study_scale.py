@@ -17,7 +17,7 @@ from tula_hpc.analysis.figures_study_lines import column_keys, column_style, leg
 from tula_hpc.analysis.formatting import format_number
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import StudyTable
-from tula_hpc.records import Metrics, StepMetrics
+from tula_hpc.records import Metrics
 
 LEAST_SPREAD = 1e-3  # of the scales, relative: less is one value and no density
 POINTS = 200
@@ -25,19 +25,9 @@ POINTS = 200
 Values = NDArray[np.float64]
 
 
-def used_scale(row: StepMetrics) -> float | None:
-    """Mean factor on the gradient over the steps since the last line: the scale where steps were scaled, else 1.
-
-    `scale_mean` is over all elements of all parameters, `scaled` the share of the steps that the gate let through.
-    """
-    if row.scale_mean is None:
-        return None
-    return 1.0 + (1.0 if row.scaled is None else row.scaled) * (row.scale_mean - 1.0)
-
-
 def used_scales(runs: Iterable[Metrics]) -> Values:
-    """Of all lines of all runs, (lines,)."""
-    found = (used_scale(row) for run in runs for row in run.steps)
+    """Mean factors on the gradient, of all lines of all runs, (lines,)."""
+    found = (row.applied_scale for run in runs for row in run.steps)
     return np.array([value for value in found if value is not None and np.isfinite(value)])
 
 
@@ -51,17 +41,24 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     title = _title(scales, batches[-1])
     with style.styled():
         figure, panels = style.new_figure(title, 0.6 + 1.7 * len(batches), ratios=[1] * len(batches))
+        everything = np.concatenate([*scales.values(), np.ones(1)])
+        label = "factor on the gradient, mean over parameters"
+        if wide := _is_wide(everything):
+            style.amount_axis(panels[-1], everything, label)  # of all panels
+        else:
+            panels[-1].set_xlabel(label)
         for axes, batch in zip(panels, batches, strict=True):
-            _draw_batch(axes, {name: values for (b, name), values in scales.items() if b == batch}, table.columns)
+            here = {name: values for (b, name), values in scales.items() if b == batch}
+            _draw_batch(axes, here, table.columns, wide=wide)
             axes.set_ylabel(f"density\nB = {batch:,}")
-        panels[-1].set_xlabel("factor on the gradient, mean over parameters")
         names = [name for name in table.columns if any(n == name for _, n in scales)]
         style.legend(panels[0], column_keys(table.columns, names), columns=legend_columns(names), left=-0.02)
     caption = (
         "How often gradients were multiplied by which factor, over all logged steps of all seeds (a Gaussian kernel "
         "density): the mean factor over all parameters and over the steps between two lines of the log, of which those "
-        "that the gate left alone count as 1. The vertical line is 1, no scaling."
-    )
+        "that the gate left alone count as 1, and those that used a part of the scale, as in its warm-up, by that "
+        "part. The vertical line is 1, no scaling."
+    ) + (" Densities are those of the factor's natural logarithm." if wide else "")
     return Drawing("study_scale", title, caption, figure, _table(scales))
 
 
@@ -73,15 +70,21 @@ def density(values: Values, at: Values) -> Values:
     return np.asarray(np.exp(-0.5 * ((at - values.mean()) / width) ** 2) / (width * np.sqrt(2 * np.pi)))
 
 
-def _draw_batch(axes: Axes, scales: dict[str, Values], columns: Sequence[str]) -> None:
-    everything = np.concatenate([*scales.values(), np.ones(1)])
+def _is_wide(factors: Values) -> bool:
+    """Whether they need a logarithmic axis; none can have one with a factor of 0."""
+    return bool(factors.min() > 0 and factors.max() > style.LOG_RATIO * factors.min())
+
+
+def _draw_batch(axes: Axes, scales: dict[str, Values], columns: Sequence[str], *, wide: bool) -> None:
+    drawn = {name: np.log(values) if wide else values for name, values in scales.items()}
+    everything = np.concatenate([*drawn.values(), np.full(1, 0.0 if wide else 1.0)])  # where nothing is scaled
     margin = 0.2 * max(float(np.ptp(everything)), 0.1)
-    at = np.linspace(max(0.0, everything.min() - margin), everything.max() + margin, POINTS)
-    for name, values in scales.items():
-        colour = column_style(columns, name).colour
-        heights = density(values, at)
-        axes.plot(at, heights, line_style(columns, name), color=colour)
-        axes.fill_between(at, heights, color=colour, alpha=0.12, linewidth=0)
+    least = everything.min() - margin
+    at = np.linspace(least if wide else max(0.0, least), everything.max() + margin, POINTS)
+    for name, values in drawn.items():
+        colour, heights, x = column_style(columns, name).colour, density(values, at), np.exp(at) if wide else at
+        axes.plot(x, heights, line_style(columns, name), color=colour)
+        axes.fill_between(x, heights, color=colour, alpha=0.12, linewidth=0)
     axes.axvline(1, color=style.MUTED.light, linewidth=1)
     axes.set_ylim(bottom=0)
 

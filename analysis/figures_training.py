@@ -266,8 +266,10 @@ def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | N
 def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     at, colour = [row.step for row in steps], style.SIZES[2].light
     low, mean, high = (_column(steps, field) for field in ("scale_min", "scale_mean", "scale_max"))
+    applied = _column(steps, "applied_scale")
     axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(at, mean, "-", color=colour)
+    axes.plot(at, applied, "-", color=style.SIZES[0].light, linewidth=1)
     axes.axhline(1, color=style.MUTED.light, linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("gradient scale")
@@ -276,6 +278,7 @@ def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
         [
             style.Key("mean", line="-", colour=colour),
             style.Key("smallest to largest", line="-", band=True, colour=colour),
+            style.Key("mean applied", line="-", colour=style.SIZES[0].light),
         ],
         left=-0.01,
     )
@@ -294,8 +297,9 @@ def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
 
 def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
     known = [row.sensitivity for row in steps if row.sensitivity is not None]
-    means = [row.scale_mean for row in steps if row.scale_mean is not None]
-    by = f"by {'up to ' if gate.kind == 'smooth' else ''}{format_number(statistics.fmean(means), 3)}" if means else ""
+    means = [row.applied_scale for row in steps if row.applied_scale is not None]
+    known_in_part = any(row.scale_share is None for row in steps)  # older files: what a step used of the scale at most
+    by = f"by {'up to ' if known_in_part else ''}{format_number(statistics.fmean(means), 3)}" if means else ""
     if gate.delta is None or not known:
         return f"Gradients were scaled {by} on average" if by else "Gradient sensitivity over training"
     calm = sum(value < gate.delta for value in known) / len(known)
@@ -307,8 +311,10 @@ def _sensitivity_caption(gate: _Gate) -> str:
     norm = "the moving average of the gradient's squared norm"
     return (
         f"Above: Δ(G), how much {norm if gate.kind == 'smoothed' else 'the squared norm of the gradient'} changed from "
-        "one step to the next. Middle: the factor by which gradients are multiplied (mean over all parameters, band "
-        f"from the smallest to the largest), which makes a large batch step like a small one. {_gate_in_words(gate)} "
+        "one step to the next. Middle: the factor on gradients as estimated (mean over all parameters, band from the "
+        f"smallest to the largest), which makes a large batch step like a small one. {_gate_in_words(gate)} While it "
+        "warms up a part of it is applied. The mean applied is over the steps between two lines of the log, of which "
+        "those that were left alone count as 1. "
         f"Below: the share of steps that {'used some of it' if gate.kind == 'smooth' else 'were scaled'}."
     )
 
@@ -316,7 +322,9 @@ def _sensitivity_caption(gate: _Gate) -> str:
 def _gate_in_words(gate: _Gate) -> str:
     if gate.delta is None:
         unknown = "Whether Δ(G) decides at which steps it is applied is not known here."
-        return unknown if gate.kind is None else "It is applied at every step, whatever Δ(G) is."
+        return (
+            unknown if gate.kind is None else "After its warm-up it is applied in full at every step, whatever Δ(G) is."
+        )
     threshold = f"the dashed threshold δ = {format_number(gate.delta)}"
     if gate.kind == "smooth":
         return (
@@ -330,7 +338,8 @@ def _gate_in_words(gate: _Gate) -> str:
 
 
 def _sensitivity_table(steps: Sequence[StepMetrics]) -> Table:
-    columns = ("step", "epochs", "sensitivity", "scale_mean", "scale_min", "scale_max", "scaled_steps_percent")
+    scales = ("scale_mean", "scale_min", "scale_max", "scale_applied")
+    columns = ("step", "epochs", "sensitivity", *scales, "scaled_steps_percent")
     rows: list[tuple[Cell, ...]] = [
         (
             row.step,
@@ -339,6 +348,7 @@ def _sensitivity_table(steps: Sequence[StepMetrics]) -> Table:
             row.scale_mean,
             row.scale_min,
             row.scale_max,
+            row.applied_scale,
             None if row.scaled is None else 100 * row.scaled,
         )
         for row in steps

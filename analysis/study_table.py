@@ -129,9 +129,12 @@ def recovered_share(entry: Entry, plain: Entry | None, small: Entry | None) -> f
     """(method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
 
     0 is no better than plain large-batch training, 1 as good as the small batch. None where one of the three is
-    unknown, or where plain training lost less than `LEAST_LOSS`.
+    unknown, where a run of one of them diverged, as the mean of those that are left would hide it, or where plain
+    training lost less than `LEAST_LOSS`.
     """
     if plain is None or small is None or entry.test is None or plain.test is None or small.test is None:
+        return None
+    if entry.diverged or plain.diverged or small.diverged:
         return None
     lost = small.test.mean - plain.test.mean
     return (entry.test.mean - plain.test.mean) / lost if lost >= LEAST_LOSS else None

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
+settings.load_profile("busy machines")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,6 +21,5 @@ def fuzz(examples: int) -> settings:
         max_examples=examples * max(1, TIMES),
         derandomize=not TIMES,
         database=None,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )

@@ -281,6 +281,7 @@ def _step_line(chosen: Candidate, step: int, per_epoch: int, noise: random.Rando
         sensitivity=noise.lognormvariate(-1.4, 0.7),
         gradient_norm=2.0 * noise.lognormvariate(0, 0.2),
         scaled=min(1.0, 0.8 + 0.1 * noise.random()),
+        scale_share=0.8,
         scale_mean=1 + 0.9 * spread * noise.lognormvariate(0, 0.06),
         scale_min=1 - 0.6 * spread,
         scale_max=1 + 3 * spread * noise.lognormvariate(0, 0.05),

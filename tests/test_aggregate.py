@@ -39,7 +39,7 @@ def test_repeats_that_do_not_know_a_time_do_not_count_for_its_median() -> None:
     assert unknown.times.forward_time_s is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_the_records_does_not_matter(shuffler: random.Random) -> None:
     rows = [*grid(), ok(1, 32, times=times(1, 32, step_time_s=7.0)), oom(1, 2048), oom(2, 4096), failed(4, 4)]

@@ -110,7 +110,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_accepted_comes_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")
     assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state), "cpu"), state)
@@ -210,7 +210,7 @@ def test_a_store_that_keeps_what_it_is_told_to_deletes_the_rest(tmp_path: Path) 
 
 
 @given(st.lists(st.integers(0, 10**14), min_size=2, max_size=5, unique=True).map(sorted))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_order_is_by_number_whatever_the_number_of_digits(samples: list[int]) -> None:
     names = [Path(checkpoint.file_name(0, number)) for number in samples]
     assert sorted(names, key=checkpoint._age) == names
@@ -345,7 +345,7 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 
 @given(position=st.integers(0, 2**16), bit=st.integers(0, 7))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_flipped_bit_is_found(sound_file: tuple[Path, bytes], position: int, bit: int) -> None:
     path, content = sound_file
     data = bytearray(content)
@@ -439,7 +439,7 @@ def load_or_refuse(payload: bytes) -> str:
 
 
 @given(st.binary(max_size=60), st.sampled_from([bytes, zipped, b"PK\x03\x04".__add__]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_payload_is_loaded_or_refused_in_one_line(content: bytes, wrap: Callable[[bytes], bytes]) -> None:
     refusal = load_or_refuse(wrap(content))
     assert "\n" not in refusal
@@ -447,7 +447,7 @@ def test_any_payload_is_loaded_or_refused_in_one_line(content: bytes, wrap: Call
 
 
 @given(position=st.integers(0, 2**16), byte=st.integers(0, 255))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_forged_payload_is_loaded_or_refused_in_one_line(position: int, byte: int) -> None:
     payload = bytearray(torch_bytes({"a": [1, 2.5, "x", None], "w": torch.ones(3), "o": OrderedDict(b=(1, 2))}))
     payload[position % len(payload)] = byte

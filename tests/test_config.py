@@ -393,7 +393,7 @@ def test_a_sweep_that_the_cluster_cannot_run(sweep: dict[str, Any], cluster: dic
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000), st.integers(0, 5000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_local_batches_are_all_powers_of_two_within_the_bounds(
     nodes: int, workers: int, lowest: int, width: int
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_proposal_does_not_depend_on_the_order() -> None:
         assert propose(spec, CLUSTER, rows[:count][::-1]) == [rows[count].configuration]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(data: st.DataObject) -> None:
     numbers = st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4)

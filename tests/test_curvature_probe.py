@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.jobs import TrainJob
 from tula_hpc.optim import CriticalBatch, LocalHessian, NoiseReading, measure_curvature
 from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
+from tula_hpc.records.metrics import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES
 from tula_hpc.stopping import StopRequest
 from tula_hpc.worker import Worker
 
@@ -86,6 +88,22 @@ def test_a_training_logs_the_scales_it_used_and_is_not_changed_by_it(
     assert [sum(row.scale_histogram or []) for row in metrics.steps] == [2 * elements] * len(metrics.steps)
     assert {row.scale_histogram for row in plain.steps} == {None}
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+@pytest.mark.parametrize("gate", ["none", "smooth"])
+def test_a_training_logs_the_mean_scale_that_it_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    """Warm-up and gate are in it: it lies in the one bin of the histogram that the step filled."""
+    options: dict[str, Any] = {"gate": gate, "granularity": "model", "reference": "free", "exclude_norms": False}
+    options |= {"delta": 2.0, "scale_histogram": True, "log_interval_steps": 1}
+    metrics, _ = train(tmp_path, sweep(**options), monkeypatch)
+    applied = [row.applied_scale or 0.0 for row in metrics.steps]
+    bins = [next(place for place, count in enumerate(row.scale_histogram or []) if count) for row in metrics.steps]
+    centres = [(place - 1) / SCALE_BINS_PER_OCTAVE - SCALE_OCTAVES for place in bins]
+    assert [math.log2(scale) for scale in applied] == pytest.approx(centres, abs=0.51 / SCALE_BINS_PER_OCTAVE)
+    assert applied[0] == 1.0 != metrics.steps[0].scale_mean
+    assert max(applied) > 1.5
 
 
 def test_the_batch_is_the_same_whatever_is_trained_with() -> None:

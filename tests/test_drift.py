@@ -49,7 +49,7 @@ def first_verdict(detector: Detector, windows: Iterator[float], at_most: int) ->
 
 @pytest.mark.parametrize("kind", ["even", "pauses"])
 @given(seed=st.integers(0, 10**6), sigma=st.floats(0.001, 0.15), level=st.floats(0.92, 1.08))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_stationary_noise_within_the_interval_is_no_drift(kind: str, seed: int, sigma: float, level: float) -> None:
     windows = (0.1 * level * factor for factor in noise(random.Random(seed), kind, sigma))
     assert first_verdict(Detector(PREDICTION), windows, 2000) is None
@@ -76,7 +76,7 @@ def test_the_stated_rates() -> None:
 
 
 @given(st.sampled_from([1.5, 3.0, 0.5]), st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_an_episode_is_one_event_at_its_beginning_and_one_at_its_end(ratio: float, seed: int) -> None:
     rng, detector = random.Random(seed), Detector(PREDICTION)
     levels = [1.0] * 50 + [ratio] * 100 + [1.0] * 100
@@ -94,7 +94,7 @@ def test_what_is_measured_is_the_level_of_the_episode() -> None:
 
 
 @given(st.floats(1.0, MARGIN), st.integers(0, 10**6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_between_the_interval_and_its_margin_nothing_changes(factor: float, seed: int) -> None:
     rng = random.Random(seed)
     for side in (0, 1):

@@ -483,13 +483,14 @@ def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str
     steps = run.trainings[0].metrics.steps
     assert [float(row["sensitivity"]) for row in table] == [item.sensitivity for item in steps]
     assert [float(row["scale_max"]) for row in table] == [item.scale_max for item in steps]
+    assert [float(row["scale_applied"]) for row in table] == [item.applied_scale for item in steps]
 
 
 GATES = {
-    "paper": ("only while Δ(G) is below the dashed threshold δ = 0.5", "(Δ below 0.5)", "by 1.84 on"),
-    "smoothed": ("how much the moving average", "(Δ below 0.5)", "by 1.84 on"),
-    "smooth": ("1 − Δ(G)/δ, and nothing from the dashed threshold δ = 0.5 on", "(Δ below 0.5)", "by up to 1.84 on"),
-    "none": ("at every step, whatever Δ(G) is", "Gradients were scaled", "by 1.84 on"),
+    "paper": ("only while Δ(G) is below the dashed threshold δ = 0.5", "(Δ below 0.5)", "by 1.67 on"),
+    "smoothed": ("how much the moving average", "(Δ below 0.5)", "by 1.67 on"),
+    "smooth": ("1 − Δ(G)/δ, and nothing from the dashed threshold δ = 0.5 on", "(Δ below 0.5)", "by 1.67 on"),
+    "none": ("at every step, whatever Δ(G) is", "Gradients were scaled", "by 1.67 on"),
 }
 
 
@@ -512,6 +513,16 @@ def test_sensitivity_tells_of_the_gate_that_the_training_had(run: RunContents, g
     assert all(words in drawing.title for words in title)
     assert dashed(drawing) == (gate != "none")
     assert ("δ" in drawing.caption) == (gate != "none")
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.0, "by 1 on"), (1.0, "by 1.84 on"), (None, "by up to 1.7")])
+def test_sensitivity_tells_of_the_scale_that_was_applied(run: RunContents, share: float | None, words: str) -> None:
+    """Not of the one that was estimated; older files do not say how much of it a step used."""
+    training = run.trainings[0]
+    steps = [row.model_copy(update={"scale_share": share}) for row in training.metrics.steps]
+    changed = training._replace(metrics=training.metrics._replace(steps=steps))
+    drawing = sensitivity_of(run._replace(trainings=[changed, *run.trainings[1:]]))
+    assert words in drawing.title
 
 
 def test_adascale_has_no_gate_whatever_the_keys_say(run: RunContents) -> None:

@@ -155,7 +155,7 @@ def test_a_model_that_needs_values_is_counted_on_real_tensors() -> None:
     assert found.parameter_bytes == (3 * 8 * 8 + 1) * 10 * FLOAT
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.sampled_from([1, 2, 4, 8, 64, 512]), st.integers(1, 10**12), min_size=1), st.integers(1, 4096)
 )

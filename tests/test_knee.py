@@ -19,7 +19,7 @@ from tula_hpc.analysis.knee import (
 )
 from tula_hpc.analysis.knee_locator import knee_locator
 
-laws = settings(max_examples=15, deadline=None)
+laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
 
 

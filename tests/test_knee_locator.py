@@ -15,7 +15,7 @@ from tula_hpc.analysis import knee_locator as light
 values = st.lists(st.floats(-5.0, 5.0) | st.integers(0, 3).map(float), min_size=1, max_size=30)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values, st.sampled_from([np.greater_equal, np.less_equal, np.greater]))
 def test_extrema_are_those_that_scipy_finds(row: list[float], comparator: light.Comparator) -> None:
     from scipy import signal
@@ -25,7 +25,7 @@ def test_extrema_are_those_that_scipy_finds(row: list[float], comparator: light.
     assert light.argrelextrema(data, comparator)[0].tolist() == theirs.tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.001, 10.0), min_size=4, max_size=40))
 def test_knees_are_those_of_the_whole_package(falls: list[float]) -> None:
     from kneed import KneeLocator

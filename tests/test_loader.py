@@ -18,7 +18,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.workloads import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
 from tula_hpc.workloads.data import build_data
 
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=50)
 Batch = tuple[Tensor, Tensor]
 
 

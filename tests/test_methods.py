@@ -305,6 +305,21 @@ def test_clipping_leaves_the_factors_alone(reference: str) -> None:
     assert not torch.allclose(clipped[None], torch.ones_like(clipped[None]))
 
 
+@pytest.mark.parametrize("reference", ["pass", "free"])
+def test_the_noise_is_that_of_the_gradient_before_clipping(reference: str) -> None:
+    options = {"granularity": "tensor", "small_batch": 16, "reference": reference, "update_interval_epochs": 0.001}
+    found = []
+    for norm in (None, 1e-3):
+        worker = new_worker("ags", PERCEPTRON, **options, clip_norm=norm)
+        for group in worker.optimizer.param_groups:
+            group["lr"] = 1e-9  # so that both see the same gradients
+        train(worker, 3)
+        assert isinstance(worker.optimizer, TulaOptimizer)
+        found.append((*worker.optimizer.noise(), worker.optimizer.statistics().gradient_norm))
+    assert found[1] == pytest.approx(found[0], rel=1e-3, nan_ok=True)
+    assert found[0][2] > 0
+
+
 # post-local SGD
 
 
@@ -420,10 +435,21 @@ def test_by_default_the_batch_that_gradients_are_held_against_follows_the_one_th
     assert TrainingSpec.model_validate({"method": "adascale"}).reference_batch(4096) == 128
 
 
-def over_epochs(epochs: int, method: str = "ags", workload: str = "sgd", **training: object) -> list[float]:
+def over_epochs(
+    epochs: int, method: str = "ags", workload: str = "sgd", samples: int = 10**6, **training: object
+) -> list[float]:
     """The reference batch at B = 512 at the start, in the middle and at the end of a training."""
     spec = with_workload(sweep(method, COMPACT, **training), epochs=epochs, optimizer=workload)
-    return [methods.reference_after(spec, 512, epochs * done) for done in (0.0, 0.5, 1.0)]
+    trained = Configuration(2, 1, 256)
+    return [methods.reference_after(spec, trained, samples, epochs * done) for done in (0.0, 0.5, 1.0)]
+
+
+def test_the_reference_batch_shrinks_over_a_training_of_few_updates() -> None:
+    assert over_epochs(300, samples=600) == over_epochs(150, samples=1023) == pytest.approx([64, 64 / 8**0.5, 8])
+    assert over_epochs(450, samples=600) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
+    assert over_epochs(600, samples=600) == over_epochs(120, samples=5 * 512) == [64, 64, 64]
+    assert over_epochs(90, samples=600) == over_epochs(60)  # what is short in both shrinks once
+    assert over_epochs(300, samples=100) == over_epochs(60)  # an epoch is a step at least
 
 
 def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:

@@ -14,7 +14,7 @@ from tula_hpc.analysis.objective import Choice, choose, weighted_score
 from tula_hpc.analysis.pareto import pareto_front
 from tula_hpc.config import ObjectiveSpec
 
-laws = settings(max_examples=15, deadline=None)
+laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
 KINDS = ["knee", "time", "cost", "weighted"]
 
@@ -158,7 +158,7 @@ def test_of_very_many_the_best_are_ranked_alike(kind: str, monkeypatch: pytest.M
 points = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(points)
 def test_the_front_is_what_nothing_beats(coordinates: list[tuple[int, int]]) -> None:
     first, second = np.array(coordinates, dtype=float).T

@@ -96,7 +96,7 @@ def test_scale_one_equals_the_base_bit_for_bit(name: str, options: dict[str, Any
 
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 @given(seed=st.integers(0, 2**16), delta=st.sampled_from([0.1, 0.5, 2.0, math.inf]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_follows_algorithm_1_step_by_step(granularity: str, seed: int, delta: float) -> None:
     """Against a plain float64 transcription of the algorithm with SGD."""
     params = parameters(torch.float64)
@@ -193,7 +193,7 @@ def test_half_precision_norms_do_not_overflow() -> None:
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20), cut=st.integers(0, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_norm_does_not_depend_on_how_parameters_are_cut(values: list[float], cut: int) -> None:
     whole = torch.tensor(values)
     torch.testing.assert_close(squared_norm([whole[:cut], whole[cut:]]), squared_norm([whole]), rtol=1e-5, atol=1e-30)

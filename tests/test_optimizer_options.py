@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def brought(small: float, large: float, batch: float, wanted: float, large_batch
     smoothing=st.sampled_from([0.0, 0.9]),
     s_min=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_factors_from_observed_norms_follow_their_formula(
     granularity: str, seed: int, exponent: float, smoothing: float, s_min: float
 ) -> None:
@@ -392,6 +393,23 @@ def test_the_scale_warms_up_over_so_many_steps(gate: str) -> None:
     assert optimizer.statistics().scale_mean == 3.0
 
 
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(("gate", "norms"), [("none", [1.0] * 7), ("smooth", [1.0, 1.0, 1.1, 1.2, 1.3, 1.2, 1.2])])
+def test_statistics_tell_how_much_of_the_scale_was_applied(gate: str, norms: Sequence[float], warmup: int) -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = wrap([parameter], gate=gate, static_scale=3.0, scale_warmup=warmup)
+    applied = []
+    for norm in norms:
+        parameter.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step()
+        applied.append(parameter.grad.item() / norm)
+    found = optimizer.statistics()
+    assert 1 + found.share * (found.scale_mean - 1) == pytest.approx(statistics.fmean(applied), rel=1e-5)
+    assert found.scaled_steps == sum(factor > 1 for factor in applied)
+    assert found.scaled == pytest.approx((applied[-1] - 1) / 2, rel=1e-5)
+    assert optimizer.statistics().share == 0.0, "of no step"
+
+
 def test_a_finished_warm_up_leaves_no_trace() -> None:
     weights = []
     for warmup in (0, 3):
@@ -449,9 +467,9 @@ def test_static_scaling_leaves_excluded_parameters_alone_too() -> None:
     assert params[0].grad is not None
     assert torch.equal(params[0].grad, gradients(1)[0])
     torch.testing.assert_close(params[1].grad, 3 * gradients(1)[1])
-    statistics = optimizer.statistics()
-    assert statistics.scale_mean == pytest.approx((6 * 1 + 10 * 3) / 16)
-    assert (statistics.scale_min, statistics.scale_max) == (1.0, 3.0)
+    found = optimizer.statistics()
+    assert found.scale_mean == pytest.approx((6 * 1 + 10 * 3) / 16)
+    assert (found.scale_min, found.scale_max) == (1.0, 3.0)
 
 
 def test_a_model_of_which_all_is_excluded_has_no_factors() -> None:

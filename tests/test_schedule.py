@@ -72,10 +72,16 @@ def test_baselines_warm_up_over_five_epochs_or_a_fifth_of_a_short_run(method: st
 @given(batches)
 def test_only_some_methods_scale_the_rate_and_all_agree_at_the_base_batch(batch: int) -> None:
     ratio = batch / BASE
-    expected = {"lrs": ratio, "sqrt": math.sqrt(ratio)}
+    expected = {"lrs": ratio, "sqrt": math.sqrt(ratio), "lars": ratio, "lamb": math.sqrt(ratio)}
     for method in METHODS:
         assert lr_scale(sweep({"method": method}).training, batch) == pytest.approx(expected.get(method, 1.0))
         assert lr_scale(sweep({"method": method, "lr_scaling": "linear"}).training, BASE) == 1.0
+
+
+@pytest.mark.parametrize("method", ["lars", "lamb"])
+def test_layer_wise_rates_scale_as_asked_for(method: str) -> None:
+    for scaling, expected in {"none": 1.0, "sqrt": 2.0, "linear": 4.0}.items():
+        assert lr_scale(sweep({"method": method, "lr_scaling": scaling}).training, 4 * BASE) == expected
 
 
 @pytest.mark.parametrize("scaling", get_args(LrScaling))

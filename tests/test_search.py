@@ -84,7 +84,7 @@ def test_a_training_that_ran_out_of_memory_is_a_bound_too() -> None:
     assert proposed_by(PARTIAL, 1, [oom(1, 512, stage="train")]) == proposed_by(PARTIAL, 1, [oom(1, 512)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(searches(), st.integers(1, 4), st.data())
 def test_every_search_ends_and_respects_what_it_saw(search: SearchSpec, workers: int, data: st.DataObject) -> None:
     rows: list[Measurement] = []

@@ -677,7 +677,7 @@ def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: f
         append_record(path, line, durable=False)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(steps=st.integers(1, 25), batch=st.sampled_from([10, 100]), step_time_s=st.floats(0.01, 10))
 def test_what_is_left_is_the_samples_left_at_the_present_pace(
     tmp_path_factory: pytest.TempPathFactory, steps: int, batch: int, step_time_s: float
@@ -726,7 +726,7 @@ def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster
         assert words in text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 60), max_size=30),
     block=st.integers(1, 200),
@@ -762,7 +762,7 @@ def test_the_tail_holds_the_last_lines_of_each_kind_and_skips_torn_ones(tmp_path
 # ---- studies
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.sampled_from(["none", "finished", "running", "waiting", "failed", "over"]), min_size=4, max_size=4))
 def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPathFactory, stands: list[str]) -> None:
     tables: dict[str, object] = {
@@ -1006,7 +1006,7 @@ def test_tasks_of_an_array_are_shown_together(ids: list[str], shown: str) -> Non
     assert short_ids(ids) == shown
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     states=st.dictionaries(
         st.sampled_from(["7", "8"]), st.sampled_from(["PENDING", "RUNNING", "COMPLETED", "SUSPENDED", "REQUEUED"])

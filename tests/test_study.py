@@ -248,6 +248,21 @@ def test_nothing_is_recovered_where_nothing_was_lost_or_nothing_is_known() -> No
     assert table({("lbt", 512): [0.6], ("ags", 512): [0.7]}).entries["ags", 512].recovered is None
 
 
+@pytest.mark.parametrize("diverged", [("lbt", 128), ("lbt", 512), ("ags", 512)])
+def test_nothing_is_said_to_be_recovered_where_only_some_runs_came_through(diverged: tuple[str, int]) -> None:
+    levels: dict[tuple[str, int], list[float | None]] = {
+        ("lbt", 128): [0.7, 0.7],
+        ("lbt", 512): [0.5, 0.5],
+        ("ags", 512): [0.6, 0.6],
+        ("lrs", 512): [0.65, 0.65],
+    }
+    assert table(levels).entries["ags", 512].recovered == pytest.approx(0.5)
+    levels[diverged] = [*levels[diverged], None]
+    found = table(levels).entries
+    assert found["ags", 512].recovered is None
+    assert found["lrs", 512].recovered == (pytest.approx(0.75) if diverged[0] == "ags" else None)
+
+
 def test_best_and_worst_are_marked_at_each_batch() -> None:
     found = table(
         {("lbt", 256): [0.5, 0.6], ("lrs", 256): [0.7, 0.7], ("lbt", 512): [0.6, 0.6], ("lrs", 512): [0.2, 0.3]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tula_hpc.analysis.figures_study_lines import (
     legend_columns,
     line_style,
 )
-from tula_hpc.analysis.figures_study_scale import density, draw_study_scale_elements, used_scale
+from tula_hpc.analysis.figures_study_scale import density, draw_study_scale, draw_study_scale_elements, used_scales
 from tula_hpc.analysis.figures_study_table import draw_study_table
 from tula_hpc.analysis.figures_style import ALERT, INK, SIZES
 from tula_hpc.analysis.study import main, write_study_report
@@ -31,7 +32,7 @@ from tula_hpc.analysis.study_table import make_table
 from tula_hpc.analysis.study_text import answer, cautions, latex, verdicts
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.records import RunDirectory, StepMetrics, TunedRates
+from tula_hpc.records import Metrics, RunDirectory, StepMetrics, TunedRates
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,23 @@ def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirecto
     assert [words.split(": no gradient was scaled")[0] for words in said] == [f"ags at B = {batch:,}"]
 
 
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),
+        ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0, "scale_share": 0.0}, True),  # the gate let nothing through
+        ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0}, True),
+        ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.5, "scale_share": 0.1}, False),
+        ({}, False),  # of a method that scales none
+    ],
+)
+def test_a_training_scaled_nothing_where_no_step_used_any_scale(values: dict[str, float], idle: bool) -> None:
+    row = StepMetrics(step=1, samples_seen=1, epoch=1, loss=1, lr=1, step_time_s=1, **values)
+    assert Metrics([row], [], 0).scaled_nothing == idle
+    used = row.model_copy(update={"scale_max": 2.0, "scaled": 1.0, "scale_share": 1.0})
+    assert not Metrics([row, used], [], 0).scaled_nothing
+
+
 def test_runs_that_failed_or_have_just_begun_cut_no_curve_short_and_raise_no_caution(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run")
     begun = run.train("study/lbt-b128-s1")
@@ -266,9 +284,28 @@ def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
 
 def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
     row = StepMetrics(step=1, samples_seen=1, epoch=1, loss=1, lr=1, step_time_s=1, scale_mean=3.0, scaled=0.5)
-    assert used_scale(row) == pytest.approx(2.0)
-    assert used_scale(row.model_copy(update={"scaled": 0.0})) == 1.0
-    assert used_scale(row.model_copy(update={"scale_mean": None})) is None
+    assert row.applied_scale == pytest.approx(2.0), "of older files, which say no more"
+    assert row.model_copy(update={"scale_share": 0.25}).applied_scale == pytest.approx(1.5), "a part of it was used"
+    assert row.model_copy(update={"scaled": 0.0}).applied_scale == 1.0
+    assert row.model_copy(update={"scale_mean": None}).applied_scale is None
+    run = Metrics([row.model_copy(update={"scale_share": 0.0}), row], [], 0)
+    assert list(used_scales([run])) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(3.0, "linear"), (300.0, "log")])
+def test_factors_of_several_sizes_are_drawn_by_their_logarithms(tmp_path: Path, largest: float, scale: str) -> None:
+    """So that the areas of all methods are as large, and seen."""
+    contents = read_study(make_study(tmp_path / "run"))
+    table = make_table(contents.study, contents.outcomes)
+    factors = np.geomspace(1.5, largest, 50)
+    with mock.patch("tula_hpc.analysis.figures_study_scale.used_scales", return_value=factors):
+        drawn = draw_study_scale(contents, table)
+    assert isinstance(drawn, Drawing)
+    assert ("logarithm" in drawn.caption) == (scale == "log")
+    for axes in drawn.figure.axes:
+        assert axes.get_xscale() == scale
+        x, heights = (np.asarray(values, dtype=np.float64) for values in axes.lines[0].get_data())
+        assert np.trapezoid(heights, np.log(x) if scale == "log" else x) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("spread", [0.5, 1e-9])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.test_optimizer_options import LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
+from tests.test_optimizer_options import LARGE, LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.norms import foreach_norms
 
@@ -71,6 +71,25 @@ def test_it_is_told_for_one_step_and_forgets_with_the_gradients() -> None:
     assert steps_with(lambda _: None) == 1
     assert steps_with(lambda optimizer: optimizer.zero_grad()) == 2
     assert steps_with(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())) == 2
+
+
+@pytest.mark.parametrize("tell", [False, True])
+@pytest.mark.parametrize("large_given", [False, True])
+def test_the_noise_is_that_of_the_gradient_before_clipping(tell: bool, large_given: bool) -> None:
+    """Of |G|² = 1 and tr Σ = 64: |g|² is 1 + 64 / B."""
+    params, small, large, factor = parameters(), 1 + 64 / LOCAL, 1 + 64 / LARGE, 0.1
+    optimizer, elements = wrap(params, granularity="tensor"), sum(p.numel() for p in params)
+    sizes = torch.tensor([p.numel() for p in params], dtype=torch.float64) / elements
+    give(params, [torch.full_like(p, factor * math.sqrt(large / elements)) for p in params])
+    optimizer.observe_clipping(torch.tensor(factor, dtype=torch.float64))
+    if large_given:
+        optimizer.observe_small(small * sizes, LOCAL, large * sizes)
+    else:
+        optimizer.observe_small(factor**2 * small * sizes, LOCAL)
+    if tell:
+        optimizer.observe_norms(factor**2 * large * sizes)
+    optimizer.step()
+    assert optimizer.noise() == pytest.approx((64.0, 1.0, 64.0))
 
 
 @pytest.mark.parametrize("count", [0, 3, 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,24 @@ def test_divergence_within_a_round_is_no_end_while_a_setting_is_left(
     bad.add(32)
     with pytest.raises(DivergedError, match="not finite at step 8"):
         train(prepared(tmp_path / "all"), sweep(small_batch=2))
+
+
+def test_scales_of_a_run_that_diverged_are_not_counted_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverges(self: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = original(self, inputs, targets)
+        return loss * torch.nan if self.sweep.training.small_batch == 2 else loss
+
+    original = Worker.train_step
+    monkeypatch.setattr(Worker, "train_step", diverges)
+    run = prepared(tmp_path)
+    _, outcome = train(run, sweep(small_batch=2, scale_histogram=True, log_interval_steps=4))
+    assert outcome.pruned == 1
+    elements = sum(value.numel() for value in weights(run).values())
+    steps = [row.step for row in read_metrics(run.train().metrics_file).steps]
+    lines = [sum(row.scale_histogram or []) for row in read_metrics(run.train().metrics_file).steps]
+    assert lines == [elements * (step - before) for before, step in pairwise([0, *steps])]
 
 
 class KilledError(Exception):

@@ -172,7 +172,7 @@ def test_more_classes_than_there_are_is_an_error() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_stratified_split_is_one(classes: list[int]) -> None:
     every = np.array(classes)
     split = stratified_split(every)
@@ -183,7 +183,7 @@ def test_a_stratified_split_is_one(classes: list[int]) -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 2**31), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_jitter_moves_an_image_by_at_most_its_padding(padding: int, seed: int, flip: bool) -> None:
     image = 1 + noise(seed, 8).transpose(2, 0, 1) // 2
     moved = Jitter(padding, flip).apply(image[None], mix(seed))[0]
@@ -204,7 +204,7 @@ def test_jitter_takes_every_place_and_mirrors_half() -> None:
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10_000), st.integers(2, 40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_hashed_numbers_are_even_and_independent(seed: int, epoch: int, limit: int) -> None:
     keys = mix(seed, epoch, np.arange(limit * 200))
     assert len(np.unique(keys)) == len(keys)

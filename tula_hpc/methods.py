@@ -135,21 +135,24 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
     return {"small_batch": min(small, large), "large_batch": large}
 
 
-def reference_after(sweep: SweepSpec, global_batch: int, epochs_seen: float) -> float:
+def reference_after(sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float) -> float:
     """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
     Args:
         sweep: The method and its options, and how many epochs E there are.
-        global_batch: That is trained with.
+        configuration: That is trained with.
+        samples: Of an epoch.
         epochs_seen: e, from 0 to E.
     """
-    first = min(sweep.training.reference_batch(global_batch), global_batch)
-    return max(1.0, first * math.exp(-math.log(_shrink(sweep, global_batch)) * epochs_seen / sweep.workload.epochs))
+    batch = configuration.global_batch
+    first = min(sweep.training.reference_batch(batch), batch)
+    shrink = _shrink(sweep, configuration, samples)
+    return max(1.0, first * math.exp(-math.log(shrink) * epochs_seen / sweep.workload.epochs))
 
 
-def _shrink(sweep: SweepSpec, global_batch: int) -> float:
+def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> float:
     """As given; the default's is 1 where updates are scaled: with such optimizers another was not tried."""
     options = sweep.training.ags
     if sweep.training.method != "ags":
@@ -158,7 +161,9 @@ def _shrink(sweep: SweepSpec, global_batch: int) -> float:
         return options.small_batch_shrink
     if sweep.scale_applies_to == "update":
         return 1.0
-    return following_shrink(sweep.training.base_batch, global_batch, sweep.workload.epochs)
+    epochs = sweep.workload.epochs
+    updates = epochs * _steps_per_epoch(configuration, samples)
+    return following_shrink(sweep.training.base_batch, configuration.global_batch, epochs, updates)
 
 
 def _taken(training: TrainingSpec, configuration: Configuration) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
+from tula_hpc.config.ags import LrScaling
 
 WARMUP_EPOCHS = 5.0  # of the baselines in the paper
 LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
-WARMED_UP = ("lrs", "sqrt", "lars", "lamb", "polo")
+WARMED_UP = ("lars", "lamb", "polo")  # at whatever rate; and all whose rate is scaled
+SCALING: Mapping[str, LrScaling] = {"lrs": "linear", "sqrt": "sqrt", "lars": "linear", "lamb": "sqrt"}
 
 
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
@@ -38,12 +41,20 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
 def lr_scale(training: TrainingSpec, global_batch: int) -> float:
     """The method's rate over workload.lr, which was chosen for `base_batch`: linear, square root, or 1.
 
-    LARS and LAMB are given their rate as it is: it means something else than SGD's or AdamW's.
+    LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of convolutional networks"),
+    LAMB by the root (Y. You et al. 2020, "Large batch optimization for deep learning"); `training.lr_scaling` says
+    otherwise for these two and for AGS.
     """
     ratio = global_batch / training.base_batch
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[_scaling(training)]
+
+
+def _scaling(training: TrainingSpec) -> LrScaling:
     if training.method == "ags":
-        return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[training.ags.lr_scaling]
-    return {"lrs": ratio, "sqrt": math.sqrt(ratio)}.get(training.method, 1.0)
+        return training.ags.lr_scaling
+    if training.method in ("lars", "lamb") and training.lr_scaling is not None:
+        return training.lr_scaling
+    return SCALING.get(training.method, "none")
 
 
 def warmup_epochs(sweep: SweepSpec) -> float:
@@ -54,8 +65,8 @@ def warmup_epochs(sweep: SweepSpec) -> float:
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:
         return training.warmup_epochs
-    scaled = training.method == "ags" and training.ags.lr_scaling != "none"
-    needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if scaled or training.method in WARMED_UP else 0.0
+    needs = _scaling(training) != "none" or training.method in WARMED_UP
+    needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if needs else 0.0
     return max(needed, workload.warmup_epochs)
 
 

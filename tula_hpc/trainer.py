@@ -229,6 +229,7 @@ class Trainer:
         if self.tuning is None:
             return False
         self.batch, self.window = None, StepWindow()
+        self._scales_used()  # read and dropped, like the window: no line tells of steps after which a run diverged
         self.saving.settle()
         now = asdict(self.progress)
         loaded = self.tuning.end_round(now, self._state, self.restart_count, diverged=diverged)
@@ -362,6 +363,7 @@ class Trainer:
                 sensitivity=_finite(statistics.sensitivity) if statistics else None,
                 gradient_norm=_finite(statistics.gradient_norm) if statistics else None,
                 scaled=statistics.scaled_steps / steps if statistics else None,
+                scale_share=statistics.share if statistics else None,
                 scale_mean=statistics.scale_mean if statistics else None,
                 scale_min=statistics.scale_min if statistics else None,
                 scale_max=statistics.scale_max if statistics else None,

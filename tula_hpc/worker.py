@@ -111,9 +111,7 @@ class Worker:
             return None
         norms: LocalNorms | PartNorms
         if isinstance(self.parallel, DistributedDataParallel):
-            averages = self.device.type == "cuda"
-            norms = LocalNorms(self.parameters, self.configuration.local_batch, averages=averages)
-            norms.attach(self.parallel)
+            norms = LocalNorms(self.parameters, self.configuration.local_batch, averages=True).attach(self.parallel)
         elif looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
             return None
         else:
@@ -277,7 +275,8 @@ class Worker:
     def _observe_small(self, shortened: Tensor | float) -> None:
         """Give the optimizer the norms of this step's small gradients, where they are had without a pass.
 
-        They are multiplied as the large gradient was, so that clipping leaves their ratio alone.
+        They are multiplied as the large gradient was, so that clipping leaves their ratio alone; the optimizer knows of
+        it and takes the noise of the gradient before.
         """
         if self.norms is None or not isinstance(self.optimizer, TulaOptimizer):
             return
@@ -286,7 +285,7 @@ class Worker:
         loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
         squares, batch = self.norms.squares(loss_scale)
         self.optimizer.observe_small(squares * shortened**2, batch)
-        if isinstance(self.norms, LocalNorms) and self.norms.averages:
+        if isinstance(self.norms, LocalNorms):
             self.optimizer.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
 
     def seed(self, seed: int) -> None:
@@ -319,7 +318,7 @@ class Worker:
             end: Epochs seen after it; whole after the last step of an epoch.
         """
         if isinstance(self.optimizer, TulaOptimizer) and self.norms is not None:
-            self.optimizer.set_reference(reference_after(self.sweep, self.configuration.global_batch, start))
+            self.optimizer.set_reference(reference_after(self.sweep, self.configuration, self.samples, start))
         if isinstance(self.optimizer, PostLocalSGD):
             self.optimizer.averager.place(start, end)
             if start == self.optimizer.averager.synchronous_epochs:

@@ -194,6 +194,23 @@ def misuse(rank: int) -> list[str]:
     return [*said, refused(norms.squares), refused(norms.averaged)]
 
 
+def while_waiting(rank: int) -> list[Tensor]:
+    """The gradients as they are when norms of the averages are taken: DDP copies the averages to them in the end."""
+    ddp = new_ddp(Case())
+    seen: list[Tensor] = []
+    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
+    take = norms._finish
+
+    def spied() -> None:
+        seen.extend(p.grad.clone() for p in ddp.parameters() if p.grad is not None)
+        take()
+
+    with mock.patch.object(norms, "_finish", spied), mock.patch("tula_hpc.optim.local_norms._first") as in_gloos_thread:
+        backward(ddp, 0, rank, 1)
+    in_gloos_thread.assert_not_called()
+    return seen
+
+
 def refused(read: Callable[[], object]) -> str:
     try:
         read()
@@ -212,8 +229,8 @@ def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]
     worker.forward_backward(*next(worker.batches()))  # thrown away, as the trainer does before it restores
     with ExitStack() as stack:
         taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
-        assert isinstance(worker.norms, LocalNorms)
-        worker.norms.averages = told  # as on a GPU
+        if not told:
+            stack.enter_context(mock.patch.object(TulaOptimizer, "observe_norms"))
         losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     assert isinstance(worker.optimizer, TulaOptimizer)
     return {
@@ -243,6 +260,7 @@ def work(rank: int, folder: Path) -> None:
     seen["frozen"] = frozen_and_foreign(rank)
     seen["exchanged"] = exchanged(rank)
     seen["said"] = misuse(rank)
+    seen["while waiting"] = while_waiting(rank)
     seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
     seen["untold"] = {method: train_worker(rank, method, told=False) for method in ("ags", "adascale")}
     torch.save(seen, folder / f"{rank}.pt")
@@ -290,6 +308,15 @@ def test_norms_of_the_averages_are_those_of_the_gradients(ranks: list[dict[str, 
             squares = [math.nan if g is None else float(g.double().square().sum()) for g in found]
             expected = torch.tensor(squares, dtype=torch.float64)
             torch.testing.assert_close(averaged, expected, rtol=tolerance, atol=1e-12, equal_nan=True)
+
+
+def test_norms_of_the_averages_are_taken_before_ddp_waits_for_them_all(ranks: list[dict[str, Any]]) -> None:
+    """Each worker's gradients are still its own; their mean is what DDP then gives."""
+    own = zip(*(seen["while waiting"] for seen in ranks), strict=True)
+    averaged = ranks[0]["plain"]["without"]["gradients"][0]
+    for gradients, average in zip(own, averaged, strict=True):
+        assert not torch.equal(gradients[0], gradients[1])
+        torch.testing.assert_close(torch.stack(gradients).mean(0), average)
 
 
 def test_a_parameter_that_nobody_used_has_no_norm(ranks: list[dict[str, Any]]) -> None:

@@ -74,12 +74,18 @@ def following_batch(base_batch: int, global_batch: int) -> int:
     return max(1, base_batch // 4, min(base_batch // 2, less))
 
 
-def following_shrink(base_batch: int, global_batch: int, epochs: int) -> float:
-    """By how much the default's reference batch shrinks over a training: 2·B/base, at most 8 times, in up to 60 epochs.
+def following_shrink(base_batch: int, global_batch: int, epochs: int, updates: int) -> float:
+    """By how much the default's reference batch shrinks over a training: 2·B/base, at most 8 times, where it is short.
 
-    From 120 epochs on it does not, and between them the exponent falls with the logarithm of the epochs. In few epochs
-    larger factors, late, make up for steps that are not taken; after many the training images are fitted anyway, and
-    more of it takes accuracy from the test images.
+    Short are up to 60 epochs, and up to 300 updates. From 120 epochs and 600 updates on it does not shrink, and between
+    them the exponent falls with the logarithm of either, whichever leaves more. In a short training larger factors,
+    late, make up for steps that are not taken; in a long one the training images are fitted anyway, and more of it
+    takes accuracy from the test images.
     """
-    in_few_epochs = min(8.0, max(1.0, 2.0 * global_batch / base_batch))
-    return float(in_few_epochs ** min(1.0, max(0.0, math.log2(120 / epochs))))
+    in_short_trainings = min(8.0, max(1.0, 2.0 * global_batch / base_batch))
+    return float(in_short_trainings ** max(_shortness(epochs, 120), _shortness(updates, 600)))
+
+
+def _shortness(count: int, many: int) -> float:
+    """1 up to half of `many`, 0 from there on, falling with the logarithm between them."""
+    return min(1.0, max(0.0, math.log2(many / count)))

@@ -79,24 +79,33 @@ class Estimates:
         """Drop what `expect` was given."""
         self._small = None
 
-    def learn(self, parameters: Sequence[Tensor], norms: Mapping[Tensor, Tensor], norm_squared: Tensor) -> bool:
+    def learn(
+        self,
+        parameters: Sequence[Tensor],
+        norms: Mapping[Tensor, Tensor],
+        norm_squared: Tensor,
+        shortened: Tensor | float = 1.0,
+    ) -> bool:
         """Use what `expect` was given, if anything; says whether there was. Does not wait for the device.
 
         Args:
             parameters: In the optimizer's order.
             norms: Of the large gradient, 0-dim, by parameter.
             norm_squared: ‖G‖² over all of them.
+            shortened: What both gradients were multiplied with where norms of the large one are these: the noise is
+                that of the gradient before. 0-dim.
         """
         if self._small is None:
             return False
         (small, batch, large), self._small = self._small, None
+        before = 1.0 if large is not None else 1.0 / shortened**2  # given by hand, both are as they were
         if large is None:
             large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
         wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
         present = [parameter in norms for parameter in parameters]
         self.scale.update_norms(parameters, wanted, large, present, guard=True, stretch=self._stretch())
         known = ~(small.isnan() | large.isnan())
-        sums = [torch.where(known, values, 0.0).sum() for values in (small, large)]
+        sums = [torch.where(known, values, 0.0).sum() * before for values in (small, large)]
         overflow_is_no_pair = torch.where(norm_squared.isfinite(), sums[1], torch.nan)
         self.noise.observe(sums[0], overflow_is_no_pair, batch, self.batches.large, STEP_DECAY)
         return True

@@ -27,6 +27,15 @@ if TYPE_CHECKING:  # torch.distributed has it, its stub has not
     from torch._C._distributed_c10d import GradBucket
 
 
+class _Exchange(NamedTuple):
+    """A bucket that is being averaged."""
+
+    buffer: Tensor
+    gradients: Sequence[Tensor]  # views of it; none of a sparse one
+    work: Any  # the handle of the all-reduce
+    told: Future[Tensor] | None  # what DDP waits for, where it is told here
+
+
 class _Pending(NamedTuple):
     """Squares of one backward pass on their way over the workers."""
 
@@ -38,9 +47,10 @@ class LocalNorms:
     """Squared norms of the workers' own gradients, for each parameter, at every backward pass of a DDP model.
 
     A communication hook takes the norms of each bucket when its gradients are complete, then averages the bucket as
-    DDP itself does, and with `averages` takes those of the averages as soon as they are there. After the last bucket
-    one small all-reduce averages the workers' norms. Norms and exchange overlap with the backward pass as the
-    gradients' own do; the host waits for nothing on a GPU.
+    DDP itself does. After the last bucket one small all-reduce averages the workers' norms. With `averages`, each
+    bucket's norms are taken anew once it is averaged, while those behind it are still exchanged: at the end of the
+    backward pass, where DDP only waits. Norms and exchange thus overlap as the gradients' own do; on a GPU the stream
+    waits, not the host.
 
     Gradients are those of DDP without a hook, bit for bit; the one exception are gradients that are accumulated in
     DDP's own buckets (`gradient_as_bucket_view`) over a number of workers that is no power of two: DDP then divides,
@@ -52,8 +62,7 @@ class LocalNorms:
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
         batch: Samples of which each worker's gradient, before the all-reduce, is the mean.
-        averages: Whether `averaged` is wanted. Over gloo the threads that exchange gradients then run Python, and would
-            abort the process if they came back to it while it ends; over nccl they do not.
+        averages: Whether `averaged` is wanted.
     """
 
     def __init__(self, parameters: Sequence[Tensor], batch: int, *, averages: bool = False) -> None:
@@ -61,7 +70,8 @@ class LocalNorms:
         self.workers = 1
         self._device = self.parameters[0].device
         self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
-        self._averaged: dict[int, Tensor] = {}  # by bucket: squares of the averages, complete after the backward pass
+        self._exchanges: list[_Exchange] = []  # of that pass
+        self._averaged: list[Tensor] = []  # squares of the averages of the last complete pass
         self._order: list[Tensor] = []  # their parameters
         self._place: dict[Tensor, int] = {}  # of each parameter of the last complete pass among them
         self._pending: _Pending | None = None
@@ -80,7 +90,7 @@ class LocalNorms:
         if self.workers == 1:
             raise ValueError("a single worker's own gradient is that of the whole batch: take norms of parts of it")
         # a lambda has no annotations: DDP compares them with classes, and here they are text until they are evaluated
-        ddp.register_comm_hook(group, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
+        ddp.register_comm_hook(ddp, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
         return self
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
@@ -117,34 +127,41 @@ class LocalNorms:
         """
         if not self._averaged:
             raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
-        averaged, self._averaged = self._averaged, {}
-        found = torch.cat([*(averaged[bucket] for bucket in sorted(averaged)), self._nothing()])
-        return self._in_order(found) / loss_scale**2
+        averaged, self._averaged = self._averaged, []
+        return self._in_order(torch.cat([*averaged, self._nothing()])) / loss_scale**2
 
-    def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, ddp: DistributedDataParallel, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
         if bucket.index() == 0:
-            self._squares, self._order, self._averaged = [], [], {}
-        buffer, each, index = bucket.buffer(), [], bucket.index()
+            self._squares, self._order, self._exchanges, self._averaged = [], [], [], []
+        group, buffer, gradients = ddp.process_group, bucket.buffer(), []
         if not buffer.is_sparse:  # a sparse gradient has no squares: NaN
             self._order += bucket.parameters()
-            each = bucket.gradients()  # views of the buffer, which is averaged in place
-            self._squares.append(self._squares_of(each))
-
-        def averaged(done: Future[Any]) -> Tensor:
-            self._averaged[index] = self._squares_of(each)
-            return _first(done)
-
-        future = _average(group, buffer).then(averaged if each and self.averages else _first)
+            gradients = bucket.gradients()
+            self._squares.append(self._squares_of(gradients))
+        work = _average(group, buffer)
+        told: Future[Tensor] | None = Future() if _is_told(ddp, buffer) else None
+        self._exchanges.append(_Exchange(buffer, gradients, work, told))
         if bucket.is_last():
-            self._exchange(group)
-        return future
+            self._send(group)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        return work.get_future().then(_first) if told is None else told
+
+    def _finish(self) -> None:
+        """Norms of each bucket as soon as it is averaged: in the thread of the backward pass, at its end."""
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            exchange.work.wait()
+            if self.averages and exchange.gradients:
+                self._averaged.append(self._squares_of(exchange.gradients))
+            if exchange.told is not None:
+                exchange.told.set_result(exchange.buffer)
 
     def _squares_of(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = foreach_norms(gradients)  # of one type, so that they come in their order
         return squares(list(norms.values()), self._device)
 
-    def _exchange(self, group: dist.ProcessGroup) -> None:
+    def _send(self, group: dist.ProcessGroup) -> None:
         self._place = {parameter: place for place, parameter in enumerate(self._order)}
         found = torch.cat([*self._squares, self._nothing()])
         self._pending = _Pending(found, dist.all_reduce(found, group=group, async_op=True))
@@ -162,6 +179,15 @@ class LocalNorms:
         return found[self._index]
 
 
+def _is_told(ddp: DistributedDataParallel, buffer: Tensor) -> bool:
+    """Whether DDP hears from `_finish` of a bucket's end, so that gloo's threads run no Python.
+
+    A thread that comes back to Python while the process ends, as after the loss of a worker, aborts it. NCCL's future
+    is there at once and needs no thread; and in the first pass of a static graph DDP waits before `_finish` comes.
+    """
+    return buffer.device.type == "cpu" and not ddp.static_graph
+
+
 def _first(done: Future[Any]) -> Tensor:
     """What was all-reduced, of the list that a group's future holds."""
     found: Tensor = done.value()[0]
@@ -173,13 +199,11 @@ def nan_unless_finite(squares: Tensor) -> Tensor:
     return torch.where(torch.isfinite(squares), squares, torch.nan)
 
 
-def _average(group: dist.ProcessGroup, buffer: Tensor) -> Future[Any]:
+def _average(group: dist.ProcessGroup, buffer: Tensor) -> Any:
     """The mean over the workers in place, with DDP's own operations: scale first, then sum."""
     workers = group.size()
     if buffer.is_sparse:
         buffer.div_(workers)
     else:
         buffer.mul_(1.0 / workers)
-    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-    future: Future[Any] = work.get_future()
-    return future
+    return dist.all_reduce(buffer, group=group, async_op=True)

@@ -40,12 +40,13 @@ class Statistics(NamedTuple):
 
     sensitivity: float  # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
     gradient_norm: float  # ‖G‖ of the last step, before scaling; NaN before the first step
-    scaled: float  # what share of the scale the gate let the last step use: 0, 1, or with gate "smooth" between them
+    scaled: float  # what share of the scale the last step used: 0, 1, or by gate "smooth" and warm-up between them
     scale_mean: float  # of the scale over all elements of all parameters, whether or not the last step used it
     scale_min: float
     scale_max: float
     scaled_steps: int  # steps since the last call of statistics() that used any of the scale
     steps: int  # steps since the last call of statistics()
+    share: float  # mean of what these steps used of the scale, from 0 to 1: they applied 1 + share·(scale − 1)
 
 
 class _Look(NamedTuple):
@@ -241,7 +242,8 @@ class TulaOptimizer(WrappingOptimizer):
     def observe_clipping(self, factor: Tensor | float) -> None:
         """Say what the next step's gradients were multiplied with: the gate compares what they were before.
 
-        Gradients that are all clipped to one norm would seem not to change at all.
+        Gradients that are all clipped to one norm would seem not to change at all. The noise, too, is that of gradients
+        before: where `observe_small` is given no norms of the large one, the small ones must be clipped alike.
 
         Args:
             factor: 0-dim or a number above 0, at most 1; does not wait for the device.
@@ -310,10 +312,11 @@ class TulaOptimizer(WrappingOptimizer):
 
     def statistics(self) -> Statistics:
         """Numbers for the log; starts the counts of steps anew. Waits for the device, so call it now and then only."""
-        sensitivity, norm, scaled, scaled_steps = self._sensitivity.read()
+        sensitivity, norm, scaled, scaled_steps, used = self._sensitivity.read()
         scale = self._scale.summary(self.parameters())
         steps, self._steps_since_statistics = self._steps_since_statistics, 0
-        return Statistics(sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, scaled_steps, steps)
+        counts = scaled_steps, steps, used / max(1, steps)
+        return Statistics(sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts)
 
     def noise(self) -> NoiseReading:
         """The gradient's noise scale, from the pairs of gradients or norms that the factors were estimated from.
@@ -416,11 +419,11 @@ class TulaOptimizer(WrappingOptimizer):
         with torch.no_grad():
             norms = self._norms(parameters, gradients)
             norm_squared = sum_of_squares(norms.values(), parameters[0].device)
-            if self._estimates.learn(parameters, norms, norm_squared):
+            if self._estimates.learn(parameters, norms, norm_squared, self._shortened):
                 self._steps_since_update = 0
-            share = self._sensitivity.observe(norm_squared / self._shortened**2)
+            share = self._sensitivity.observe(norm_squared / self._shortened**2, self._warm_share)
             self._shortened = 1.0
-            return _Look(gradients, self._warmed(share))
+            return _Look(gradients, share)
 
     def _norms(self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Of each gradient by parameter, taken now unless somebody has said what they are."""
@@ -431,8 +434,9 @@ class TulaOptimizer(WrappingOptimizer):
         norms = squares.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32)).unbind()
         return {parameter: norms[place] for place, parameter in enumerate(parameters) if parameter in gradients}
 
-    def _warmed(self, share: Tensor) -> Tensor:
-        return share if self.steps >= self.scale_warmup else share * (self.steps / self.scale_warmup)
+    @property
+    def _warm_share(self) -> float:
+        return 1.0 if self.steps >= self.scale_warmup else self.steps / self.scale_warmup
 
     def _own_state(self) -> dict[str, Any]:
         """What the constructor sets (δ, bounds, batches) is not restored from it: training can go on with another."""

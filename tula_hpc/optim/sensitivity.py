@@ -36,6 +36,7 @@ class _Seen(NamedTuple):
     sensitivity: Tensor  # Δ(G) of the last step; NaN where it has no meaning
     quiet: Tensor  # how much of the scale the last step used: 0, 1, or between them with gate "smooth"
     quiet_steps: Tensor  # how many steps used any of it since the count was last taken
+    used: Tensor  # the sum of what these steps used of it
 
 
 class Sensitivity:
@@ -56,8 +57,12 @@ class Sensitivity:
         self._decay = decay if gate == "smoothed" else 0.0
         self._seen: _Seen | None = None
 
-    def observe(self, norm_squared: Tensor) -> Tensor:
+    def observe(self, norm_squared: Tensor, most: float = 1.0) -> Tensor:
         """Take in ‖G‖² of one step, before any scaling.
+
+        Args:
+            norm_squared: ‖G‖², 0-dim.
+            most: What the gate's share is multiplied with, from 0 to 1: below 1 while the scale warms up.
 
         Returns:
             0-dim tensor: what share of the scale the step uses, a bool or, with gate "smooth", a number from 0 to 1.
@@ -66,26 +71,33 @@ class Sensitivity:
         current = self._average(norm_squared, seen.previous)
         sensitivity = relative_change(current, seen.previous)
         share = self._share(sensitivity)
+        share = share if most >= 1 else share * most
         previous = torch.where(torch.isfinite(current), current, seen.previous)
-        steps = seen.quiet_steps + (share > 0)
-        self._seen = _Seen(previous, norm_squared, sensitivity, share.to(sensitivity.dtype), steps)
+        counts = seen.quiet_steps + (share > 0), seen.used + share
+        self._seen = _Seen(previous, norm_squared, sensitivity, share.to(sensitivity.dtype), *counts)
         return share
 
-    def read(self) -> tuple[float, float, float, int]:
-        """Δ(G), ‖G‖, share of the scale and steps that used any since the last reading. Waits for the device."""
+    def read(self) -> tuple[float, float, float, int, float]:
+        """Δ(G), ‖G‖, share of the scale; since the last reading steps that used any, and the sum of their shares.
+
+        Waits for the device.
+        """
         if self._seen is None:
-            return float("nan"), float("nan"), 0.0, 0
+            return float("nan"), float("nan"), 0.0, 0, 0.0
         seen = self._seen
-        values = torch.stack([seen.sensitivity, seen.norm_squared.sqrt(), seen.quiet, seen.quiet_steps]).tolist()
-        self._seen = seen._replace(quiet_steps=torch.zeros_like(seen.quiet_steps))
-        return values[0], values[1], values[2], round(values[3])
+        fields = [seen.sensitivity, seen.norm_squared.sqrt(), seen.quiet, seen.quiet_steps, seen.used]
+        change, norm, quiet, steps, used = torch.stack(fields).tolist()
+        nothing = torch.zeros_like(seen.quiet_steps)
+        self._seen = seen._replace(quiet_steps=nothing, used=nothing)
+        return change, norm, quiet, round(steps), used
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Tensors only; None before the first step."""
         return None if self._seen is None else self._seen._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
-        """Restore what `state_dict` gave, as copies on `device`."""
+        """Restore what `state_dict` gave, as copies on `device`. Older states count the steps that used any alone."""
+        state = None if state is None else {"used": state["quiet_steps"], **state}
         fields = None if state is None else {name: state[name].to(device, copy=True) for name in _Seen._fields}
         self._seen = None if fields is None else _Seen(**fields)
 
@@ -106,4 +118,4 @@ class Sensitivity:
 
 def _nothing_seen(like: Tensor) -> _Seen:
     nothing, zero = torch.full_like(like, torch.nan), torch.zeros_like(like)
-    return _Seen(nothing, nothing, nothing, zero, zero)
+    return _Seen(nothing, nothing, nothing, zero, zero, zero)

@@ -28,7 +28,9 @@ class StepMetrics(Record):
     sensitivity: float | None = None  # Δ(G)
     gradient_norm: float | None = None
     scaled: float | None = None  # share of the steps since the last line whose gradient was scaled
-    scale_mean: float | None = None
+    # mean share of the scale that those steps used, from 0 to 1: gate "smooth" and warm-up leave a part of it
+    scale_share: float | None = None  # None in older files
+    scale_mean: float | None = None  # of the scale as last estimated, over all elements; see `applied_scale`
     scale_min: float | None = None
     scale_max: float | None = None
     data_time_s: float | None = None  # part of step_time_s: rank 0's wait for the loader, mean
@@ -39,6 +41,22 @@ class StepMetrics(Record):
     # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
     scale_histogram: list[int] | None = None
     attempt: int | None = None  # while settings are tuned: which run of a round, see `RollbackMetrics`
+
+    @property
+    def applied_scale(self) -> float | None:
+        """Mean factor on the gradient over the steps since the last line: the scale as far as they used it, else 1.
+
+        In older files, which lack `scale_share`, each step that used any of the scale counts as one that used all.
+        """
+        if self.scale_mean is None:
+            return None
+        share = self.scaled if self.scale_share is None else self.scale_share
+        return 1.0 + (1.0 if share is None else share) * (self.scale_mean - 1.0)
+
+    @property
+    def scaled_nothing(self) -> bool:
+        """Whether no step since the last line used any of the scale, or each factor was 1."""
+        return self.scaled == 0 or self.scale_share == 0 or self.scale_min == self.scale_max == 1.0
 
 
 class EpochMetrics(Record):
@@ -107,9 +125,8 @@ class Metrics(NamedTuple):
 
     @property
     def scaled_nothing(self) -> bool:
-        """Whether gradients should have been scaled, and each factor was 1 in all that was logged."""
-        scales = [row.scale_max for row in self.steps] + [row.scale_min for row in self.steps]
-        return bool(scales) and all(scale == 1.0 for scale in scales)
+        """Whether gradients should have been scaled, and in all that was logged none was."""
+        return bool(self.steps) and all(row.scaled_nothing for row in self.steps)
 
 
 def read_metrics(path: Path) -> Metrics:
