@@ -137,6 +137,10 @@ def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
 
 @pytest.mark.parametrize("kill", [MiniCluster.kill_slurmd, MiniCluster.kill_node])
 def test_a_killed_node_can_come_back(slurm_cluster: MiniCluster, kill: Callable[[MiniCluster, str], None]) -> None:
+    # a node that dies before it has told the end of its last job gets no other for a minute
+    slurm_cluster.wait_for(
+        lambda: slurm_cluster.run("sinfo", "-hn", "ttc-node4", "-p", "batch", "-o", "%t") == "idle\n", 30
+    )
     before = slurm_cluster.pid("slurmd-ttc-node4")
     kill(slurm_cluster, "ttc-node4")
     assert slurm_cluster.pid("slurmd-ttc-node4") is None
