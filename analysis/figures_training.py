@@ -234,7 +234,7 @@ def _gate(training: TrainingSpec) -> _Gate:
 
 
 def _scaled_steps(training: Training) -> list[StepMetrics]:
-    return [row for row in training.metrics.steps if row.sensitivity is not None or row.scale_mean is not None]
+    return [row for row in training.metrics.steps if row.scale_mean is not None]
 
 
 def _column(steps: Sequence[StepMetrics], field: str) -> list[float]:

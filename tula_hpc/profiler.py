@@ -163,8 +163,7 @@ class StepProfile:
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
-        method = self.worker.sweep.training.method
-        if method in ("ags", "adascale") and self.worker.norms is None:  # else no update takes a pass
+        if self.worker.sweep.training.adapts and self.worker.norms is None:  # else no update takes a pass
             self._compute(inputs, targets)  # the update looks at the gradients of a backward pass
             self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
         if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared.allreduce_s:

@@ -27,7 +27,14 @@ from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.nested import Batch
-from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
+from tula_hpc.optim import (
+    NO_READING,
+    CriticalBatch,
+    GradientObserver,
+    NoiseReading,
+    ScaleHistogram,
+    TulaOptimizer,
+)
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
     EpochMetrics,
@@ -348,7 +355,6 @@ class Trainer:
             raise DivergedError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
         if self.env.rank != 0:
             return
-        statistics = optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else None
         noise = self._noise()
         self.critical_batch.add(noise, steps)
         append_record(
@@ -360,13 +366,7 @@ class Trainer:
                 loss=mean_loss,
                 lr=optimizer.param_groups[0]["lr"],
                 step_time_s=seconds / steps,
-                sensitivity=_finite(statistics.sensitivity) if statistics else None,
-                gradient_norm=_finite(statistics.gradient_norm) if statistics else None,
-                scaled=statistics.scaled_steps / steps if statistics else None,
-                scale_share=statistics.share if statistics else None,
-                scale_mean=statistics.scale_mean if statistics else None,
-                scale_min=statistics.scale_min if statistics else None,
-                scale_max=statistics.scale_max if statistics else None,
+                **self._gradients_seen(steps),
                 data_time_s=waited_s / steps,
                 noise_scale=_finite(noise.noise_scale),
                 noise_gradient_square=_finite(noise.recent_square),
@@ -376,6 +376,23 @@ class Trainer:
             ),
             durable=False,
         )
+
+    def _gradients_seen(self, steps: int) -> dict[str, float | None]:
+        """Part of a line: Δ(G) and norm, of whoever looks at gradients, and what was made of them, if anything."""
+        optimizer, observer = self.worker.optimizer, self.worker.observer
+        if isinstance(optimizer, TulaOptimizer):
+            scaled = optimizer.statistics()
+            return {
+                "sensitivity": _finite(scaled.sensitivity),
+                "gradient_norm": _finite(scaled.gradient_norm),
+                "scaled": scaled.scaled_steps / steps,
+                "scale_share": scaled.share,
+                "scale_mean": scaled.scale_mean,
+                "scale_min": scaled.scale_min,
+                "scale_max": scaled.scale_max,
+            }
+        seen = observer.statistics() if observer is not None else None
+        return {name: _finite(value) for name, value in seen._asdict().items()} if seen is not None else {}
 
     def _any_diverged(self, loss: float) -> bool:
         """Workers agree where all of them end with it, or go back; another training just fails."""
@@ -388,8 +405,8 @@ class Trainer:
         return histogram.read() if histogram is not None else None
 
     def _noise(self) -> NoiseReading:
-        optimizer = self.worker.optimizer
-        return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
+        seer = self.worker.observer or self.worker.optimizer
+        return seer.noise() if isinstance(seer, TulaOptimizer | GradientObserver) else NO_READING
 
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
         """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
@@ -474,7 +491,7 @@ class Trainer:
         return {
             "model": self.worker.model.state_dict(),
             "optimizer": optimizer_state,
-            "scaler": self.worker.scaler.state_dict(),
+            **self.worker.small_states(),
             "progress": asdict(self.progress),
             "global_batch": self.job.configuration.global_batch,
             **({"tuning": self.tuning.state_dict()} if self.tuning is not None else {}),

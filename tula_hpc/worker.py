@@ -24,6 +24,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.methods import build_optimizer, pass_interval, reference_after, reference_share, scaled_batches
 from tula_hpc.nested import Batch, map_tensors, samples_in, take
 from tula_hpc.optim import (
+    GradientObserver,
     LocalNorms,
     PartNorms,
     TulaOptimizer,
@@ -75,6 +76,7 @@ class Worker:
         self.optimizer = build_optimizer(sweep, self.model, self.parameters, configuration, self.samples)
         # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have another
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.observer = self._observe()
         self.norms = self._small_norms()
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
@@ -101,22 +103,32 @@ class Worker:
             model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
         )
 
+    def _observe(self) -> GradientObserver | None:
+        """What looks at gradients from which no factor is estimated; None: the optimizer does, or nobody wants it."""
+        training = self.sweep.training
+        if not training.observe_gradients or training.adapts:
+            return None
+        stepped = self.optimizer.optim if isinstance(self.optimizer, PostLocalSGD) else self.optimizer
+        return GradientObserver(stepped, self.configuration.global_batch)
+
     def _small_norms(self) -> LocalNorms | PartNorms | None:
         """What gives norms of small gradients at every step without a pass; None: they take passes, if anything.
 
         A single worker takes its batch in two parts, where that changes nothing but the order of additions. BatchNorm
-        would train on statistics of half the batch: such a model keeps the reference pass, at its interval.
+        would train on statistics of half the batch: such a model keeps the reference pass, at its interval. So does,
+        without any pass, a training that is only observed: it must not change by that.
         """
-        if not self.sweep.training.free_reference or not isinstance(self.optimizer, TulaOptimizer):
-            return None
         norms: LocalNorms | PartNorms
+        if not (self.observer or self.sweep.training.free_reference):
+            return None
         if isinstance(self.parallel, DistributedDataParallel):
             norms = LocalNorms(self.parameters, self.configuration.local_batch, averages=True).attach(self.parallel)
-        elif looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
+        elif self.observer or looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
             return None
         else:
             norms = PartNorms(self.parameters)
-        self.optimizer.update_interval = None  # no pass is ever due
+        if isinstance(self.optimizer, TulaOptimizer):
+            self.optimizer.update_interval = None  # no pass is ever due
         return norms
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
@@ -268,25 +280,27 @@ class Worker:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch has it
-        if isinstance(self.optimizer, TulaOptimizer):
-            self.optimizer.observe_clipping(factor)
+        for each in (self.optimizer, self.observer):
+            if isinstance(each, TulaOptimizer | GradientObserver):
+                each.observe_clipping(factor)
         return factor
 
     def _observe_small(self, shortened: Tensor | float) -> None:
-        """Give the optimizer the norms of this step's small gradients, where they are had without a pass.
+        """Give the optimizer, or the observer, the norms of this step's small gradients where they are had for nothing.
 
-        They are multiplied as the large gradient was, so that clipping leaves their ratio alone; the optimizer knows of
+        They are multiplied as the large gradient was, so that clipping leaves their ratio alone; who is told knows of
         it and takes the noise of the gradient before.
         """
-        if self.norms is None or not isinstance(self.optimizer, TulaOptimizer):
+        told = self.observer or self.optimizer
+        if self.norms is None or self.is_local or not isinstance(told, TulaOptimizer | GradientObserver):
             return
         # the loss scale as a tensor: `get_scale` would wait for the device
         scaled = self.scaler.is_enabled()
         loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
         squares, batch = self.norms.squares(loss_scale)
-        self.optimizer.observe_small(squares * shortened**2, batch)
+        told.observe_small(squares * shortened**2, batch)
         if isinstance(self.norms, LocalNorms):
-            self.optimizer.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
+            told.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
 
     def seed(self, seed: int) -> None:
         """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
@@ -317,7 +331,7 @@ class Worker:
             start: Epochs seen before the step, fractional.
             end: Epochs seen after it; whole after the last step of an epoch.
         """
-        if isinstance(self.optimizer, TulaOptimizer) and self.norms is not None:
+        if isinstance(self.optimizer, TulaOptimizer) and self.norms is not None and self.observer is None:
             self.optimizer.set_reference(reference_after(self.sweep, self.configuration, self.samples, start))
         if isinstance(self.optimizer, PostLocalSGD):
             self.optimizer.averager.place(start, end)
@@ -329,14 +343,21 @@ class Worker:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            **self.small_states(),
         }
+
+    def small_states(self) -> dict[str, Any]:
+        """Of what there is beside the model and the optimizer; the same on all workers unless `is_local`."""
+        observed = {"observer": self.observer.state_dict()} if self.observer else {}
+        return {"scaler": self.scaler.state_dict(), **observed}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on with what `own_state`, or rank 0's checkpoint, holds."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        if self.observer is not None:
+            self.observer.load_state_dict(state.get("observer"))
 
     def optimizer_state(self) -> dict[str, Any]:
         """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""

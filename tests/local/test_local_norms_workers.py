@@ -30,6 +30,7 @@ from tula_hpc.worker import Worker
 
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
 BATCH, STEPS, STEPS_OF_WORKER = 6, 4, 10
+OBSERVED = ("lbt", "lars", "static")
 loss = nn.CrossEntropyLoss()
 
 
@@ -245,6 +246,19 @@ def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]
     }
 
 
+def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
+    """A worker whose gradients nobody adapts to: as it trains, and what is seen of them."""
+    workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
+    training = {"method": method, "observe_gradients": observe, "clip_norm": 1.0}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
+    env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
+    worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
+    worker.forward_backward(*next(worker.batches()))
+    losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
+    seen = worker.observer and (list(worker.observer.statistics()), list(worker.observer.noise()))
+    return {"losses": losses, "weights": torch.cat([p.detach().flatten() for p in worker.parameters]), "seen": seen}
+
+
 def work(rank: int, folder: Path) -> None:
     """One worker: every case with and without the hook."""
     torch.set_num_threads(1)
@@ -263,6 +277,9 @@ def work(rank: int, folder: Path) -> None:
     seen["while waiting"] = while_waiting(rank)
     seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
     seen["untold"] = {method: train_worker(rank, method, told=False) for method in ("ags", "adascale")}
+    for method in OBSERVED:
+        for observe in (True, False):
+            seen[f"{method}, observed: {observe}"] = train_observed(rank, method, observe=observe)
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -378,6 +395,18 @@ def test_norms_that_came_with_the_all_reduce_are_not_taken_again(ranks: list[dic
 
 def test_the_reference_batch_is_what_was_asked_for_and_no_multiple_of_the_workers(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["worker"]["ags"]["small_batch"] == 5
+
+
+@pytest.mark.parametrize("method", OBSERVED)
+def test_a_training_that_is_observed_is_the_same_bit_for_bit(ranks: list[dict[str, Any]], method: str) -> None:
+    for seen in ranks:
+        with_it, without = (seen[f"{method}, observed: {observe}"] for observe in (True, False))
+        assert torch.equal(with_it["weights"], without["weights"])
+        assert with_it["losses"] == without["losses"]
+        assert without["seen"] is None
+        (sensitivity, norm), (noise_scale, *_) = with_it["seen"]
+        assert min(sensitivity, norm, noise_scale) > 0
+        assert with_it["seen"] == ranks[0][f"{method}, observed: True"]["seen"]
 
 
 if __name__ == "__main__":

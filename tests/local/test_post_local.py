@@ -27,7 +27,7 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
-from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.stopping import StopRequest
 from tula_hpc.trainer import run_training
 from tula_hpc.worker import Worker, process_group
@@ -204,8 +204,22 @@ def test_workers_step_together_then_apart_and_meet_in_the_average(ranks: list[di
 def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Path) -> None:
     for part in ("", "worker-0001"):
         whole, resumed = (latest(checkpoints(folder, name) / part).state for name in ("whole", "stopped"))
-        for what in ("model", "optimizer", "scaler"):
+        for what in ("model", "optimizer", "scaler", "observer"):
             assert same(whole[what], resumed[what])
+
+
+def test_gradients_are_told_of_though_nothing_scales_them(folder: Path) -> None:
+    """Their noise only while there are gradients of all workers to hold a worker's own against."""
+    whole, resumed = (read_metrics(RunDirectory(folder / name).train().metrics_file) for name in ("whole", "stopped"))
+    again = {row.step: row for row in resumed.steps}
+    assert whole.steps[-1].step == EPOCHS * STEPS_PER_EPOCH
+    for row in whole.steps:
+        same_row = again[row.step]
+        assert (row.sensitivity, row.gradient_norm) == (same_row.sensitivity, same_row.gradient_norm)
+        assert row.gradient_norm is not None
+        assert (row.scaled, row.scale_mean, row.applied_scale) == (None, None, None)
+        assert (row.noise_trace is not None) == (row.epoch <= 1.0)
+    assert not whole.scaled_nothing
 
 
 def test_a_run_that_stopped_after_an_epochs_last_step_still_saves_every_workers_state(folder: Path) -> None:

@@ -51,6 +51,7 @@ class TrainingSpec(Spec):
     # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
     curvature_epochs: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
     curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
+    observe_gradients: bool = True  # norm, Δ(G) and noise are logged of gradients that no method adapts to, too
     scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
     # other values of delta and small_batch to try while training; whole rounds are run again, so it costs time
     tune_delta: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=16)
@@ -78,6 +79,11 @@ class TrainingSpec(Spec):
         if given.get("reference") == "pass":
             preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
         return preset._replace(**given)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether factors are estimated from the gradients."""
+        return self.method in ("ags", "adascale")
 
     @property
     def free_reference(self) -> bool:

@@ -22,6 +22,7 @@ from tula_hpc.optim.noise_scale import (
 )
 from tula_hpc.optim.norm_ratio import norm_ratio
 from tula_hpc.optim.norms import squared_norm
+from tula_hpc.optim.observer import GradientObserver, Seen
 from tula_hpc.optim.optimizer import Statistics, TulaOptimizer
 from tula_hpc.optim.part_norms import PartNorms, looks_at_whole_batch
 from tula_hpc.optim.reference import local_gradient, reference_gradient
@@ -37,6 +38,7 @@ __all__ = [
     "Eigenvalue",
     "Gate",
     "GradScale",
+    "GradientObserver",
     "Granularity",
     "LocalHessian",
     "LocalNorms",
@@ -44,6 +46,7 @@ __all__ = [
     "NoiseScale",
     "PartNorms",
     "ScaleHistogram",
+    "Seen",
     "Sensitivity",
     "StaticScale",
     "Statistics",

@@ -104,10 +104,8 @@ class Estimates:
         wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
         present = [parameter in norms for parameter in parameters]
         self.scale.update_norms(parameters, wanted, large, present, guard=True, stretch=self._stretch())
-        known = ~(small.isnan() | large.isnan())
-        sums = [torch.where(known, values, 0.0).sum() * before for values in (small, large)]
-        overflow_is_no_pair = torch.where(norm_squared.isfinite(), sums[1], torch.nan)
-        self.noise.observe(sums[0], overflow_is_no_pair, batch, self.batches.large, STEP_DECAY)
+        both = batch, self.batches.large
+        self.noise.observe_parts(small, large, norm_squared, both, factor=before, decay=STEP_DECAY)
         return True
 
     def set_batches(self, batches: Batches, s_min: float, s_max: float) -> None:

@@ -106,6 +106,30 @@ class NoiseScale:
         new = torch.cat([averages, old[2:4] + pair, old[4:] + 1])
         self._sums = torch.where(torch.isfinite(pair).all(), new, old)
 
+    def observe_parts(
+        self,
+        small: Tensor,
+        large: Tensor,
+        total: Tensor,
+        batches: tuple[float, float],
+        *,
+        factor: Tensor | float,
+        decay: float,
+    ) -> None:
+        """Take in squared norms of each parameter's gradients; those without both count for nothing.
+
+        Args:
+            small: (n,) |g_b|², NaN where there is none.
+            large: (n,) |g_B|², likewise.
+            total: ‖g_B‖² of all of them, 0-dim; where it is not finite, as after an overflow, the pair is passed over.
+            batches: b and B.
+            factor: That both are multiplied with, 0-dim or a number.
+            decay: As for `observe`.
+        """
+        known = ~(small.isnan() | large.isnan())
+        sums = [torch.where(known, values, 0.0).sum() * factor for values in (small, large)]
+        self.observe(sums[0], torch.where(total.isfinite(), sums[1], torch.nan), *batches, decay)
+
     def read(self) -> NoiseReading:
         """The current values; starts the means of recent pairs anew. Waits for the device."""
         if self._sums is None:

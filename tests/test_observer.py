@@ -1,0 +1,159 @@
+"""What is told of gradients that nothing scales: what `TulaOptimizer` would tell, and that nothing changes by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
+from tula_hpc.optim import GradientObserver, TulaOptimizer
+
+STEPS = 6
+
+
+def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[GradientObserver, Optimizer]:
+    optimizer = base or Still(params)
+    return GradientObserver(optimizer, LARGE), optimizer
+
+
+def told(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
+    return torch.tensor([math.nan if g is None else factor * squares_of([g])[0] for g in values], dtype=torch.float64)
+
+
+def tell(
+    observer: GradientObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
+) -> None:
+    """Small gradients of three times the squares of these, which have been clipped, and these gradients' own norms."""
+    observer.observe_small(told(values, 3.0), LOCAL)
+    observer.observe_clipping(clipped)
+    if norms:
+        observer.observe_norms(told(values))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("clipped", [1.0, 0.25])
+@pytest.mark.parametrize("absent", [None, 1])
+def test_it_tells_what_the_scaling_optimizer_would(norms: bool, clipped: float, absent: int | None) -> None:
+    mine, theirs = parameters(), parameters()
+    observer, stepped = observed(mine)
+    scaling = wrap(theirs, granularity="tensor")
+    for step in range(STEPS):
+        values: list[Tensor | None] = [gradient * clipped for gradient in gradients(step)]
+        if absent is not None:
+            values[absent] = None
+        for params, each, optimizer in ((mine, observer, stepped), (theirs, scaling, scaling)):
+            give(params, values)
+            tell(each, values, clipped, norms=norms)
+            optimizer.step()
+        assert tuple(observer.statistics()) == pytest.approx(tuple(scaling.statistics()[:2]), nan_ok=True)
+        assert tuple(observer.noise()) == pytest.approx(tuple(scaling.noise()), nan_ok=True)
+    assert observer.statistics().gradient_norm == pytest.approx(
+        math.sqrt(sum(squares_of([g for g in values if g is not None]))) / clipped
+    )
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_steps_stay_what_they_are_bit_for_bit(kind: Any) -> None:
+    plain, seen = parameters(), parameters()
+    optimizers = [kind(plain, lr=0.1), kind(seen, lr=0.1)]
+    observer, _ = observed(seen, optimizers[1])
+    for step in range(STEPS):
+        tell(observer, gradients(step), 1.0, norms=False)
+        for params, optimizer in zip((plain, seen), optimizers, strict=True):
+            give(params, gradients(step))
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(plain, seen, strict=True))
+    assert observer.noise().noise_scale > 0
+
+
+def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    for step in range(STEPS):
+        give(params, gradients(step))
+        tell(observer, gradients(step), 1.0, norms=True)
+        if step != 2:
+            stepped.step()
+    other, again = observed(params)
+    for step in [0, 1, 3, 4, 5]:
+        give(params, gradients(step))
+        tell(other, gradients(step), 1.0, norms=True)
+        again.step()
+    assert observer.statistics() == other.statistics()
+    assert observer.noise() == other.noise()
+
+
+def test_what_was_told_holds_for_one_step() -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    give(params, gradients(0))
+    tell(observer, gradients(5), 0.5, norms=True)
+    stepped.step()
+    first = observer.noise()
+    stepped.step()
+    assert observer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
+    assert observer.noise().noise_scale == first.noise_scale
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_an_overflow_is_not_remembered(norms: bool) -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    for values in (gradients(0), [g * math.inf for g in gradients(1)], [g * math.nan for g in gradients(1)]):
+        give(params, values)
+        tell(observer, values, 1.0, norms=norms)
+        stepped.step()
+    assert not math.isfinite(observer.statistics().sensitivity)
+    assert math.isfinite(observer.noise().noise_scale)
+    give(params, [2 * g for g in gradients(0)])
+    stepped.step()
+    assert observer.statistics().sensitivity == pytest.approx(3.0)
+
+
+def test_it_goes_on_from_its_state() -> None:
+    runs = []
+    for stop in (None, 3):
+        params = parameters()
+        observer, stepped = observed(params)
+        for step in range(STEPS):
+            if step == stop:
+                state = observer.state_dict()
+                observer, stepped = observed(params)
+                observer.load_state_dict(state)
+            give(params, gradients(step))
+            tell(observer, gradients(step), 1.0, norms=False)
+            stepped.step()
+        runs.append((observer.statistics(), observer.noise()))
+    assert runs[0] == runs[1]
+
+
+def test_a_training_that_was_not_observed_is_observed_from_then_on() -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    give(params, gradients(0))
+    stepped.step()
+    observer.load_state_dict(None)
+    assert math.isnan(observer.statistics().gradient_norm)
+
+
+def test_sparse_gradients_are_none_of_its_business() -> None:
+    embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)
+    optimizer = SGD([*embedding.parameters(), *linear.parameters()], lr=0.1)
+    observer = GradientObserver(optimizer, LARGE)
+    linear(embedding(torch.tensor([1, 2]))).sum().backward()
+    before = embedding.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(embedding.weight, before)
+    assert math.isnan(observer.statistics().gradient_norm)
+
+
+def test_without_gradients_there_is_nothing_to_see() -> None:
+    observer, stepped = observed(parameters())
+    stepped.step()
+    assert math.isnan(observer.statistics().gradient_norm)

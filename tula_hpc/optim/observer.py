@@ -1,0 +1,101 @@
+"""Δ(G), norm and noise of gradients that nothing scales: what `TulaOptimizer` tells of those that it scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tula_hpc.optim.noise_scale import STEP_DECAY, NoiseReading, NoiseScale
+from tula_hpc.optim.norms import norms_where_present, squares
+from tula_hpc.optim.sensitivity import Sensitivity
+
+
+class Seen(NamedTuple):
+    """What `GradientObserver.statistics` returns."""
+
+    sensitivity: float  # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
+    gradient_norm: float  # ‖G‖ of the last step; NaN before the first step
+
+
+class GradientObserver:
+    """Looks at the gradients right before each step of an optimizer; changes nothing, never waits for the device.
+
+    A step that GradScaler skips is not seen. Gradients that are sparse or complex are not looked at, nor are any beside
+    them.
+
+    Args:
+        optimizer: Whose steps are waited for; its `step` must call torch's hooks.
+        large_batch: Samples, over all workers, of which a gradient is the mean.
+    """
+
+    def __init__(self, optimizer: Optimizer, large_batch: int) -> None:
+        self.large_batch = large_batch
+        self._optimizer = optimizer
+        self._sensitivity = Sensitivity(math.inf, "none")
+        self._noise = NoiseScale()
+        self._small: tuple[Tensor, float] | None = None
+        self._squares: Tensor | None = None
+        self._shortened: Tensor | float = 1.0
+        optimizer.register_step_pre_hook(lambda *_: self._look())
+
+    def observe_small(self, small: Tensor, batch: float) -> None:
+        """Say what the squared norms of small gradients at the next step's weights are; see `TulaOptimizer`.
+
+        Args:
+            small: (n,) in parameter order, NaN where there is none.
+            batch: Samples of which such a gradient is the mean, below `large_batch`.
+        """
+        self._small = small, batch
+
+    def observe_norms(self, large: Tensor) -> None:
+        """Say what the squared norms of the next step's gradients are, (n,) in parameter order: else they are taken."""
+        self._squares = large
+
+    def observe_clipping(self, factor: Tensor | float) -> None:
+        """Say what the next step's gradients, and all norms that were told, were multiplied with."""
+        self._shortened = factor
+
+    def statistics(self) -> Seen:
+        """Numbers for the log. Waits for the device, so call it now and then only."""
+        sensitivity, norm, *_ = self._sensitivity.read()
+        return Seen(sensitivity, norm)
+
+    def noise(self) -> NoiseReading:
+        """The gradient's noise scale. Starts the means of recent pairs anew. Waits for the device."""
+        return self._noise.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors only."""
+        return {"sensitivity": self._sensitivity.state_dict(), "noise": self._noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` gave, as copies; None, as from a training that was not observed: begin anew."""
+        state = state or {}
+        device = self._parameters[0].device
+        self._sensitivity.load_state_dict(state.get("sensitivity"), device)
+        self._noise.load_state_dict(state.get("noise"), device)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """The hook: `.grad` of all parameters, and what was told of this step, which is then forgotten."""
+        small, told, shortened = self._small, self._squares, self._shortened
+        self._small, self._squares, self._shortened = None, None, 1.0
+        gradients = [parameter.grad for parameter in self._parameters]
+        present = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if not present or any(g is not None and (g.layout is not torch.strided or g.is_complex()) for g in gradients):
+            return
+        large = squares(norms_where_present(gradients), self._parameters[0].device) if told is None else told
+        total = (large if len(present) == len(large) else large[present]).sum()
+        self._sensitivity.observe(total / shortened**2)
+        if small is not None:
+            batches = small[1], self.large_batch
+            self._noise.observe_parts(small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY)
