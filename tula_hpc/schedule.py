@@ -10,7 +10,7 @@ from tula_hpc.config.ags import LrScaling
 
 WARMUP_EPOCHS = 5.0  # of the baselines in the paper
 LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
-WARMED_UP = ("lars", "lamb", "polo")  # at whatever rate; and all whose rate is scaled
+WARMED_UP = ("lbt", "lars", "lamb", "polo")  # at whatever rate; and all whose rate is scaled
 SCALING: Mapping[str, LrScaling] = {"lrs": "linear", "sqrt": "sqrt", "lars": "linear", "lamb": "sqrt"}
 
 
