@@ -16,7 +16,7 @@ MEASURED_OF_WORKLOAD = tuple(key for key in WorkloadSpec.model_fields if key not
 # Of [training] what a step does, what is timed beside it, and how many samples an epoch has (tuning holds some out).
 MEASURED_OF_TRAINING = (
     "method", "base_batch", "preset", "small_batch", "granularity", "exclude_norms", "apply", "reference",
-    "layer_wise", "clip_norm", "tune_delta", "tune_small_batch", "tune_holdout",
+    "layer_wise", "clip_norm", "observe_gradients", "tune_delta", "tune_small_batch", "tune_holdout",
 )  # fmt: skip
 # Of a cluster, or of one of its partitions, what runs a step.
 MEASURED_OF_CLUSTER = (

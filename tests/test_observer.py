@@ -89,6 +89,28 @@ def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -
     assert observer.noise() == other.noise()
 
 
+def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    give(params, gradients(0))
+    tell(observer, [g * math.inf for g in gradients(1)], 0.5, norms=True)
+    observer.forget()
+    stepped.step()
+    assert observer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
+    assert math.isnan(observer.noise().noise_scale)
+
+
+def test_while_it_is_idle_it_sees_nothing() -> None:
+    params = parameters()
+    observer, stepped = observed(params)
+    for step in range(3):
+        observer.idle = step == 1
+        give(params, [g * (1 + step) for g in gradients(0)])
+        tell(observer, gradients(step), 1.0, norms=False)
+        stepped.step()
+    assert observer.statistics().sensitivity == pytest.approx(8.0)
+
+
 def test_what_was_told_holds_for_one_step() -> None:
     params = parameters()
     observer, stepped = observed(params)

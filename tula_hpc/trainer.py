@@ -30,7 +30,6 @@ from tula_hpc.nested import Batch
 from tula_hpc.optim import (
     NO_READING,
     CriticalBatch,
-    GradientObserver,
     NoiseReading,
     ScaleHistogram,
     TulaOptimizer,
@@ -391,8 +390,9 @@ class Trainer:
                 "scale_min": scaled.scale_min,
                 "scale_max": scaled.scale_max,
             }
-        seen = observer.statistics() if observer is not None else None
-        return {name: _finite(value) for name, value in seen._asdict().items()} if seen is not None else {}
+        if observer is None or observer.idle:
+            return {}
+        return {name: _finite(value) for name, value in observer.statistics()._asdict().items()}
 
     def _any_diverged(self, loss: float) -> bool:
         """Workers agree where all of them end with it, or go back; another training just fails."""
@@ -405,8 +405,10 @@ class Trainer:
         return histogram.read() if histogram is not None else None
 
     def _noise(self) -> NoiseReading:
-        seer = self.worker.observer or self.worker.optimizer
-        return seer.noise() if isinstance(seer, TulaOptimizer | GradientObserver) else NO_READING
+        optimizer, observer = self.worker.optimizer, self.worker.observer
+        if observer is not None:
+            return NO_READING if observer.idle else observer.noise()
+        return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
 
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
         """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
@@ -486,15 +488,17 @@ class Trainer:
         """A checkpoint's content, whole on rank 0, {} on the others. Collective."""
         self.progress.epoch_loss = float(self.epoch_loss)
         optimizer_state = self.worker.optimizer_state()
+        observer = self.worker.observer
         if self.env.rank != 0:
             return {}
         return {
             "model": self.worker.model.state_dict(),
             "optimizer": optimizer_state,
-            **self.worker.small_states(),
+            "scaler": self.worker.scaler.state_dict(),
             "progress": asdict(self.progress),
             "global_batch": self.job.configuration.global_batch,
             **({"tuning": self.tuning.state_dict()} if self.tuning is not None else {}),
+            **({"observer": observer.state_dict()} if observer is not None else {}),
         }
 
     def _restore(self) -> Progress:
@@ -513,6 +517,8 @@ class Trainer:
         if self.tuning is not None and "tuning" in loaded.state:
             self.tuning.load_state_dict(loaded.state["tuning"])
         self.worker.load_own_state(self.local_states.load(loaded))
+        if self.worker.observer is not None:
+            self.worker.observer.load_state_dict(loaded.state.get("observer"))
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])

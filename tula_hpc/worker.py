@@ -264,6 +264,9 @@ class Worker:
         due = isinstance(self.optimizer, TulaOptimizer) and self.optimizer.update_due
         small = self.reference_gradient(inputs, targets) if due else None
         self.optimizer.zero_grad(set_to_none=True)
+        if self.observer is not None:
+            self.observer.forget()
+            self.observer.idle = self.is_local
         loss = self.forward_backward(inputs, targets, synchronize=not self.is_local)
         self.scaler.unscale_(self.optimizer)
         if small is not None and isinstance(self.optimizer, TulaOptimizer):
@@ -343,21 +346,14 @@ class Worker:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            **self.small_states(),
+            "scaler": self.scaler.state_dict(),
         }
-
-    def small_states(self) -> dict[str, Any]:
-        """Of what there is beside the model and the optimizer; the same on all workers unless `is_local`."""
-        observed = {"observer": self.observer.state_dict()} if self.observer else {}
-        return {"scaler": self.scaler.state_dict(), **observed}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on with what `own_state`, or rank 0's checkpoint, holds."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        if self.observer is not None:
-            self.observer.load_state_dict(state.get("observer"))
 
     def optimizer_state(self) -> dict[str, Any]:
         """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""

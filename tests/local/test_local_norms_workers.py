@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
@@ -164,6 +166,14 @@ def frozen_and_foreign(rank: int) -> Tensor:
     return norms.squares()[0]
 
 
+def only_sparse() -> list[Tensor]:
+    """Of a model that has no other gradients."""
+    ddp = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
+    norms = LocalNorms(list(ddp.parameters()), BATCH, averages=True).attach(ddp)
+    torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
+    return [norms.squares()[0], norms.averaged()]
+
+
 def exchanged(rank: int) -> list[int]:
     """Numbers that are sent behind the gradients, which alone are float64, at each of some steps."""
     ddp, sizes, all_reduce = new_ddp(Case()), [], dist.all_reduce
@@ -256,7 +266,10 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     worker.forward_backward(*next(worker.batches()))
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     seen = worker.observer and (list(worker.observer.statistics()), list(worker.observer.noise()))
-    return {"losses": losses, "weights": torch.cat([p.detach().flatten() for p in worker.parameters]), "seen": seen}
+    weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
+    del worker
+    gc.collect()
+    return {"losses": losses, "weights": weights, "seen": seen, "freed": kept() is None}
 
 
 def work(rank: int, folder: Path) -> None:
@@ -273,6 +286,7 @@ def work(rank: int, folder: Path) -> None:
     seen["first step"] = scaled_and_overflown(rank)
     seen["frozen"] = frozen_and_foreign(rank)
     seen["exchanged"] = exchanged(rank)
+    seen["only sparse"] = only_sparse()
     seen["said"] = misuse(rank)
     seen["while waiting"] = while_waiting(rank)
     seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
@@ -362,6 +376,10 @@ def test_squares_come_in_the_order_that_was_asked_for(ranks: list[dict[str, Any]
     torch.testing.assert_close(squares[:-1], expected[1:-1].flip(0))
 
 
+def test_sparse_gradients_have_no_norms(ranks: list[dict[str, Any]]) -> None:
+    assert [squares.isnan().tolist() for squares in ranks[0]["only sparse"]] == [[True], [True]]
+
+
 def test_one_number_a_parameter_is_sent_at_every_step(ranks: list[dict[str, Any]]) -> None:
     """And one for those that have none."""
     assert ranks[0]["exchanged"] == [6 + 1] * STEPS
@@ -404,6 +422,8 @@ def test_a_training_that_is_observed_is_the_same_bit_for_bit(ranks: list[dict[st
         assert torch.equal(with_it["weights"], without["weights"])
         assert with_it["losses"] == without["losses"]
         assert without["seen"] is None
+        assert with_it["freed"]
+        assert without["freed"]
         (sensitivity, norm), (noise_scale, *_) = with_it["seen"]
         assert min(sensitivity, norm, noise_scale) > 0
         assert with_it["seen"] == ranks[0][f"{method}, observed: True"]["seen"]

@@ -1,4 +1,4 @@
-"""The critical batch of an epoch, from what its updates of the gradient scale say of the gradient's noise.
+"""The critical batch of an epoch, from readings of the gradient's noise at its steps.
 
 As `NoiseScale`, but with equal weights over the epoch: both |G|² and tr(Σ) are averaged before they are divided, since
 their single estimates are unbiased and that of their ratio is not.
@@ -18,7 +18,7 @@ class CriticalBatch:
         self._square = self._trace = self._weight = 0.0
 
     def add(self, reading: NoiseReading, weight: float) -> None:
-        """Take in a reading; one without new updates says nothing.
+        """Take in a reading; one of no new steps says nothing.
 
         Args:
             reading: Means of |G|² and tr(Σ) since the reading before.
@@ -30,7 +30,7 @@ class CriticalBatch:
             self._weight += weight
 
     def take(self) -> float:
-        """tr(Σ)/|G|² in samples, and start anew; NaN without updates, or where noise hides the gradient."""
+        """tr(Σ)/|G|² in samples, and start anew; NaN without readings, or where noise hides the gradient."""
         result = noise_scale(self._square, self._trace) if self._weight else math.nan
         self._square = self._trace = self._weight = 0.0
         return result

@@ -12,6 +12,7 @@ and the cross terms 2·G·noise, which a single small gradient has, cancel in it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +72,7 @@ class LocalNorms:
         self._device = self.parameters[0].device
         self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
         self._exchanges: list[_Exchange] = []  # of that pass
-        self._averaged: list[Tensor] = []  # squares of the averages of the last complete pass
+        self._averaged: list[Tensor] | None = None  # squares of the averages of the last complete pass
         self._order: list[Tensor] = []  # their parameters
         self._place: dict[Tensor, int] = {}  # of each parameter of the last complete pass among them
         self._pending: _Pending | None = None
@@ -89,8 +90,10 @@ class LocalNorms:
         self.workers = group.size()
         if self.workers == 1:
             raise ValueError("a single worker's own gradient is that of the whole batch: take norms of parts of it")
+        # weak, or model and buckets would never be freed: DDP's reducer keeps the hook where Python sees no cycle
+        module = weakref.ref(ddp)
         # a lambda has no annotations: DDP compares them with classes, and here they are text until they are evaluated
-        ddp.register_comm_hook(ddp, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
+        ddp.register_comm_hook(module, lambda state, bucket: self._reduce(state(), bucket))
         return self
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
@@ -125,15 +128,15 @@ class LocalNorms:
         Raises:
             RuntimeError: No gradient was all-reduced since the last call, or `averages` is off.
         """
-        if not self._averaged:
+        if self._averaged is None:
             raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
-        averaged, self._averaged = self._averaged, []
+        averaged, self._averaged = self._averaged, None
         return self._in_order(torch.cat([*averaged, self._nothing()])) / loss_scale**2
 
     def _reduce(self, ddp: DistributedDataParallel, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
         if bucket.index() == 0:
-            self._squares, self._order, self._exchanges, self._averaged = [], [], [], []
+            self._squares, self._order, self._exchanges, self._averaged = [], [], [], None
         group, buffer, gradients = ddp.process_group, bucket.buffer(), []
         if not buffer.is_sparse:  # a sparse gradient has no squares: NaN
             self._order += bucket.parameters()
@@ -150,12 +153,14 @@ class LocalNorms:
     def _finish(self) -> None:
         """Norms of each bucket as soon as it is averaged: in the thread of the backward pass, at its end."""
         exchanges, self._exchanges = self._exchanges, []
+        averaged: list[Tensor] = []
         for exchange in exchanges:
             exchange.work.wait()
             if self.averages and exchange.gradients:
-                self._averaged.append(self._squares_of(exchange.gradients))
+                averaged.append(self._squares_of(exchange.gradients))
             if exchange.told is not None:
                 exchange.told.set_result(exchange.buffer)
+        self._averaged = averaged if self.averages else None
 
     def _squares_of(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = foreach_norms(gradients)  # of one type, so that they come in their order

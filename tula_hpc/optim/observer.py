@@ -25,8 +25,8 @@ class Seen(NamedTuple):
 class GradientObserver:
     """Looks at the gradients right before each step of an optimizer; changes nothing, never waits for the device.
 
-    A step that GradScaler skips is not seen. Gradients that are sparse or complex are not looked at, nor are any beside
-    them.
+    A step that GradScaler skips is not seen, nor is any while `idle`. Gradients that are sparse or complex, and those
+    beside them, are not looked at.
 
     Args:
         optimizer: Whose steps are waited for; its `step` must call torch's hooks.
@@ -41,6 +41,7 @@ class GradientObserver:
         self._small: tuple[Tensor, float] | None = None
         self._squares: Tensor | None = None
         self._shortened: Tensor | float = 1.0
+        self.idle = False  # set it while gradients are not of `large_batch` samples
         optimizer.register_step_pre_hook(lambda *_: self._look())
 
     def observe_small(self, small: Tensor, batch: float) -> None:
@@ -60,6 +61,10 @@ class GradientObserver:
         """Say what the next step's gradients, and all norms that were told, were multiplied with."""
         self._shortened = factor
 
+    def forget(self) -> None:
+        """Drop what was told of a step that did not come."""
+        self._small, self._squares, self._shortened = None, None, 1.0
+
     def statistics(self) -> Seen:
         """Numbers for the log. Waits for the device, so call it now and then only."""
         sensitivity, norm, *_ = self._sensitivity.read()
@@ -75,6 +80,7 @@ class GradientObserver:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` gave, as copies; None, as from a training that was not observed: begin anew."""
+        self.forget()
         state = state or {}
         device = self._parameters[0].device
         self._sensitivity.load_state_dict(state.get("sensitivity"), device)
@@ -88,14 +94,19 @@ class GradientObserver:
     def _look(self) -> None:
         """The hook: `.grad` of all parameters, and what was told of this step, which is then forgotten."""
         small, told, shortened = self._small, self._squares, self._shortened
-        self._small, self._squares, self._shortened = None, None, 1.0
+        self.forget()
         gradients = [parameter.grad for parameter in self._parameters]
         present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if not present or any(g is not None and (g.layout is not torch.strided or g.is_complex()) for g in gradients):
+        if self.idle or not present or any(map(_is_sparse_or_complex, gradients)):
             return
         large = squares(norms_where_present(gradients), self._parameters[0].device) if told is None else told
-        total = (large if len(present) == len(large) else large[present]).sum()
+        squares_seen = large.unbind()
+        total = torch.stack([squares_seen[place] for place in present]).sum()
         self._sensitivity.observe(total / shortened**2)
         if small is not None:
             batches = small[1], self.large_batch
             self._noise.observe_parts(small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY)
+
+
+def _is_sparse_or_complex(gradient: Tensor | None) -> bool:
+    return gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex())

@@ -34,9 +34,9 @@ class StepMetrics(Record):
     scale_min: float | None = None
     scale_max: float | None = None
     data_time_s: float | None = None  # part of step_time_s: rank 0's wait for the loader, mean
-    noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the updates of the scale so far
-    noise_gradient_square: float | None = None  # |G|² of the updates since the last line, unbiased, so of any sign
-    noise_trace: float | None = None  # tr(Σ) of the same updates
+    noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the readings of the noise so far
+    noise_gradient_square: float | None = None  # mean |G|² of those since the last line, unbiased, so of any sign
+    noise_trace: float | None = None  # mean tr(Σ) of the same
     # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
     # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
     scale_histogram: list[int] | None = None
@@ -75,7 +75,7 @@ class EpochMetrics(Record):
     steps: int  # steps in this epoch that epoch_time_s covers
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
     noise_scale: float | None = None  # samples, as of the end of the epoch
-    critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the updates since the last such line
+    critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
     attempt: int | None = None  # see `StepMetrics`
     evaluation_time_s: float | None = None  # of the test set, after the epoch's steps
     workers: int | None = None  # over all nodes
