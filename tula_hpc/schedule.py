@@ -10,7 +10,7 @@ from tula_hpc.config.ags import LrScaling
 
 WARMUP_EPOCHS = 5.0  # of the baselines in the paper
 LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
-WARMED_UP = ("lbt", "lars", "lamb", "polo")  # at whatever rate; and all whose rate is scaled
+WARMED_UP = ("lars", "lamb", "polo")  # at whatever batch
 SCALING: Mapping[str, LrScaling] = {"lrs": "linear", "sqrt": "sqrt", "lars": "linear", "lamb": "sqrt"}
 
 
@@ -31,7 +31,7 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
         epoch: Samples seen over samples per epoch.
     """
     rate = sweep.workload.lr * lr_scale(sweep.training, global_batch)
-    warmup = warmup_epochs(sweep)
+    warmup = warmup_epochs(sweep, global_batch)
     if epoch >= warmup:
         return rate * _decay(sweep.workload, epoch, warmup)
     start = min(sweep.workload.lr, 0.1 * rate)
@@ -57,15 +57,17 @@ def _scaling(training: TrainingSpec) -> LrScaling:
     return SCALING.get(training.method, "none")
 
 
-def warmup_epochs(sweep: SweepSpec) -> float:
+def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
     """Epochs of warm-up: training.warmup_epochs, else what the method needs but at least workload.warmup_epochs.
 
-    The baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the training, whichever is less.
+    The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the training, whichever is
+    less; plain training and a rate that is scaled need them beyond `base_batch`: up to it they are what was tuned.
     """
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:
         return training.warmup_epochs
-    needs = _scaling(training) != "none" or training.method in WARMED_UP
+    larger = global_batch > training.base_batch and (training.method == "lbt" or _scaling(training) != "none")
+    needs = larger or training.method in WARMED_UP
     needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if needs else 0.0
     return max(needed, workload.warmup_epochs)
 
