@@ -336,6 +336,32 @@ def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest
     assert capsys.readouterr().err == f"warning: {words}"
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (["delta=0.1"], "delta", 'with gate = "none"'),
+        (["delta=0.1", "method=static"], "", ""),
+        (["delta=0.1", "gate=paper"], "", ""),
+        (["small_batch=16", "method=lbt"], "small_batch", 'method = "lbt" makes no use of it'),
+        (["lr_scaling=sqrt", "method=lars"], "", ""),
+        (["lr_scaling=sqrt", "method=polo"], "lr_scaling", 'method = "polo"'),
+        (["spike_guard=true", "reference=pass"], "spike_guard", 'with reference = "pass"'),
+        (["preset=paper", "small_batch=16"], "", ""),
+        (["static_scale=3.0"], "static_scale", 'method = "ags"'),
+        (["static_scale=2.0"], "", ""),
+    ],
+)
+def test_a_key_that_changes_nothing_is_named(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], settings: list[str], key: str, words: str
+) -> None:
+    given = [part for each in settings for part in ("--set", f"training.{each}")]
+    assert main([str(sweep_file), "--dry-run", *given]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == bool(key)
+    assert not key or said[0].startswith(f"warning: {sweep_file}: training.{key}: changes nothing: ")
+    assert words in "".join(said)
+
+
 def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
     here = Path(__file__).parents[1]
