@@ -224,15 +224,19 @@ def work(rank: int, folder: Path) -> None:
     half = Configuration(nodes=1, workers_per_node=2, local_batch=16)
     spec = sweep(REGRESSION)
     with process_group(ClusterSpec(workers_per_node=2), env, FileStore(str(folder / "store"), 2)):
-        worker = Worker(spec, ClusterSpec(workers_per_node=2), half, env)
-        worker.model.eval()  # without dropout
-        batches = worker.batches()
-        for _ in range(3):
-            worker.train_step(*next(batches))
-        assert isinstance(worker.optimizer, TulaOptimizer)
-        noise = probe_noise(worker, batches, 1)
-        state = {**worker.model.state_dict(), "noise": torch.tensor(noise.terms)}
-        torch.save({"state": state, "scale": worker.optimizer.statistics().scale_mean}, folder / f"{rank}.pt")
+        torch.save(stepped(Worker(spec, ClusterSpec(workers_per_node=2), half, env)), folder / f"{rank}.pt")
+
+
+def stepped(worker: Worker) -> dict[str, Any]:
+    """What a worker has after some steps."""
+    worker.model.eval()  # without dropout
+    batches = worker.batches()
+    for _ in range(3):
+        worker.train_step(*next(batches))
+    assert isinstance(worker.optimizer, TulaOptimizer)
+    noise = probe_noise(worker, batches, 1)
+    state = {**worker.model.state_dict(), "noise": torch.tensor(noise.terms)}
+    return {"state": state, "scale": worker.optimizer.statistics().scale_mean}
 
 
 def test_two_workers_step_alike(tmp_path: Path) -> None:
@@ -393,6 +397,7 @@ def unused(rank: int, folder: Path) -> None:
         worker = Worker(spec, ClusterSpec(workers_per_node=2), Configuration(1, 2, 16), env)
         with pytest.raises(InputError, match=r"workload.model: the loss gives no gradient to spare.weight, spare.bias"):
             worker.train_step(*next(worker.batches()))
+        del worker
 
 
 def test_parameters_that_several_workers_would_wait_for_are_named(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def measure(
         "smaller_computes": profile.smaller_computes(),
         "start_s": 0.0 if job_began_at is None else max(0.0, profile.stepped_at - job_began_at),
     }
+    worker.release()
     del worker, profile, power
     gc.collect()
     if cluster.device == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -305,6 +306,11 @@ class Worker:
         if isinstance(self.norms, LocalNorms):
             told.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
 
+    def release(self) -> None:
+        """Call it after the last step where the process goes on, so that the model can be freed: see `LocalNorms`."""
+        if isinstance(self.norms, LocalNorms):
+            self.norms.release()
+
     def seed(self, seed: int) -> None:
         """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
         torch.default_generator.manual_seed(seed)
@@ -410,7 +416,17 @@ def process_group(cluster: ClusterSpec, env: WorkerEnvironment, store: Store | N
         backend_of(cluster), timeout=COLLECTIVE_TIMEOUT, store=store, rank=env.rank, world_size=env.world_size
     )
     yield
-    dist.destroy_process_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
+    leave_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
+
+
+def leave_group() -> None:
+    """End the process group, once no model of it is in use.
+
+    Models go first: one that is freed after its group, as garbage or by whoever still held it, waits for the group's
+    threads and lets nobody run Python meanwhile, for which such a thread may be waiting itself.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def backend_of(cluster: ClusterSpec) -> str:

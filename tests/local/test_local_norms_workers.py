@@ -267,6 +267,7 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     seen = worker.observer and (list(worker.observer.statistics()), list(worker.observer.noise()))
     weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
+    worker.release()
     del worker
     gc.collect()
     return {"losses": losses, "weights": weights, "seen": seen, "freed": kept() is None}

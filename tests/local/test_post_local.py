@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.forked import fork_workers, run_workers
@@ -30,7 +29,7 @@ from tula_hpc.local_states import LocalStates
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.stopping import StopRequest
 from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker, process_group
+from tula_hpc.worker import Worker, leave_group, process_group
 
 WORKERS, BATCH, STEPS = 2, 16, 3
 STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step
@@ -78,12 +77,12 @@ def work(rank: int, folder: Path) -> None:
     pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # this process ends soon: never put back
     assert train(folder / "whole") == "finished"
     train(folder / "stopped", stop_after=STOPPED_AFTER)
-    dist.destroy_process_group()  # the trainer has left it to the end of the process
+    leave_group()  # the trainer has left it to the end of the process
     if rank == 0:
         shutil.copytree(folder / "stopped", folder / "as it stopped")
     assert train(folder / "stopped") == "finished"
     train(folder / "stopped at an epoch's end", stop_after=2 * STEPS_PER_EPOCH)
-    dist.destroy_process_group()
+    leave_group()
     assert train(folder / "stopped at an epoch's end") == "finished"
     with process_group(ClusterSpec(), env):
         seen = {"polo": local_steps(env), **methods(env)}

@@ -77,12 +77,15 @@ def work(rank: int, folder: Path) -> None:
     seen: dict[str, Any] = {}
     with process_group(ClusterSpec(), env, FileStore(str(folder / "store"), WORKERS)):
         for name in OPTIMIZERS:
-            store = CheckpointStore(folder / name)
-            plain, sharded = train(new_worker(name, 0, rank), 0), train(new_worker(name, 1, rank), 0, store)
-            resumed = train(restored(new_worker(name, 1, rank), store), SAVED_AFTER)
-            seen[name] = {"plain": weights(plain), "sharded": weights(sharded), "resumed": weights(resumed)}
-            seen[name]["states"] = [_state_elements(worker) for worker in (plain, sharded)]
+            seen[name] = trained(name, CheckpointStore(folder / name), rank)
     torch.save(seen, folder / f"{rank}.pt")
+
+
+def trained(name: str, store: CheckpointStore, rank: int) -> dict[str, Any]:
+    plain, sharded = train(new_worker(name, 0, rank), 0), train(new_worker(name, 1, rank), 0, store)
+    resumed = train(restored(new_worker(name, 1, rank), store), SAVED_AFTER)
+    states = [_state_elements(worker) for worker in (plain, sharded)]
+    return {"plain": weights(plain), "sharded": weights(sharded), "resumed": weights(resumed), "states": states}
 
 
 def _state_elements(worker: Worker) -> int:

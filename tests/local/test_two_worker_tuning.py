@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.forked import fork_workers, run_workers
@@ -26,7 +25,7 @@ from tula_hpc.jobs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
 from tula_hpc.stopping import StopRequest
 from tula_hpc.tuning import Tuning
-from tula_hpc.worker import Worker
+from tula_hpc.worker import Worker, leave_group
 
 WORKERS, BATCH, STEPS_PER_EPOCH = 2, 32, 8
 STOPPED_AFTER = STEPS_PER_EPOCH + 3  # in the first round, which is run again
@@ -63,7 +62,7 @@ def work(rank: int, folder: Path) -> None:
     pytest.MonkeyPatch().setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
     seen = {"whole": train(folder / "whole")}
     train(folder / "stopped", stop_after=STOPPED_AFTER)
-    dist.destroy_process_group()  # the trainer has left it to the end of the process
+    leave_group()  # the trainer has left it to the end of the process
     seen["stopped"] = train(folder / "stopped")
     torch.save(seen, folder / f"{rank}.pt")
 

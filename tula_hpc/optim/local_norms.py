@@ -12,7 +12,6 @@ and the cross terms 2·G·noise, which a single small gradient has, cancel in it
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +69,7 @@ class LocalNorms:
         self.parameters, self.batch, self.averages = list(parameters), batch, averages
         self.workers = 1
         self._device = self.parameters[0].device
+        self._ddp: DistributedDataParallel | None = None
         self._squares: list[Tensor] = []  # of the buckets seen in the backward pass under way
         self._exchanges: list[_Exchange] = []  # of that pass
         self._averaged: list[Tensor] | None = None  # squares of the averages of the last complete pass
@@ -90,11 +90,18 @@ class LocalNorms:
         self.workers = group.size()
         if self.workers == 1:
             raise ValueError("a single worker's own gradient is that of the whole batch: take norms of parts of it")
-        # weak, or model and buckets would never be freed: DDP's reducer keeps the hook where Python sees no cycle
-        module = weakref.ref(ddp)
+        self._ddp = ddp
         # a lambda has no annotations: DDP compares them with classes, and here they are text until they are evaluated
-        ddp.register_comm_hook(module, lambda state, bucket: self._reduce(state(), bucket))
+        ddp.register_comm_hook(self, lambda state, bucket: state._reduce(bucket))
         return self
+
+    def release(self) -> None:
+        """Let go of the model, after its last backward pass; without that it stays in memory until the process ends.
+
+        DDP's reducer keeps the hook where Python sees no cycle. A process that ends needs no release, and is safer
+        without: what is freed then waits for gloo's threads, which may come back to Python late.
+        """
+        self._ddp = None
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
         """Mean over the workers of the squared norm of each parameter's gradient; and the batch of such a gradient.
@@ -133,8 +140,11 @@ class LocalNorms:
         averaged, self._averaged = self._averaged, None
         return self._in_order(torch.cat([*averaged, self._nothing()])) / loss_scale**2
 
-    def _reduce(self, ddp: DistributedDataParallel, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
+        ddp = self._ddp
+        if ddp is None:
+            raise RuntimeError("a backward pass after `release`")
         if bucket.index() == 0:
             self._squares, self._order, self._exchanges, self._averaged = [], [], [], None
         group, buffer, gradients = ddp.process_group, bucket.buffer(), []
