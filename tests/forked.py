@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -66,4 +67,5 @@ def _differentiates_in_threads() -> bool:
 
 def _over_loopback(work: Callable[[int, Path], None], rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # what the test process holds need not be looked through for garbage
     work(rank, folder)
