@@ -27,13 +27,7 @@ from tula_hpc.jobs import TrainJob
 from tula_hpc.local_states import LocalStates
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.nested import Batch
-from tula_hpc.optim import (
-    NO_READING,
-    CriticalBatch,
-    NoiseReading,
-    ScaleHistogram,
-    TulaOptimizer,
-)
+from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
 from tula_hpc.profiler import oom_record
 from tula_hpc.records import (
     EpochMetrics,
@@ -488,9 +482,9 @@ class Trainer:
         """A checkpoint's content, whole on rank 0, {} on the others. Collective."""
         self.progress.epoch_loss = float(self.epoch_loss)
         optimizer_state = self.worker.optimizer_state()
-        observer = self.worker.observer
         if self.env.rank != 0:
             return {}
+        observer = self.worker.observer
         return {
             "model": self.worker.model.state_dict(),
             "optimizer": optimizer_state,
