@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.planning_data import failed, ok
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, load_sweep
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
 
@@ -360,6 +361,28 @@ def test_a_key_that_changes_nothing_is_named(
     assert len(said) == bool(key)
     assert not key or said[0].startswith(f"warning: {sweep_file}: training.{key}: changes nothing: ")
     assert words in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "variant", "said"),
+    [
+        ("static", "delta", {"method": "ags", "small_batch": 16}, []),  # the one is for static, the other for ags
+        ("static", "delta", {"method": "static", "delta": 0.2}, []),
+        ("lbt", "delta", {"method": "lrs"}, [("training.delta", '"lbt" makes no use of it; method = "lrs"')]),
+        ("ags", "s_max", {"method": "lbt"}, []),
+        ("ags", "s_max", {"method": "lbt", "s_min": 0.5}, [("study.variants.own.training.s_min", 'method = "lbt"')]),
+    ],
+)
+def test_a_key_that_changes_nothing_for_any_column_of_a_study_is_named(
+    sweep_file: Path, method: str, key: str, variant: dict[str, object], said: list[tuple[str, str]]
+) -> None:
+    own = "".join(f"training.{name} = {json.dumps(value)}\n" for name, value in variant.items())
+    study = f'[study]\nmethods = ["{method}"]\nbatches = [64]\nsmall_batch = 16\n[study.variants.own]\n{own}'
+    sweep_file.write_text(f"{sweep_file.read_text()}\n{study}")
+    spec = load_sweep(sweep_file, [f"training.{key}=4.0"])
+    named = list(idle_keys(spec))
+    assert [name for name, _ in named] == [name for name, _ in said]
+    assert all(words in why for (_, why), (_, words) in zip(named, said, strict=True))
 
 
 def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:

@@ -98,7 +98,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     dry = getattr(options, "dry_run", False)
     spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
     for key, why in idle_keys(spec):
-        sys.stderr.write(f"warning: {options.sweep}: training.{key}: changes nothing: {why}\n")
+        sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
     if dry:
         _warn_of_paths(options)
     if getattr(options, "detach", False) and cluster.executor != "slurm":

@@ -1,10 +1,11 @@
-"""Keys of [training] that were given and change nothing: a sweep may hold them, but whoever wrote them should know."""
+"""Keys of training that were given and change nothing: a sweep may hold them, but whoever wrote them should know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tula_hpc.config.ags import AgsOptions
+from tula_hpc.config.study_columns import study_column
 from tula_hpc.config.sweep import SweepSpec
 from tula_hpc.config.training import TrainingSpec
 
@@ -19,18 +20,29 @@ USED = {
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Each such key with the reason; none of a study, whose columns can have another method each.
+    """Each such key, dotted, with the reason: of [training], and of a study's variants.
 
-    One that has its default value is as good as left out.
+    One that has its default value is as good as left out. Of a study's [training] those alone that change nothing
+    for any column.
     """
-    training = sweep.training
-    if sweep.study is not None:
+    if sweep.study is None:
+        yield from ((f"training.{key}", why) for key, why in _idle(sweep.training).items())
         return
+    of_columns = {name: _idle(study_column(sweep, name, check_paths=False).training) for name in sweep.study.columns}
     for key in OF_METHODS:
-        given = getattr(training, key) != type(training).model_fields[key].default
-        why = _reason(training, key) if given else ""
-        if why:
-            yield key, why
+        whys = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
+        if key in _idle(sweep.training) and all(whys):
+            yield f"training.{key}", "; ".join(whys)
+    for name, values in sweep.study.variants.items():
+        own = {key: why for key, why in of_columns[name].items() if f"training.{key}" in values}
+        yield from ((f"study.variants.{name}.training.{key}", why) for key, why in own.items())
+
+
+def _idle(training: TrainingSpec) -> dict[str, str]:
+    """Keys of one training that have another value than their default and change nothing, each with the reason."""
+    fields = TrainingSpec.model_fields
+    given = [key for key in OF_METHODS if getattr(training, key) != fields[key].default]
+    return {key: why for key in given if (why := _reason(training, key))}
 
 
 def _reason(training: TrainingSpec, key: str) -> str:
