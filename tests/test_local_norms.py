@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
@@ -174,6 +175,42 @@ def test_frozen_and_unused_parameters_have_no_norm_and_a_part_without_gradient_c
     assert squares.isnan().tolist() == [True, False, False, True]
     own = torch.autograd.grad(loss(model(inputs[: BATCH // 2]), targets[: BATCH // 2]), model.blocks[0])[0]
     torch.testing.assert_close(squares[1], own.square().sum() / 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_gradient_that_comes_in_pieces_has_no_norm(reentrant: bool) -> None:
+    class Repeated(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            result = x.detach().requires_grad_()  # without that a reentrant checkpoint has nothing to differentiate
+            for _ in range(2):
+                result = checkpoint(lambda y: y * self.blocks[0].sum(), result, use_reentrant=reentrant)
+            return super().forward(result)
+
+    model, (inputs, targets) = Repeated(), batch(BATCH, torch.Generator().manual_seed(1))
+    norms = PartNorms(list(model.parameters()))
+    backward_in_parts(model, norms, inputs, targets)
+    assert norms.squares()[0].isnan().tolist() == [reentrant, False]
+
+
+def test_a_part_in_two_passes_has_no_norm() -> None:
+    model, (inputs, targets) = Blocks(), batch(BATCH, torch.Generator().manual_seed(1))
+    norms = PartNorms(list(model.parameters()))
+    for x, y, share in norms.parts(inputs, targets):
+        for _ in range(2):
+            torch.autograd.backward(loss(model(x), y) * share / 2)
+    assert norms.squares()[0].isnan().all()
+
+
+@pytest.mark.parametrize("exponent", [10, 64, 100])
+def test_a_loss_scale_may_be_as_large_as_it_grows(exponent: int) -> None:
+    model, (inputs, targets) = Blocks(), batch(BATCH, torch.Generator().manual_seed(1))
+    norms = PartNorms(list(model.parameters()))
+    backward_in_parts(model, norms, inputs, targets)
+    plain, _ = norms.squares()
+    model.zero_grad()
+    for x, y, share in norms.parts(inputs, targets):
+        torch.autograd.backward(loss(model(x), y) * share * 2.0**exponent)
+    assert torch.equal(norms.squares(torch.tensor(2.0**exponent))[0], plain)
 
 
 def test_other_passes_are_not_counted() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
@@ -87,6 +88,24 @@ def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -
         again.step()
     assert observer.statistics() == other.statistics()
     assert observer.noise() == other.noise()
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_of_a_fused_step_the_loss_scale_is_divided_out_and_an_overflow_is_not_seen(unscaled: bool) -> None:
+    params = parameters()
+    observer, stepped = observed(params, AdamW(params, lr=0.0, fused=True))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))  # as a loss is
+    for step in range(STEPS):
+        give(params, [1024.0 * gradient for gradient in gradients(step)])
+        if step == STEPS - 1:
+            give(params, [math.inf * gradient for gradient in gradients(step)])
+        if unscaled:
+            scaler.unscale_(stepped)
+        scaler.step(stepped)
+        scaler.update()
+    expected = math.sqrt(sum(squares_of(gradients(STEPS - 2))))
+    assert observer.statistics().gradient_norm == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:

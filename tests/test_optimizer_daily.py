@@ -260,6 +260,29 @@ def test_frozen_and_unused_parameters_neither_move_nor_count(granularity: str, a
     assert optimizer.noise() == pytest.approx(reference.noise(), rel=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.9])
+@pytest.mark.parametrize("way", ["observe_small", "update_gradscale"])
+def test_a_parameter_that_is_frozen_on_the_way_no_longer_decides_a_shared_factor(way: str, smoothing: float) -> None:
+    params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(3))]
+    form: dict[str, Any] = {"granularity": "model", "exponent": 2.0, "smoothing": smoothing}
+    optimizer = TulaOptimizer(SGD(params, lr=0.0), small_batch=SMALL, large_batch=SMALL * 64, gate="none", **form)
+    small = [torch.full((300,), math.sqrt(8.0)), torch.full((3,), math.sqrt(2.0))]  # of ratios 8 and 2
+    for frozen in (False, True):
+        for _ in range(3):
+            for parameter, without in zip(params, (frozen, False), strict=True):
+                parameter.grad = None if without else torch.ones_like(parameter)
+            gradients = [None if p.grad is None else g for p, g in zip(params, small, strict=True)]
+            if way == "observe_small":
+                squares = [math.nan if g is None else g.square().sum().item() for g in gradients]
+                optimizer.observe_small(torch.tensor(squares), SMALL)
+            else:
+                optimizer.update_gradscale(gradients, [p.grad for p in params])
+            optimizer.step()
+    factor = optimizer.gradscale[1]
+    assert factor is not None
+    assert factor.item() == pytest.approx(2.0, rel=1e-5)
+
+
 def test_a_refused_gradient_leaves_the_norms_for_the_next_step() -> None:
     model = make_model()
     optimizer = wrap(model, granularity="tensor")
@@ -409,6 +432,26 @@ def test_a_compiled_model_trains_as_the_plain_one() -> None:
             optimizer.observe_small(gradient_squares(optimizer, 2.0), LOCAL)
             optimizer.step()
     torch.testing.assert_close(weights(plain), weights(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not is_dynamo_supported(), reason="torch.compile does not know this Python yet")
+@pytest.mark.parametrize("apply", ["gradient", "update"])
+def test_a_compiled_step_is_the_plain_one(apply: str) -> None:
+    """The optimizer itself is left out of what is compiled."""
+    models = make_model(), make_model()
+    for model, backend in zip(models, (None, "eager"), strict=True):
+        optimizer = wrap(model, granularity="tensor", apply=apply)
+
+        def train_step(step: int, optimizer: TulaOptimizer = optimizer, model: nn.Module = model) -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step))
+            optimizer.observe_small(gradient_squares(optimizer, 2.0), LOCAL)
+            optimizer.step()
+
+        compiled = train_step if backend is None else torch.compile(train_step, backend=backend)
+        for step in range(3):
+            compiled(step)
+    assert torch.equal(weights(models[0]), weights(models[1]))
 
 
 @pytest.fixture
@@ -595,6 +638,37 @@ def test_factors_can_refer_to_another_batch_while_averages_stay(reference: float
     assert (averages[:2] / averages[2]).flatten().tolist() == pytest.approx([law(SMALL), law(LARGE)])
     optimizer.set_batch(LARGE)
     assert optimizer.s_max == LARGE / SMALL
+
+
+@pytest.mark.parametrize("large_batch", [LARGE, 2 * LARGE])
+def test_a_state_brings_its_reference_along_to_the_same_batches(large_batch: int) -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    form: dict[str, Any] = {"granularity": "tensor", "exponent": 2.0, "small_batch": SMALL}
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.0), large_batch=LARGE, **form)
+    optimizer.set_reference(1)
+    one_norm(optimizer, parameter)
+    (factor,) = optimizer.gradscale
+    other = TulaOptimizer(SGD([parameter], lr=0.0), large_batch=large_batch, **form)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.s_max == (optimizer.s_max if large_batch == LARGE else pytest.approx(large_batch / SMALL))
+    assert factor is not None
+    assert factor.item() > LARGE / SMALL
+    assert other.gradscale == ([factor] if large_batch == LARGE else [factor.clamp_max(other.s_max)])
+
+
+def test_warm_up_and_interval_go_on_with_the_data_seen_at_another_batch() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    form: dict[str, Any] = {"granularity": "tensor", "scale_warmup": 100, "update_interval": 60}
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, **form)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(50):
+        optimizer.step()
+    optimizer.set_batch(LARGE // 2)
+    assert (optimizer.steps, optimizer.scale_warmup, optimizer.update_interval) == (100, 200, 120)
+    assert not optimizer.update_due
+    for _ in range(20):
+        optimizer.step()
+    assert optimizer.update_due
 
 
 def test_noise_estimated_below_zero_is_not_stretched_until_nothing_is_left_of_a_step() -> None:

@@ -472,6 +472,12 @@ def test_static_scaling_leaves_excluded_parameters_alone_too() -> None:
     assert (found.scale_min, found.scale_max) == (1.0, 3.0)
 
 
+def test_one_tensor_is_no_collection_of_parameters_to_exclude() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="exclude: expected a collection of parameters"):
+        wrap(params, exclude=params[0])
+
+
 def test_a_model_of_which_all_is_excluded_has_no_factors() -> None:
     params = parameters()
     optimizer = wrap(params, granularity="model", exclude=params)

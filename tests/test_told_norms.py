@@ -73,6 +73,20 @@ def test_it_is_told_for_one_step_and_forgets_with_the_gradients() -> None:
     assert steps_with(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())) == 2
 
 
+def test_what_was_said_of_clipping_is_forgotten_with_the_gradients() -> None:
+    params = parameters()
+    optimizer = wrap(params, granularity="tensor")
+    for load in (False, True):
+        optimizer.observe_clipping(0.01)
+        if load:
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            optimizer.zero_grad()
+        give(params, gradients(0))
+        optimizer.step()
+        assert optimizer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
+
+
 @pytest.mark.parametrize("tell", [False, True])
 @pytest.mark.parametrize("large_given", [False, True])
 def test_the_noise_is_that_of_the_gradient_before_clipping(tell: bool, large_given: bool) -> None:

@@ -370,7 +370,10 @@ class Worker:
         """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
-                dist.broadcast(buffer, src=0)
+                whole = buffer.contiguous()  # of a strided view gloo would send the memory that lies between
+                dist.broadcast(whole, src=0)
+                if whole is not buffer:
+                    buffer.copy_(whole)
 
     def synchronize_device(self) -> None:
         """Wait until the device has done all that was asked of it."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.examples.branches import Branches
@@ -174,6 +175,45 @@ def only_sparse() -> list[Tensor]:
     return [norms.squares()[0], norms.averaged()]
 
 
+def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
+    """Trained under `Join`, each worker with one batch more than the one before: weights, and what is told of norms."""
+    ddp = new_ddp(Case())
+    norms, told = LocalNorms(list(ddp.parameters()), BATCH, averages=True), []
+    if hook:
+        norms.attach(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Join([ddp]):
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            backward(ddp, step, rank, 1)
+            told += [norms.squares()[0], norms.averaged()] if hook else []
+            optimizer.step()
+    return {"weights": list(ddp.parameters()), "told": told}
+
+
+def of_another_model(rank: int) -> list[str]:
+    """What is said to norms of two models, and to a gradient of a parameter that DDP leaves alone."""
+    ddp = new_ddp(Case())
+    norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
+    twice = refused(lambda: norms.attach(new_ddp(Case())))
+    model = plain()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])  # type: ignore[no-untyped-call]
+    ignoring = DistributedDataParallel(model)
+    norms = LocalNorms(list(model.parameters()), BATCH, averages=True).attach(ignoring)
+    backward(ignoring, 0, rank, 1)
+    return [twice, refused(norms.averaged)]
+
+
+def shared_buffers(rank: int) -> list[Tensor]:
+    """A worker's buffers, of which one is a view with gaps, once they are all the first worker's."""
+    model = nn.Module()
+    model.register_buffer("whole", torch.full((4,), float(rank)))
+    model.register_buffer("view", torch.full((8,), float(rank))[::2])
+    worker: Any = mock.Mock(model=model, env=mock.Mock(world_size=WORKERS))
+    Worker.share_buffers(worker)
+    return list(model.buffers())
+
+
 def exchanged(rank: int) -> list[int]:
     """Numbers that are sent behind the gradients, which alone are float64, at each of some steps."""
     ddp, sizes, all_reduce = new_ddp(Case()), [], dist.all_reduce
@@ -225,7 +265,7 @@ def while_waiting(rank: int) -> list[Tensor]:
 def refused(read: Callable[[], object]) -> str:
     try:
         read()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
 
@@ -286,6 +326,9 @@ def work(rank: int, folder: Path) -> None:
     }
     seen["first step"] = scaled_and_overflown(rank)
     seen["frozen"] = frozen_and_foreign(rank)
+    seen["uneven"] = [uneven(rank, hook=hook) for hook in (False, True)]
+    seen["of another model"] = of_another_model(rank)
+    seen["buffers"] = shared_buffers(rank)
     seen["exchanged"] = exchanged(rank)
     seen["only sparse"] = only_sparse()
     seen["said"] = misuse(rank)
@@ -319,6 +362,28 @@ def test_gradients_are_those_of_ddp_without_the_hook_bit_for_bit(ranks: list[dic
     for seen in ranks:
         pairs = zip(seen[name]["with"]["gradients"], seen[name]["without"]["gradients"], strict=True)
         assert all(same(mine, theirs) for mine, theirs in pairs)
+
+
+def test_a_worker_without_data_leaves_the_others_no_norms_and_the_same_training(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank, seen in enumerate(ranks):
+        without, with_hook = seen["uneven"]
+        assert same(without["weights"], with_hook["weights"])
+        assert same(with_hook["weights"], ranks[0]["uneven"][1]["weights"])
+        assert [squares.isnan().any().item() for squares in with_hook["told"]] == [False, False] + rank * [True, False]
+
+
+def test_norms_are_of_one_model_and_of_all_its_gradients(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        twice, ignored = seen["of another model"]
+        assert twice == "these norms are of a model already: a second one needs LocalNorms of its own"
+        assert ignored == "averaged: the gradient of parameter 1 was not averaged with this model's"
+
+
+def test_buffers_are_the_first_workers_whatever_their_strides(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert same(seen["buffers"], [torch.zeros(4), torch.zeros(4)])
 
 
 @pytest.mark.parametrize("name", CASES)

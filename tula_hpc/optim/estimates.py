@@ -133,6 +133,7 @@ class Estimates:
             "averages": self.scale.norms.averages,
             "noise": self.noise.state_dict(),
             "batches": list(self.batches),
+            "reference": self.reference,
         }
 
     def check_state(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ class GradScale:
         stretch: float = 1.0,
     ) -> None:
         """New factors from squared norms, as `NormRatios.update` takes them; where not `present` the old one stays."""
-        ratios = self.norms.update(parameters, small, large, guard=guard, stretch=stretch)
+        ratios = self.norms.update(parameters, small, large, present, guard=guard, stretch=stretch)
         shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
         if not shared:
             return

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.optim.norms import foreach_norms, squares
+from tula_hpc.optim.norms import foreach_norms, squared, squares
 
 if TYPE_CHECKING:  # torch.distributed has it, its stub has not
     from torch._C._distributed_c10d import GradBucket
@@ -57,7 +57,9 @@ class LocalNorms:
     where it otherwise multiplies with the inverse, and the last bit can differ.
 
     With `no_sync` the local gradient is the one that was accumulated, and its batch is the local batch times the number
-    of accumulated passes: set `batch` accordingly. Buckets are followed by parameter, so that DDP may regroup them.
+    of accumulated passes: set `batch` accordingly. Accumulate so: a pass that begins with gradients which are averaged
+    already adds this worker's own to them, and its norms are of neither. Buckets are followed by parameter, so that
+    DDP may regroup them. Under `Join` there are no norms once a worker has run out of data.
 
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
@@ -80,12 +82,14 @@ class LocalNorms:
         self._index = torch.empty(0)  # `_positions` on the device
 
     def attach(self, ddp: DistributedDataParallel) -> LocalNorms:
-        """Register the communication hook; before the first backward pass, and only once for a model.
+        """Register the communication hook; before the first backward pass, and only once: each model needs its own.
 
         Raises:
             ValueError: There is only one worker: its own gradient is the whole one (see `PartNorms`).
-            RuntimeError: The model has a communication hook already.
+            RuntimeError: The model has a communication hook already, or these norms are of a model already.
         """
+        if self._ddp is not None:
+            raise RuntimeError("these norms are of a model already: a second one needs LocalNorms of its own")
         group: dist.ProcessGroup = ddp.process_group
         self.workers = group.size()
         if self.workers == 1:
@@ -121,7 +125,7 @@ class LocalNorms:
             raise RuntimeError("squares: no backward pass with an all-reduce since the last call")
         pending, self._pending = self._pending, None
         pending.work.wait()
-        mean = self._in_order(pending.squares) / (self.workers * loss_scale**2)
+        mean = self._in_order(pending.squares) / (self.workers * squared(loss_scale))
         return nan_unless_finite(mean), self.batch
 
     def averaged(self, loss_scale: Tensor | float = 1.0) -> Tensor:
@@ -134,11 +138,15 @@ class LocalNorms:
 
         Raises:
             RuntimeError: No gradient was all-reduced since the last call, or `averages` is off.
+            ValueError: A parameter has a gradient, and is none of this model's: its norm would be missing in ‖G‖.
         """
         if self._averaged is None:
             raise RuntimeError("averaged: no backward pass with an all-reduce since the last call")
         averaged, self._averaged = self._averaged, None
-        return self._in_order(torch.cat([*averaged, self._nothing()])) / loss_scale**2
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter not in self._place and not parameter.grad.is_sparse:
+                raise ValueError(f"averaged: the gradient of parameter {place} was not averaged with this model's")
+        return self._in_order(torch.cat([*averaged, self._nothing()])) / squared(loss_scale)
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. Buckets come in the same order on all workers."""
@@ -156,8 +164,12 @@ class LocalNorms:
         told: Future[Tensor] | None = Future() if _is_told(ddp, buffer) else None
         self._exchanges.append(_Exchange(buffer, gradients, work, told))
         if bucket.is_last():
-            self._send(group)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            joined = torch._C._current_graph_task_id() == -1  # outside a backward pass: a worker that ran out of data
+            self._send(group, known=not joined)
+            if joined:
+                self._finish()
+            else:
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return work.get_future().then(_first) if told is None else told
 
     def _finish(self) -> None:
@@ -176,9 +188,12 @@ class LocalNorms:
         norms = foreach_norms(gradients)  # of one type, so that they come in their order
         return squares(list(norms.values()), self._device)
 
-    def _send(self, group: dist.ProcessGroup) -> None:
+    def _send(self, group: dist.ProcessGroup, *, known: bool) -> None:
+        """Average the workers' squares; a worker without a gradient of its own makes them NaN for all."""
         self._place = {parameter: place for place, parameter in enumerate(self._order)}
         found = torch.cat([*self._squares, self._nothing()])
+        if not known:
+            found.fill_(torch.nan)
         self._pending = _Pending(found, dist.all_reduce(found, group=group, async_op=True))
 
     def _nothing(self) -> Tensor:

@@ -86,9 +86,17 @@ class NormRatios:
             _check_layers(self.layers)
         self.averages: Tensor | None = None  # (3, n), float64: small, large, and the weight that both have so far
         self._units: dict[int, _Units] = {}  # by number of parameters
+        self._present: tuple[Sequence[bool], Tensor] | None = None  # what was the last not to be all, and its copy
 
     def update(
-        self, parameters: Sequence[Tensor], small: Tensor, large: Tensor, *, guard: bool, stretch: float = 1.0
+        self,
+        parameters: Sequence[Tensor],
+        small: Tensor,
+        large: Tensor,
+        present: Sequence[bool] | None = None,
+        *,
+        guard: bool,
+        stretch: float = 1.0,
     ) -> list[Tensor | None]:
         """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
 
@@ -96,6 +104,8 @@ class NormRatios:
             parameters: In the optimizer's order; later calls may have more of them at the end.
             small: (n,), float64, at b_small; may be an estimate below 0.
             large: (n,), float64, on the same device.
+            present: Which parameters have a gradient now: of those without one, as once they are frozen, the averages
+                are kept but count for no unit. None: all.
             guard: Whether the spike guard may act: these are the norms of the one step that comes.
             stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm at yet another
                 batch, by the line in 1/batch. The averages stay at b_small.
@@ -107,7 +117,7 @@ class NormRatios:
         self.averages = self._averaged(small, large, known)
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
-        means = torch.where(weight > 0, sums / weight, 0.0)
+        means = torch.where((weight > 0) & self._counted(present, small.device), sums / weight, 0.0)
         if stretch != 1.0:
             more = (means[0] - means[1]).clamp_min(0.0)  # of noise; below 0 it would be stretched to no step
             means = torch.stack([means[1] + stretch * more, means[1]])
@@ -128,6 +138,14 @@ class NormRatios:
     def load(self, averages: Tensor | None, device: torch.device) -> None:
         """Replace the averages by a copy on `device`."""
         self.averages = None if averages is None else averages.to(device, copy=True)
+
+    def _counted(self, present: Sequence[bool] | None, device: torch.device) -> Tensor | bool:
+        """`present` on the device, copied to it only when it changes."""
+        if present is None or all(present):
+            return True
+        if self._present is None or self._present[0] != present:
+            self._present = list(present), torch.tensor(present, device=device)
+        return self._present[1]
 
     def _averaged(self, small: Tensor, large: Tensor, known: Tensor) -> Tensor:
         new = torch.stack([small, large, torch.ones_like(small)])

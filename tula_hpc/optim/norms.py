@@ -44,6 +44,11 @@ def squares(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     return torch.stack([absent if norm is None else norm.to(device) for norm in norms]).double().square()
 
 
+def squared(scale: Tensor | float) -> Tensor | float:
+    """A loss scale's square; of a tensor in float64, as float32 ends at 2^128 and a scale may grow beyond 2^64."""
+    return scale.double().square() if isinstance(scale, Tensor) else scale**2
+
+
 def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     """Σ n² over 0-dim tensors, at least one of them, in their own type; no synchronization of devices of one kind."""
     return torch.stack([norm.to(device) for norm in norms]).square().sum()

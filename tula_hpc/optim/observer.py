@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tula_hpc.optim.noise_scale import STEP_DECAY, NoiseReading, NoiseScale
-from tula_hpc.optim.norms import norms_where_present, squares
+from tula_hpc.optim.norms import norms_where_present, squared, squares
 from tula_hpc.optim.sensitivity import Sensitivity
 
 
@@ -23,9 +23,10 @@ class Seen(NamedTuple):
 
 
 class GradientObserver:
-    """Looks at the gradients right before each step of an optimizer; changes nothing, never waits for the device.
+    """Looks at the gradients right before each step of an optimizer; changes nothing.
 
-    A step that GradScaler skips is not seen, nor is any while `idle`. Gradients that are sparse or complex, and those
+    It never waits for the device, but for a fused optimizer under GradScaler, which leaves it to that to skip steps. A
+    step that is skipped is not seen, nor is any while `idle`. Gradients that are sparse or complex, and those
     beside them, are not looked at.
 
     Args:
@@ -97,15 +98,26 @@ class GradientObserver:
         self.forget()
         gradients = [parameter.grad for parameter in self._parameters]
         present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if self.idle or not present or any(map(_is_sparse_or_complex, gradients)):
+        if self.idle or not present or any(map(_is_sparse_or_complex, gradients)) or self._is_skipped():
             return
-        large = squares(norms_where_present(gradients), self._parameters[0].device) if told is None else told
+        large = self._taken(gradients) if told is None else told
         squares_seen = large.unbind()
         total = torch.stack([squares_seen[place] for place in present]).sum()
         self._sensitivity.observe(total / shortened**2)
         if small is not None:
             batches = small[1], self.large_batch
             self._noise.observe_parts(small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY)
+
+    def _taken(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms of the gradients, which a fused optimizer divides by the loss scale itself."""
+        taken = squares(norms_where_present(gradients), self._parameters[0].device)
+        loss_scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
+        return taken if loss_scale is None else taken / squared(loss_scale)
+
+    def _is_skipped(self) -> bool:
+        """Whether a fused optimizer will leave this step out, for an overflow that GradScaler has found."""
+        overflow: Tensor | None = getattr(self._optimizer, "found_inf", None)
+        return overflow is not None and bool(overflow)
 
 
 def _is_sparse_or_complex(gradient: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ from tula_hpc.optim.norms import dense_gradients, foreach_norms, sum_of_squares
 from tula_hpc.optim.scale_histogram import ScaleHistogram
 from tula_hpc.optim.sensitivity import GATE_DECAY, Gate, Sensitivity
 from tula_hpc.optim.sgd_in_pieces import fits, scale_and_step
-from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer
+from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer, untraced
 
 Apply = Literal["gradient", "update"]
 VERSION = 2  # of the state; 1 had no averages and no batches
@@ -121,6 +121,7 @@ class TulaOptimizer(WrappingOptimizer):
         spike_guard: bool = False,
     ) -> None:
         super().__init__(base)
+        require(not isinstance(exclude, Tensor), "exclude: expected a collection of parameters, got one tensor")
         require_one_of("granularity", granularity, get_args(Granularity))
         require_one_of("gate", gate, get_args(Gate))
         require_one_of("apply", apply, get_args(Apply))
@@ -182,6 +183,7 @@ class TulaOptimizer(WrappingOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Gate and scale the gradients in place, then step the base; or step it, then scale what it did.
 
@@ -200,6 +202,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._steps_since_statistics += 1
         return loss
 
+    @untraced
     def update_gradscale(self, small_grads: Sequence[Tensor | None], large_grads: Sequence[Tensor | None]) -> None:
         """Estimate the factors anew (UpdateGradScale of Algorithm 1).
 
@@ -217,6 +220,7 @@ class TulaOptimizer(WrappingOptimizer):
             self._estimates.from_gradients(self.parameters(), small_grads, large_grads)
         self._steps_since_update = 0
 
+    @untraced
     def observe_small(self, squares: Tensor, batch: float, large: Tensor | None = None) -> None:
         """Give the next step squared norms of small gradients: it estimates the factors anew before it uses them.
 
@@ -239,6 +243,7 @@ class TulaOptimizer(WrappingOptimizer):
         require(self._scale is self._adaptive, "static_scale is set: there are no adaptive factors to update")
         self._estimates.expect(self.parameters(), squares, batch, large)
 
+    @untraced
     def observe_clipping(self, factor: Tensor | float) -> None:
         """Say what the next step's gradients were multiplied with: the gate compares what they were before.
 
@@ -250,6 +255,7 @@ class TulaOptimizer(WrappingOptimizer):
         """
         self._shortened = factor
 
+    @untraced
     def observe_norms(self, squares: Tensor) -> None:
         """Say what the squared norms of the next step's gradients are: the step then passes over them once less.
 
@@ -270,7 +276,8 @@ class TulaOptimizer(WrappingOptimizer):
         """Go on with another batch, as after running out of memory.
 
         The default s_max follows, the factors are clamped, and averages of squared norms are carried over to the new
-        batches.
+        batches. Warm-up and interval go on with the data seen: both, and the steps taken, are turned into steps of the
+        new batch.
 
         Args:
             large_batch: The new b_large.
@@ -281,14 +288,19 @@ class TulaOptimizer(WrappingOptimizer):
         """
         batches = Batches(self.small_batch if small_batch is None else small_batch, large_batch)
         bounds = checked_bounds(batches, self.s_min, self._fixed_s_max, self._adaptive.exponent)
+        ratio = self.large_batch / large_batch
         self._estimates.set_batches(batches, *bounds)
+        self.steps, self.scale_warmup = round(self.steps * ratio), round(self.scale_warmup * ratio)
+        self._steps_since_update = round(self._steps_since_update * ratio)
+        if self.update_interval is not None:
+            self.update_interval = max(1, round(self.update_interval * ratio))
 
     def set_reference(self, batch: float) -> None:
         """Let factors from norms refer to another batch than b_small from the next estimate on.
 
         What the averages hold stays what it is, at b_small: the ratio alone is brought to `batch` by the law of the
-        gradient noise, see `square_at`. The default s_max follows. It is no part of the state: set it again after
-        loading one. `update_gradscale` goes on with b_small, at which its gradients were computed.
+        gradient noise, see `square_at`. The default s_max follows. A state brings it along to the same batches only.
+        `update_gradscale` goes on with b_small, at which its gradients were computed.
 
         Args:
             batch: Samples, at least 1 and at most `large_batch`.
@@ -325,6 +337,7 @@ class TulaOptimizer(WrappingOptimizer):
         """
         return self._estimates.noise.read()
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the base does it; what was said of gradients that no step has used is forgotten with them."""
         super().zero_grad(set_to_none)
@@ -457,7 +470,9 @@ class TulaOptimizer(WrappingOptimizer):
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         parameters = self.parameters()
-        self._squares = None
+        self._shortened, self._squares = 1.0, None
+        if own.get("reference") is not None and own.get("batches") == [self.small_batch, self.large_batch]:
+            self.set_reference(own["reference"])  # the factors are within its bounds
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
         # warm-up and interval are steps of today's batch: they go on with the data seen, not with another batch's steps

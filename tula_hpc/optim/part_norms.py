@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_hpc.nested import Batch, samples_in, split
 from tula_hpc.optim.local_norms import nan_unless_finite
-from tula_hpc.optim.norms import squares
+from tula_hpc.optim.norms import squared, squares
 
 
 class _Part(NamedTuple):
@@ -36,6 +36,9 @@ class PartNorms:
     Each part's gradient is seen just before it is added to `.grad`: there is never a second gradient in memory. Layers
     that look at a whole batch see parts instead. For BatchNorm that changes what is trained, and its statistics are
     those of a part: see `looks_at_whole_batch`. Dropout draws other numbers, by the same law.
+
+    A gradient that comes in several pieces has no norm: that of a parameter which several reentrant checkpoints
+    (`torch.utils.checkpoint` with `use_reentrant=True`) share, or of two calls of `backward` for one part.
 
     Args:
         parameters: In the optimizer's order; frozen ones are allowed.
@@ -79,7 +82,8 @@ class PartNorms:
             loss_scale: What the loss was multiplied with; the squares are divided by its square, on the device.
 
         Returns:
-            (n,), float64, in parameter order; NaN where a parameter has no gradient, or where a part's is not finite.
+            (n,), float64, in parameter order; NaN where a parameter has no gradient, or where a part's is not finite or
+            came in pieces.
 
         Raises:
             RuntimeError: There was no batch in parts since the last call.
@@ -88,7 +92,7 @@ class PartNorms:
             raise RuntimeError("squares: no batch in parts since the last call")
         parts, self._parts = self._parts, []
         of_parts = torch.stack([self._squares_of(part) / part.share for part in parts])
-        return nan_unless_finite(of_parts.sum(0) / loss_scale**2), self.batch / len(parts)
+        return nan_unless_finite(of_parts.sum(0) / squared(loss_scale)), self.batch / len(parts)
 
     def _squares_of(self, part: _Part) -> Tensor:
         device = self.parameters[0].device
@@ -100,7 +104,7 @@ class PartNorms:
         """Hook of a parameter: the gradient of one part, which is its share of the part's own."""
         if self._open is None:
             return
-        if gradient.is_sparse:  # there is no norm of it here
+        if gradient.is_sparse or place in self._open.norms:  # there is no norm of it here
             self._open.norms[place] = torch.full((), torch.nan, device=gradient.device)
             return
         dtype = torch.promote_types(gradient.dtype, torch.float32)

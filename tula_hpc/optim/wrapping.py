@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tula_hpc.optim.checks import require
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 STATE_KEY = "tula"  # beside "state" and "param_groups" in state_dict()
+
+
+def untraced(method: Method) -> Method:
+    """Left out of what `torch.compile` compiles, as torch does with its own optimizers' bookkeeping."""
+    return cast("Method", torch._disable_dynamo(method))  # type: ignore[attr-defined] # public in fact: torch decorates with it
 
 
 class WrappingOptimizer(Optimizer, ABC):
