@@ -171,8 +171,14 @@ def test_a_processor_that_is_had_in_turns_is_named_though_its_link_seems_slow() 
     for compute_s, allreduce_s in ((0.020, 0.033), (0.041, 0.055), (0.020, 0.090)):
         now = StepParts(data_time_s=0.008, compute_time_s=compute_s, allreduce_time_s=allreduce_s)
         assert attribute(now, then, 0.16) == "compute"
-    slow_link = StepParts(data_time_s=0.001, compute_time_s=0.009, allreduce_time_s=0.161)
-    assert attribute(slow_link, then, 0.14) == "network"
+
+
+def test_a_slow_link_is_named_though_the_processor_is_somewhat_slower_than_in_the_profile() -> None:
+    """The bare all-reduce of a slow link explains all of the deviation (1.08 to 1.09 of it in three trials)."""
+    then = StepParts(data_time_s=0.001, compute_time_s=0.008, allreduce_time_s=0.003)
+    for compute_s in (0.008, 0.009, 0.013, 0.024):
+        slow_link = StepParts(data_time_s=0.001, compute_time_s=compute_s, allreduce_time_s=0.161)
+        assert attribute(slow_link, then, 0.146) == "network"
 
 
 def test_a_step_that_became_faster_has_a_part_that_became_faster() -> None:

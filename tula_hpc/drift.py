@@ -21,6 +21,7 @@ WARM_UP_LOOKS = 10  # after every start: allocators, caches and loader processes
 NAMED_FROM = 0.3  # a part is named when it explains this share of the deviation
 STARVED_FROM = 0.1  # so much of it in the computation, and the all-reduce is slow because the processor is
 STARVED_TIMES = 1.5  # likewise where the computation takes so many times as long; then it is named from that share on
+ALONE_FROM = 0.8  # an all-reduce that explains so much of it needs no slow processor beside it
 SECONDS_PER_LOOK = 1.0  # windows are made of looks about so far apart
 
 Verdict = Literal["drifted", "recovered"]
@@ -248,8 +249,9 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
 
     What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the computation alone:
-    where both deviate, the all-reduce counts to the computation. It slows a whole step more than its parts by
-    themselves: where the computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
+    where both deviate, the all-reduce counts to the computation, unless it explains the deviation by itself. A busy
+    processor slows a whole step more than its parts by themselves: where the computation takes `STARVED_TIMES` as long,
+    less of the deviation has to be explained.
 
     Args:
         measured: Parts as they are now.
@@ -260,7 +262,8 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     excess = {part: sign * extra_s(measured, expected, part) for part in PARTS}
     now, then = measured.compute_time_s, expected.compute_time_s
     slow = excess["compute"] > 0.0 and bool(now and then and max(now / then, then / now) > STARVED_TIMES)
-    if excess["network"] > 0.0 and (slow or excess["compute"] > STARVED_FROM * abs(deviation_s)):
+    starved = slow or excess["compute"] > STARVED_FROM * abs(deviation_s)
+    if starved and 0.0 < excess["network"] < ALONE_FROM * abs(deviation_s):
         excess["compute"] += excess["network"]
     part = max(excess, key=lambda name: excess[name])
     share = STARVED_FROM if part == "compute" and slow else NAMED_FROM
