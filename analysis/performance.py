@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from tula_hpc.analysis.aggregate import Profile
 from tula_hpc.analysis.regression import Array, as_columns, check_positive, draws, relative_spread, spread
 from tula_hpc.analysis.step_time_fit import BELIEFS, EFFECT_SPREAD, MANY_ROWS, SCATTER, Backend, FormName, choose_form
-from tula_hpc.analysis.step_time_law import ALLREDUCE, COMPUTE, NAMES, STEP, TINY_S, Evaluation, Rows
+from tula_hpc.analysis.step_time_law import ALLREDUCE, COMPUTE, FORMS, NAMES, STEP, TINY_S, Evaluation, Rows
 
 __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 
@@ -115,7 +115,8 @@ class StepTimeModel:
         """Lower and upper end, seconds, between which a new measurement lies with probability `level`.
 
         From the residuals, each point's distance from the data (leverage), and, where the batch or the cluster size was
-        not measured, the departure from the law that such ones usually show; with Student's t.
+        not measured, the departure from the law that such ones usually show, and how far forms of the law differ there
+        that the data do not tell apart; with Student's t.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -126,7 +127,7 @@ class StepTimeModel:
             self._steps,
             found.gradients / seconds[:, None],
             level,
-            unseen=sum(self._unseen(rows, found)),
+            unseen=sum(self._unseen(rows, found)) + np.sum(self._open_form(rows, found) ** 2, axis=0),
             prior=SCATTER,
         )
         return (seconds * np.exp(-width)).reshape(shape), (seconds * np.exp(width)).reshape(shape)
@@ -135,7 +136,8 @@ class StepTimeModel:
         """How uncertain the predictions at some points are together, in units of a single measurement's variance.
 
         Relative, without the noise of a measurement: what is known exactly has 0, and a point measured once at most 1.
-        Points of one batch or cluster size that was not measured share that one's unknown departure from the law.
+        Points of one batch or cluster size that was not measured share that one's unknown departure from the law, and
+        all of them the form of the law where the data do not tell it.
 
         Returns:
             (m, m), for m points after broadcasting and raveling.
@@ -148,7 +150,8 @@ class StepTimeModel:
         same_batch = rows.batch[:, None] == rows.batch
         same_size = (rows.nodes[:, None] == rows.nodes) & (rows.per_node[:, None] == rows.per_node)
         together = relative @ fitted.fit.covariance @ relative.T
-        together += same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
+        of_form = self._open_form(rows, found)
+        together += of_form.T @ of_form + same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
         return np.asarray(together + same_size * np.sqrt(np.outer(unseen_size, unseen_size)))
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
@@ -159,6 +162,13 @@ class StepTimeModel:
         scale = (np.maximum(found.seconds, TINY_S) * self._fitted.noise / EFFECT_SPREAD) ** 2
         of_batch = found.by_batch_effect**2 * (1.0 - np.sum(at_batches**2, axis=1)) / scale
         return of_batch, found.by_size_effect**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
+
+    def _open_form(self, rows: Rows, found: Evaluation) -> Array:
+        """(forms, m): what predictions would change by with each form, of which none is told from the others."""
+        departures = self._fitted.form_departures(rows) / math.sqrt(len(FORMS))
+        effect = found.by_size_effect / (np.maximum(found.seconds, TINY_S) * self._fitted.noise)
+        _, at_sizes = self._fitted.law.knots.weights(rows)
+        return np.asarray(departures * effect * (1.0 - np.sum(at_sizes**2, axis=1)))
 
     def samples(
         self,

@@ -93,6 +93,18 @@ class Fitted(NamedTuple):
     bounds: tuple[Array, Array]
     noise: float
     belief: Belief
+    told_at: float | None = None  # workers of the only size between nodes, where that leaves the form to the belief
+
+    def form_departures(self, rows: Rows) -> Array:
+        """(forms, n): logarithm of what every form says of t_sync between nodes, over what this one says.
+
+        All agree on the only size that was measured. Where the data or the user chose the form, and on a single node,
+        nothing is open: 0.
+        """
+        if self.told_at is None:
+            return np.zeros((1, len(rows.batch)))
+        growths = np.stack([_growth(name, rows, self.told_at) for name in FORMS])
+        return np.asarray(growths - _growth(self.form, rows, self.told_at))
 
     @property
     def misfit(self) -> float:
@@ -137,12 +149,13 @@ def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
     found = _sharpened(fit(belief.form if wanted == "auto" else wanted), rows, fit)
     if wanted != "auto":
         return found
-    if _tells_forms(rows) and found.misfit > BETTER_BY - 2.0:  # or no form can be better by so much
+    told_at = _only_size(rows)
+    if told_at is None and found.misfit > BETTER_BY - 2.0:  # or no form can be better by so much
         names = [name for name in FORMS if name != belief.form]
         found = _clearly_best(found, [fit(name, noise=found.noise) for name in names])
-    if not _tells_floor(rows) or found.misfit < BETTER_BY + 2.0:
-        return found
-    return _clearly_best(found, [fit(found.form, floor=True, noise=found.noise)])
+    if _tells_floor(rows) and found.misfit >= BETTER_BY + 2.0:
+        found = _clearly_best(found, [fit(found.form, floor=True, noise=found.noise)])
+    return found._replace(told_at=told_at)
 
 
 def _sharpened(found: Fitted, rows: Rows, fit: Callable[..., Fitted]) -> Fitted:
@@ -156,9 +169,20 @@ def _clearly_best(first: Fitted, others: list[Fitted]) -> Fitted:
     return best if best.criterion < first.criterion - BETTER_BY else first
 
 
-def _tells_forms(rows: Rows) -> bool:
-    """Forms differ between cluster sizes, so that one size above a single node says nothing about them."""
-    return len(np.unique(rows.nodes[rows.nodes > 1.0])) > 1
+def _only_size(rows: Rows) -> float | None:
+    """Workers, where at most one size above a single node was measured: forms differ between sizes alone."""
+    between = rows.nodes > 1.0
+    if len(np.unique(rows.nodes[between])) > 1:
+        return None
+    return float(np.max(rows.workers[between], initial=1.0))
+
+
+def _growth(form: str, rows: Rows, measured: float) -> Array:
+    """(n,): logarithm of a form's bandwidth term, over that of a measured number of workers; 0 on a single node."""
+    shape = FORMS[form].bandwidth
+    between = (rows.nodes > 1.0) & (measured > 1.0)
+    workers = np.where(between, rows.workers, 2.0)
+    return np.where(between, np.log(shape(workers) / shape(np.maximum(measured, 2.0))), 0.0)
 
 
 def _tells_alone(rows: Rows) -> bool:

@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
-from tests.planning_data import cluster, failed, ok, oom, step_time_s, sweep, times
+from tests.planning_data import cluster, compute_time_s, failed, ok, oom, step_time_s, sweep, times
 from tula_hpc.analysis.adaptive import AdaptiveSearch, cheap_corners, knee_columns
 from tula_hpc.analysis.aggregate import summarize
 from tula_hpc.analysis.aim import Aim
 from tula_hpc.analysis.performance import fit_step_time
+from tula_hpc.analysis.planning import make_plan
 from tula_hpc.analysis.search import candidates, propose
-from tula_hpc.config import SearchSpec
+from tula_hpc.config import SearchSpec, batches_timed_apart
 from tula_hpc.records import Configuration, Measurement
 
 SEARCH = SearchSpec(cluster_sizes=(1, 2, 4, 8), min_batch=32, max_batch=2048)
@@ -89,6 +90,45 @@ def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
     noisy = [row.model_copy(update={"finished_at": 0.0}) for row in known]
     proposed = AdaptiveSearch(POINTS, Aim("cost"), max_profiles=99).propose(noisy)
     assert all(c.nodes in (2, 4) for c in proposed)
+
+
+def test_one_cluster_size_does_not_decide_between_sizes_whose_form_it_cannot_tell() -> None:
+    """Where all-reduces take what a parameter server's do, profiles on 1 and 8 nodes alone chose 23 % too slow."""
+    spec = sweep("time", mode="adaptive", cluster_sizes=(1, 2, 4, 8), min_batch=64, max_batch=8192)
+    rows: list[Measurement] = []
+    while proposed := propose(spec, EIGHT_WORKERS, rows):
+        rows.append(with_parameter_server(spec.search, proposed[0], len(rows)))
+    per_sample_s = {c: server_step_s(c.nodes, c.local_batch) / c.global_batch for c in candidates(spec.search, 8)}
+    chosen = make_plan(spec, EIGHT_WORKERS, rows).chosen.configuration
+    assert per_sample_s[chosen] < 1.02 * min(per_sample_s.values())
+
+
+EIGHT_WORKERS = cluster(workers_per_node=8, device="cpu")
+
+
+def server_step_s(nodes: int, batch: int) -> float:
+    compute_s = compute_time_s(batch)
+    return 0.8 * compute_s + max(0.2 * compute_s, server_sync_s(nodes))
+
+
+def server_sync_s(nodes: int) -> float:
+    return 0.00875 if nodes == 1 else 0.00875 + 0.05 * nodes
+
+
+def with_parameter_server(search: SearchSpec, configuration: Configuration, order: int) -> Measurement:
+    nodes, per_node, batch = configuration
+    seconds = times(nodes, batch, step_time_s=server_step_s(nodes, batch), allreduce_time_s=server_sync_s(nodes))
+    apart = [(b, compute_time_s(b) - 0.002) for b in batches_timed_apart(search, nodes, per_node, batch)]
+    return ok(
+        nodes,
+        batch,
+        workers_per_node=per_node,
+        backend="gloo",
+        times=seconds,
+        smaller_computes=tuple(apart),
+        dataset_samples=10**6,
+        finished_at=order + 1.0,
+    )
 
 
 def test_failed_and_impossible_configurations_are_left_out() -> None:

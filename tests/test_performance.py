@@ -181,6 +181,23 @@ def test_covariance_says_which_points_are_unsure_together() -> None:
     assert together[1, 2] > together[1, 3]  # and depart from the law together
 
 
+@pytest.mark.parametrize("truth", FORM_NAMES)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_intervals_hold_what_every_form_says_while_one_cluster_size_tells_none(truth: str, backend: Backend) -> None:
+    seconds = Truth().step(truth, NODES, BATCH)
+    one_size = np.isin(NODES, [1, 8])
+    open_form = StepTimeModel("auto", backend).fit(NODES[one_size], BATCH[one_size], seconds[one_size])
+    low, high = open_form.interval(NODES, BATCH)
+    assert np.all((low <= seconds) & (seconds <= high))
+
+    given = StepTimeModel("ring", backend).fit(NODES[one_size], BATCH[one_size], seconds[one_size])
+    told = StepTimeModel("auto", backend).fit(NODES, BATCH, seconds)
+    for sure in (given, told):
+        low, high = sure.interval([2, 4], 64)
+        wide = np.divide(*reversed(open_form.interval([2, 4], 64)))
+        assert np.all(high / low < wide)
+
+
 def test_the_papers_form_is_the_plain_sum() -> None:
     steps = Truth().step("ring", NODES, BATCH)
     model = StepTimeModel("paper").fit(NODES, BATCH, steps)
