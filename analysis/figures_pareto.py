@@ -65,7 +65,8 @@ def _time_s(item: Candidate) -> float:
 def _is_near(item: Candidate, plan: Plan) -> bool:
     """What never ends, or costs beyond all measure, would press all else into a corner."""
     slowest, dearest = max(map(_time_s, plan.pareto)), max(item.cost for item in plan.pareto)
-    return 0 < _time_s(item) <= TALLEST * slowest and 0 < item.cost <= TALLEST * dearest
+    affordable = 0 <= item.cost <= (TALLEST * dearest or math.inf)  # a front that is free bounds nothing
+    return affordable and 0 < _time_s(item) <= TALLEST * slowest
 
 
 def _columns(keys: list[style.Key]) -> int:

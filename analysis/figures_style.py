@@ -26,6 +26,7 @@ TITLE_CHARACTERS = 64  # a bold title line of this length is as wide as the figu
 TITLE_LINE_IN = 0.2
 EDGE_IN = 0.09
 LOG_RATIO = 4  # quantities that span more than this factor get a logarithmic axis
+BELOW_ZERO = 0.05  # of an axis, left free where marks lie on zero
 
 
 class Colour(NamedTuple):
@@ -209,7 +210,7 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
     numbers = [value for value in values if math.isfinite(value) and value > 0]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if high / low <= LOG_RATIO:
-        axes.set_ylim(0, high * 1.18)
+        axes.set_ylim(0 if numbers else -BELOW_ZERO, high * 1.18)
         axes.yaxis.set_major_locator(MaxNLocator(6))
     else:
         axes.set_yscale("log")
@@ -221,11 +222,12 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
 
 
 def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
-    """An x axis for positive amounts, as `value_axis`."""
-    numbers = [value for value in values if math.isfinite(value) and value > 0]
+    """An x axis for amounts, as `value_axis`; one that holds nothing at all has no logarithm."""
+    known = [value for value in values if math.isfinite(value)]
+    numbers, free = [value for value in known if value > 0], 0 in known
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
-    if high / low <= LOG_RATIO:
-        axes.set_xlim(0, high * 1.08)
+    if free or high / low <= LOG_RATIO:
+        axes.set_xlim(-BELOW_ZERO * high if free else 0, high * 1.08)
         axes.xaxis.set_major_locator(MaxNLocator(7))
     else:
         axes.set_xscale("log")

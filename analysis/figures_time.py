@@ -111,8 +111,8 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
 
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
     candidates = [item for item in run.plan.candidates if (item.wall_time_s or 0) < FOREVER_S] if run.plan else []
-    line = [Point(item.configuration, predicted(item, field), item.feasible) for item in candidates]
-    line = [point for point in line if point.interval.value > 0]  # an epoch of less than one full batch takes no time
+    timed = [item for item in candidates if item.train_time_s > 0]  # an epoch of less than one full batch takes no time
+    line = [Point(item.configuration, predicted(item, field), item.feasible) for item in timed]
     return Curves(measured, line, run.plan.chosen if run.plan else None, run.out_of_memory)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -118,6 +119,35 @@ def test_a_plan_without_a_front_has_no_figure_of_it(run: RunContents) -> None:
     old = [item.model_copy(update={"pareto": False}) for item in run.plan.candidates]
     plain = run._replace(plan=run.plan.model_copy(update={"candidates": old}))
     assert isinstance(FIGURES["pareto"](plain), Missing)
+
+
+def priced(run: RunContents, usd: float, more: Iterable[Candidate] = ()) -> RunContents:
+    """The same run with so many dollars for each candidate, and more of them."""
+    assert run.plan is not None
+    free = [item.model_copy(update={"cost": usd, "interval_90": {}}) for item in run.plan.candidates]
+    chosen = next(item for item in free if item.configuration == run.plan.chosen.configuration)
+    return run._replace(plan=run.plan.model_copy(update={"candidates": [*free, *more], "chosen": chosen}))
+
+
+def seen(drawing: Drawing) -> set[tuple[float, float]]:
+    """Points of lines and marks that lie within the panel."""
+    (left, right), (low, high) = drawing.figure.axes[0].get_xlim(), drawing.figure.axes[0].get_ylim()
+    points = (point for line in lines_of(drawing) for point in zip(*line.get_data(), strict=True))
+    return {(x, y) for x, y in points if left <= x <= right and low <= y <= high}
+
+
+@pytest.mark.parametrize("paid", [0, 2])
+def test_nodes_that_cost_nothing_are_drawn(run: RunContents, paid: int) -> None:
+    """All of them, or those of one partition beside another's, which are slower and dear."""
+    assert run.plan is not None
+    changes = {"partition": "cloud", "pareto": False, "feasible": True}
+    slow = [item.model_copy(update={**changes, "cost": 3.0 + item.cost}) for item in run.plan.candidates[:paid]]
+    free = priced(run, 0.0, slow)
+    assert free.plan is not None
+    pareto = drawn(free, "pareto")
+    assert seen(pareto) == {(item.cost, item.train_time_s) for item in free.plan.candidates}
+    assert pareto.figure.axes[0].get_xscale() == "linear"
+    assert {(item.global_batch, 0.0) for item in run.plan.candidates} <= seen(drawn(free.of_chosen_partition(), "cost"))
 
 
 def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> None:
