@@ -114,7 +114,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], sizes: list[int]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     widest = max(max(sum(bar.parts), bar.unhidden_s) / bar.step_s for bar in bars)
     axes.set_xlim(0, max(1.0, widest) * 1.16)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    style.named_ticks(axes, [0.0, 0.25, 0.5, 0.75, 1.0], lambda share: f"{100 * share:.0f} %")
     axes.set_xlabel("share of a step's time")
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")

@@ -6,7 +6,6 @@ import json
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
@@ -63,9 +62,7 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         deltas = sorted({point.delta for points in lines.values() for point in points})
         axes.set_xscale("log")
         axes.set_xlim(deltas[0] / 1.15, deltas[-1] * (deltas[-1] / deltas[0]) ** 0.22 * 1.1)
-        axes.xaxis.set_major_locator(FixedLocator(deltas))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value, 3)))
+        style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
         accuracy_axis(axes, heights([point.entry for points in lines.values() for point in points]))
         ends = [_draw(axes, points, table, batch) for (_, batch), points in lines.items()]

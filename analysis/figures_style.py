@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ TITLE_CHARACTERS = 64  # a bold title line of this length is as wide as the figu
 TITLE_LINE_IN = 0.2
 EDGE_IN = 0.09
 LOG_RATIO = 4  # quantities that span more than this factor get a logarithmic axis
+TICK_LETTER_SHARE = 0.0136  # width of a letter below a tick, as a share of the panel
 BELOW_ZERO = 0.05  # of an axis, left free where marks lie on zero
 
 
@@ -170,10 +171,42 @@ def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float =
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 2 ** (left * width), ticks[-1] * 2 ** (right * width))
     every = math.ceil(len(ticks) / 10)
-    axes.xaxis.set_major_locator(FixedLocator(ticks[::-1][::every]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}"))
+    named_ticks(axes, ticks, lambda value: f"{round(value):,}", first=ticks[::-1][::every][::-1])
     axes.set_xlabel(label)
+
+
+def named_ticks(
+    axes: Axes, ticks: Sequence[float], write: Callable[[float], str], *, first: Sequence[float] = ()
+) -> None:
+    """Ticks of the x axis, ascending, as far as their names keep clear of one another; the last one before others.
+
+    All of `first` and no other, if they do. Call when the axis has its scale and limits.
+    """
+    even = _apart(axes, first, write)
+    axes.xaxis.set_major_locator(
+        FixedLocator(even if first and len(even) == len(first) else _apart(axes, ticks, write))
+    )
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+
+
+def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) -> list[float]:
+    """From the right, those whose names begin a letter's width or more after the end of the one before."""
+    kept: list[float] = []
+    end = math.inf
+    for tick in reversed(ticks):
+        half = TICK_LETTER_SHARE * len(write(tick)) / 2
+        centre = _across(axes, tick)
+        if centre + half + TICK_LETTER_SHARE <= end:
+            kept.append(tick)
+            end = centre - half
+    return kept[::-1]
+
+
+def _across(axes: Axes, value: float) -> float:
+    """Where a value lies on the x axis, as a share of its width."""
+    left, value, right = axes.xaxis.get_transform().transform([axes.get_xlim()[0], value, axes.get_xlim()[1]])
+    return float((value - left) / (right - left))
 
 
 def _seconds_ticks() -> list[float]:

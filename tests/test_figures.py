@@ -34,7 +34,7 @@ from tests.run_factory import (
 from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, TitlePage, draw_all, render_pdf
 from tula_hpc.analysis.figures_labels import spread
 from tula_hpc.analysis.figures_steps import parts_of
-from tula_hpc.analysis.figures_style import SIZES, size_style, title_band_in
+from tula_hpc.analysis.figures_style import SIZES, batch_axis, new_figure, size_style, styled, title_band_in
 from tula_hpc.analysis.figures_training import training_marks
 from tula_hpc.analysis.formatting import in_percent
 from tula_hpc.analysis.plan import make_plan
@@ -412,6 +412,52 @@ def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
     for where in (ALONE, PAIR):
         caption = drawn(run._replace(measurements=[profiled(where, 0.3)]), "step_breakdown").caption
         assert ("left of it" in caption) == ("diamond" in caption) == (where == PAIR)
+
+
+def ticks_below(figure: Figure) -> list[str]:
+    """Names of the x axis, which lie within the figure and clear of one another."""
+    figure.draw_without_rendering()
+    axes = figure.axes[-1]
+    left, right = axes.get_xlim()
+    ticks = sorted(axes.get_xticklabels(), key=lambda label: label.get_position()[0])
+    ticks = [label for label in ticks if left <= label.get_position()[0] <= right]
+    boxes = [label.get_window_extent() for label in ticks]
+    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))  # pixels
+    return [label.get_text() for label in ticks]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [1280, 1664, 2368, 2944, 4352, 5120, 7936, 8704, 14_848, 15_872, 28_672, 90_112, 118_784, 151_552, 262_144],
+        [256, 512, 1024, 2048, 4096, 8192, 65_536],
+        [2**power for power in range(5, 17)],
+        [2**power for power in range(10, 20)],
+        [1, 1_000_000, 1_000_001],
+    ],
+)
+def test_names_of_batches_do_not_run_into_one_another(batches: list[int]) -> None:
+    with styled():
+        figure, (axes,) = new_figure("batches", 3.4)
+        batch_axis(axes, batches, "batch", right=0.35)
+        assert ticks_below(figure)[-1] == f"{batches[-1]:,}"
+
+
+def test_every_batch_is_named_where_there_is_room() -> None:
+    with styled():
+        figure, (axes,) = new_figure("batches", 3.4)
+        batch_axis(axes, [2**power for power in range(5, 15)], "batch", right=0.13)
+        assert ticks_below(figure) == [f"{2**power:,}" for power in range(5, 15)]
+
+
+def test_shares_are_named_where_a_bar_is_far_longer_than_its_step(run: RunContents) -> None:
+    far = profiled(ALONE, 0.3)
+    assert far.times is not None
+    long = far.model_copy(update={"times": far.times.model_copy(update={"compute_time_s": 8.0})})
+    for rows, shares in (([far], ["0 %", "25 %", "50 %", "75 %", "100 %"]), ([far, long], ["100 %"])):
+        with styled():
+            named = ticks_below(drawn(run._replace(measurements=rows), "step_breakdown").figure)
+        assert named[-len(shares) :] == shares
 
 
 def test_speed_is_samples_over_seconds_of_every_batch_that_was_computed(run: RunContents) -> None:

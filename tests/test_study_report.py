@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,7 @@ from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis import report
 from tula_hpc.analysis.figures_drawing import Drawing, Missing
 from tula_hpc.analysis.figures_scale import BINS, ONE
-from tula_hpc.analysis.figures_study_delta import delta_groups
+from tula_hpc.analysis.figures_study_delta import delta_groups, draw_study_delta
 from tula_hpc.analysis.figures_study_lines import (
     column_style,
     draw_study_accuracy,
@@ -25,7 +26,7 @@ from tula_hpc.analysis.figures_study_lines import (
 )
 from tula_hpc.analysis.figures_study_scale import density, draw_study_scale, draw_study_scale_elements, used_scales
 from tula_hpc.analysis.figures_study_table import draw_study_table
-from tula_hpc.analysis.figures_style import ALERT, INK, SIZES
+from tula_hpc.analysis.figures_style import ALERT, INK, SIZES, styled
 from tula_hpc.analysis.study import main, write_study_report
 from tula_hpc.analysis.study_data import read_study
 from tula_hpc.analysis.study_table import make_table
@@ -261,6 +262,20 @@ def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path:
     assert legend is not None
     assert len(legend.get_texts()) == 3
     assert any(text.get_text().startswith("back: ") for text in axes.texts)
+
+
+def test_names_of_thresholds_do_not_run_into_one_another(tmp_path: Path) -> None:
+    deltas = [0.1, *(0.1 + number for number in range(1, 9))]
+    variants = {f"d{number}": {"training": {"method": "ags", "delta": delta}} for number, delta in enumerate(deltas)}
+    tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256], "variants": variants}}
+    contents = read_study(make_study(tmp_path / "run", tables, lambda _: 0.7))
+    drawn = draw_study_delta(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    with styled():
+        drawn.figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawn.figure.axes[0].get_xticklabels()]
+    assert len(boxes) >= 4
+    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))  # pixels
 
 
 def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
