@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -17,6 +19,7 @@ from tula_hpc.config import REFERENCE_COLUMN
 ROW_IN = 0.6
 NAME_SHARE = 0.22  # of the width, for the methods' names
 NAME_CHARACTERS = 17  # that fit into it
+MOST_ACROSS = 5  # batches beside one another; more are in several blocks, one below the other
 ROOMY = 3  # so many batches leave each cell room for a long line
 DARKEST = 0.5  # opacity of the best
 KEYS_IN = 0.35  # height of the legend, with the margin
@@ -29,25 +32,40 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     if not any(entry.settled for entry in table.entries.values()):
         return Missing("study_table", "table of methods and batches", "no training has a result yet")
     title = answer(table).removesuffix(".")
-    lines = 1 + len(table.columns) + (table.reference is not None) + (NOTE_ROWS if _any_back(table) else 0.0)
+    blocks, block_rows = _blocks(table.batches), 1 + len(table.columns)
+    rows = block_rows * len(blocks)
+    lines = rows + (table.reference is not None) + (NOTE_ROWS if _any_back(table) else 0.0)
     with style.styled():
         figure, (axes,) = style.new_figure(title, ROW_IN * lines + KEYS_IN)
         axes.set_axis_off()
         axes.set_xlim(0, 1)
         axes.set_ylim(lines, 0)
-        width = (1 - NAME_SHARE) / len(table.batches)
-        for place, batch in enumerate(table.batches):
-            left = NAME_SHARE + place * width
-            axes.text(left + width / 2, 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light)
-            _draw_batch(axes, table.row(batch), left, width, roomy=len(table.batches) <= ROOMY)
-        for place, name in enumerate(table.columns):
-            axes.text(0, 1.5 + place, textwrap.fill(name, NAME_CHARACTERS), va="center", weight="bold", linespacing=1.0)
+        for place, batches in enumerate(blocks):
+            _draw_block(axes, table, batches, place * block_rows, len(blocks[0]))
         if table.reference is not None:
-            _draw_reference(axes, table.reference, len(table.columns) + 1.5)
+            _draw_reference(axes, table.reference, rows + 0.5)
         if _any_back(table):
             axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
         style.legend(axes, _keys(table), left=0.0)
     return Drawing("study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table)))
+
+
+def _blocks(batches: Sequence[int]) -> list[Sequence[int]]:
+    """As few as there can be, of about equal length."""
+    across = math.ceil(len(batches) / math.ceil(len(batches) / MOST_ACROSS))
+    return [batches[first : first + across] for first in range(0, len(batches), across)]
+
+
+def _draw_block(axes: Axes, table: StudyTable, batches: Sequence[int], top: int, across: int) -> None:
+    """All methods at these batches, in columns as wide as if there were `across`."""
+    width = (1 - NAME_SHARE) / across
+    for place, batch in enumerate(batches):
+        left = NAME_SHARE + place * width
+        axes.text(left + width / 2, top + 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light)
+        _draw_batch(axes, table.row(batch), (left, top + 1), width, roomy=across <= ROOMY)
+    for place, name in enumerate(table.columns):
+        text = textwrap.fill(name, NAME_CHARACTERS)
+        axes.text(0, top + 1.5 + place, text, va="center", weight="bold", linespacing=1.0)
 
 
 def _any_back(table: StudyTable) -> bool:
@@ -66,34 +84,41 @@ def _keys(table: StudyTable) -> list[style.Key]:
     ]
 
 
-def _draw_batch(axes: Axes, row: list[Entry], left: float, width: float, *, roomy: bool) -> None:
+def _draw_batch(axes: Axes, row: list[Entry], corner: tuple[float, float], width: float, *, roomy: bool) -> None:
+    left, top = corner
     means = [entry.test.mean for entry in row if entry.test]
     low, high = min(means, default=0.0), max(means, default=1.0)
     best = next((entry for entry in row if entry.mark == "best"), None)
     for place, entry in enumerate(row):
         share = (entry.test.mean - low) / (high - low) if entry.test and high > low else 0.0
-        box = (left + 0.04 * width, 1.06 + place), 0.92 * width, 0.88
+        box = (left + 0.04 * width, top + 0.06 + place), 0.92 * width, 0.88
         axes.add_patch(Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0))
         leads = best is not None and within_one_deviation(entry, best)
         if leads or entry.mark == "worst":
             edge = style.INK.light if leads else style.ALERT.light
             axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
-        _write(axes, entry, left + width / 2, 1.5 + place, roomy=roomy)
+        _write(axes, entry, left + width / 2, top + 0.5 + place, roomy=roomy)
 
 
 def _write(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) -> None:
     text = percent(entry.test) if entry.test else "diverged" if entry.diverged else "no result"
     colour = style.ALERT.light if entry.mark == "worst" else style.INK.light
     weight = "bold" if entry.mark == "best" else "normal"
-    achieved = _achieved(entry)
-    lines = [line for line in (*([", ".join(achieved)] if roomy else achieved), _counts(entry)) if line]
+    achieved, counts = _achieved(entry), _counts(entry)
+    lines = [line for line in (", ".join(achieved), ", ".join(counts)) if line] if roomy else [*achieved, *counts]
     size = None if roomy else 8
-    head = -0.12 * len(lines)
-    head, first, pitch = (head, head + 0.27, 0.22) if len(lines) < 3 else (-0.29, -0.08, 0.18)  # rows from the middle
+    head, first, pitch = _rows(len(lines))
     axes.text(x, y + head, text, ha="center", va="center", color=colour, weight=weight, size=size)
     for place, line in enumerate(lines):
         height = y + first + pitch * place
         axes.text(x, height, line, ha="center", va="center", size=7 if roomy else 6, color=style.MUTED.light)
+
+
+def _rows(lines: int) -> tuple[float, float, float]:
+    """In a cell with so many small lines: accuracy and first line, from the middle, and from one line to the next."""
+    if lines < 3:
+        return -0.12 * lines, 0.27 - 0.12 * lines, 0.22
+    return (-0.29, -0.08, 0.18) if lines == 3 else (-0.35, -0.19, 0.14)
 
 
 def _achieved(entry: Entry) -> list[str]:
@@ -103,10 +128,10 @@ def _achieved(entry: Entry) -> list[str]:
     return parts
 
 
-def _counts(entry: Entry) -> str:
+def _counts(entry: Entry) -> list[str]:
     runs = entry.diverged + entry.failed + entry.missing + (entry.test.runs if entry.test else 0)
     counts = [(getattr(entry, name), name) for name in ("diverged", "failed", "missing")]
-    return ", ".join(f"{count} of {runs} {name}" for count, name in counts if count)
+    return [f"{count} of {runs} {name}" for count, name in counts if count]
 
 
 def _draw_reference(axes: Axes, small: Entry, y: float) -> None:

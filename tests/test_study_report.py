@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
+from matplotlib.transforms import Bbox
 
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis import report
@@ -262,6 +265,30 @@ def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path:
     assert legend is not None
     assert len(legend.get_texts()) == 3
     assert any(text.get_text().startswith("back: ") for text in axes.texts)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 7, 13])
+def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -> None:
+    batches = [256 * 2**number for number in range(count)]
+    seeds = {"seeds": [0, 1, 2, 3], "small_batch": 128}
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": batches, **seeds}}
+    run = make_study(tmp_path / "run", tables, lambda cell: [0.7, 0.5 + 0.01 * len(cell.column), None, 0.6][cell.seed])
+    for batch in batches:
+        shutil.rmtree(run.train(f"study/ags-b{batch}-s3").root)  # is missing
+    contents = read_study(run)
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    with styled():
+        drawn.figure.draw_without_rendering()
+    (axes,) = drawn.figure.axes
+    cells = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_fill()]
+    assert len(cells) == 2 * count
+    for cell in cells:
+        said = [text.get_window_extent() for text in axes.texts if cell.get_bbox().contains(*text.get_position())]
+        assert len(said) >= 3
+        within = cell.get_window_extent()
+        assert Bbox.union([within, *said]).bounds == pytest.approx(within.bounds, abs=1.0)  # pixels
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(said, 2))
 
 
 def test_names_of_thresholds_do_not_run_into_one_another(tmp_path: Path) -> None:
