@@ -104,8 +104,8 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def keep_units(text: str) -> str:
-    """The text with no-break spaces between a number and what follows it, so that no line ends between them."""
-    return re.sub(r"(?<=\d) (?=[A-Za-z%])", "\u00a0", text)
+    """The text with no-break spaces between a number and what follows it, and within "N = 8": no line ends there."""
+    return re.sub(r"(?<=\d) (?=[A-Za-z%])| (?== \d)|(?<= =) (?=\d)", "\u00a0", text)
 
 
 def plural(count: int, noun: str) -> str:
