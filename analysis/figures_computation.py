@@ -36,7 +36,7 @@ def draw_computation(run: RunContents) -> Drawing | Missing:
     points = [point for item in run.ok for point in _points(item)]
     speeds = _by_batch(points)
     if len(speeds) < 2:
-        return Missing("computation", "computation", "fewer than two local batches have been measured yet")
+        return Missing("computation", "computation", "no number of nodes has two local batches yet")
     title = _title(speeds)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)

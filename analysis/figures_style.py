@@ -218,8 +218,8 @@ def _seconds_ticks() -> list[float]:
 
 
 _DURATIONS = _seconds_ticks()
-_ROUND = [step * 10.0**power for power in range(-9, 15) for step in (1, 2, 5)]
-_FINE = [step * 10.0**power for power in range(-9, 15) for step in (1, 1.5, 2, 3, 4, 5, 7)]
+_ROUND = (1, 2, 5)  # of each power of ten
+_FINE = (1, 1.5, 2, 3, 4, 5, 7)
 
 
 def duration_tick(seconds: float) -> str:
@@ -248,7 +248,7 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
-        _round_ticks(axes.yaxis, axes.get_ylim(), _DURATIONS if durations else _ROUND)
+        _round_ticks(axes.yaxis, axes.get_ylim(), _DURATIONS if durations else ())
     tick = duration_tick if durations else number_tick
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axes.set_ylabel(label)
@@ -265,17 +265,28 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
     else:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
-        _round_ticks(axes.xaxis, axes.get_xlim(), _ROUND)
+        _round_ticks(axes.xaxis, axes.get_xlim())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_tick(value)))
     axes.set_xlabel(label)
 
 
-def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float]) -> None:
-    within = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
+    """Some of these that lie within the limits, else round numbers."""
+    within = _within(limits, ticks) or _within(limits, _decades(limits, _ROUND))
     if len(within) < 3:
-        within = [tick for tick in _FINE if limits[0] <= tick <= limits[1]]
+        within = _within(limits, _decades(limits, _FINE))
     axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
     axis.set_minor_locator(NullLocator())
+
+
+def _within(limits: tuple[float, float], ticks: Iterable[float]) -> list[float]:
+    return [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+
+
+def _decades(limits: tuple[float, float], steps: Sequence[float]) -> Iterator[float]:
+    """These multiples of every power of ten from the lower limit's to the upper one's."""
+    low, high = (math.floor(math.log10(limit)) for limit in limits)
+    return (step * 10.0**power for power in range(low, high + 1) for step in steps)
 
 
 class Key(NamedTuple):

@@ -34,7 +34,16 @@ from tests.run_factory import (
 from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, TitlePage, draw_all, render_pdf
 from tula_hpc.analysis.figures_labels import spread
 from tula_hpc.analysis.figures_steps import parts_of
-from tula_hpc.analysis.figures_style import SIZES, batch_axis, new_figure, size_style, styled, title_band_in
+from tula_hpc.analysis.figures_style import (
+    SIZES,
+    amount_axis,
+    batch_axis,
+    new_figure,
+    size_style,
+    styled,
+    title_band_in,
+    value_axis,
+)
 from tula_hpc.analysis.figures_training import training_marks
 from tula_hpc.analysis.formatting import in_percent
 from tula_hpc.analysis.plan import make_plan
@@ -450,6 +459,16 @@ def test_every_batch_is_named_where_there_is_room() -> None:
         assert ticks_below(figure) == [f"{2**power:,}" for power in range(5, 15)]
 
 
+@pytest.mark.parametrize("least", [1e-12, 0.02, 3e15])
+def test_amounts_of_any_size_have_ticks(least: float) -> None:
+    with styled():
+        figure, (axes,) = new_figure("amounts", 3.4)
+        amount_axis(axes, [least, 30 * least], "amount")
+        value_axis(axes, [least, 30 * least], label="time", durations=True)
+        assert 3 <= len(ticks_below(figure)) <= 8
+        assert 3 <= len(axes.get_yticks()) <= 8
+
+
 def test_shares_are_named_where_a_bar_is_far_longer_than_its_step(run: RunContents) -> None:
     far = profiled(ALONE, 0.3)
     assert far.times is not None
@@ -500,6 +519,13 @@ def test_the_title_says_from_which_batch_on_a_worker_is_fast(
 def test_one_batch_alone_says_nothing_of_speed(run: RunContents) -> None:
     contents = run._replace(measurements=[measurement(ALONE), measurement(PAIR)])
     assert isinstance(FIGURES["computation"](contents), Missing)
+
+
+def test_batches_of_different_nodes_are_not_compared(run: RunContents) -> None:
+    rows = [measurement(Configuration(nodes, 1, batch)) for nodes, batch in ((1, 64), (2, 32), (4, 8))]
+    missing = FIGURES["computation"](run._replace(measurements=rows))
+    assert isinstance(missing, Missing)
+    assert missing.why == "no number of nodes has two local batches yet"
 
 
 def test_exposed_synchronization_is_never_negative() -> None:
