@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 
-from tula_hpc.analysis.figures_style import INK
+from tula_hpc.analysis.figures_style import INK, SIZES, Key
 
 Points = npt.NDArray[np.float64]  # (points, 2)
 
 LINE_SHARE = 0.062  # height of a line of text, as a share of the panel
 LETTER_SHARE = 0.0136  # width of a bold letter, likewise
+LONGEST = 24  # letters of a name that leaves the lines two thirds of the panel
+BENEATH, ABOVE = 0.035, 0.09  # how far names stay from a line across the panel and from the words above it
 
 
 class EndLabel(NamedTuple):
@@ -24,10 +27,27 @@ class EndLabel(NamedTuple):
     y: float
     text: str
     colour: str
+    marker: str = ""
+    line: Literal["-", ":"] = "-"
+
+    @property
+    def key(self) -> Key:
+        """The same in a legend."""
+        return Key(self.text, self.marker, self.line, colour=self.colour)
 
 
-def label_ends(axes: Axes, labels: Iterable[EndLabel]) -> Points:
+def have_room(names: Sequence[str], most: int = len(SIZES)) -> bool:
+    """Whether names can stand at the ends of lines: not too many, and none that takes too much of the width."""
+    return len(names) <= most and max(map(len, names), default=0) <= LONGEST
+
+
+def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None = None) -> Points:
     """Write names at the ends of lines, moved apart where they would overlap. Call when the axis limits are set.
+
+    Args:
+        axes: The panel.
+        labels: The names.
+        across: Height, in data units, of a line across the whole panel with words above it: no name lies on them.
 
     Returns:
         (points, 2): where the names are, in axes fractions.
@@ -35,8 +55,8 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel]) -> Points:
     to_axes = axes.transData + axes.transAxes.inverted()
     ordered = sorted(labels, key=lambda item: item.y)
     ends = np.array([to_axes.transform((label.x, label.y)) for label in ordered]).reshape(-1, 2)
-    apart = spread(ends[:, 1], LINE_SHARE)
-    heights = [max(height, (0.5 + i) * LINE_SHARE) for i, height in enumerate(apart)]  # none below the panel
+    barred = None if across is None else float(to_axes.transform((axes.get_xlim()[0], across))[1])
+    heights = _heights(ends[:, 1].tolist(), barred)
     for label, height in zip(ordered, heights, strict=True):
         axes.annotate(
             label.text,
@@ -50,8 +70,25 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel]) -> Points:
             size=8.5,
         )
     longest = max((len(label.text) for label in ordered), default=0)
-    across = np.linspace(0, 0.02 + LETTER_SHARE * longest, 5)
-    return np.array([(x + dx, y) for (x, _), y in zip(ends, heights, strict=True) for dx in across]).reshape(-1, 2)
+    along = np.linspace(0, 0.02 + LETTER_SHARE * longest, 5)
+    return np.array([(x + dx, y) for (x, _), y in zip(ends, heights, strict=True) for dx in along]).reshape(-1, 2)
+
+
+def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
+    """Of the names, ascending as the ends are, in axes fractions: within the panel, and none on a line across it."""
+    lowest = LINE_SHARE / 2
+    if barred is None:
+        return _within(ends, lowest, 1.0)
+    room_above = max(0, math.floor((1.0 - barred - ABOVE) / LINE_SHARE) + 1)
+    below = max(sum(end < barred for end in ends), len(ends) - room_above)
+    return [*_within(ends[:below], lowest, barred - BENEATH), *_within(ends[below:], barred + ABOVE, 1.0)]
+
+
+def _within(wanted: Sequence[float], bottom: float, top: float) -> list[float]:
+    """Apart from one another, none above the top if there is room, and in no case one below the bottom."""
+    apart, last = spread(wanted, LINE_SHARE), len(wanted) - 1
+    lowered = [min(height, top - (last - i) * LINE_SHARE) for i, height in enumerate(apart)]
+    return [max(height, bottom + i * LINE_SHARE) for i, height in enumerate(lowered)]
 
 
 def spread(wanted: Sequence[float] | npt.NDArray[np.float64], gap: float) -> list[float]:

@@ -61,12 +61,17 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         figure, (axes,) = style.new_figure(title, 3.4)
         deltas = sorted({point.delta for points in lines.values() for point in points})
         axes.set_xscale("log")
-        axes.set_xlim(deltas[0] / 1.15, deltas[-1] * (deltas[-1] / deltas[0]) ** 0.22 * 1.1)
+        beside = labels.have_room([f"B = {batch:,}" for _, batch in lines])
+        for_names = (deltas[-1] / deltas[0]) ** 0.22 if beside else 1.0
+        axes.set_xlim(deltas[0] / 1.15, deltas[-1] * for_names * 1.1)
         style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
         accuracy_axis(axes, heights([point.entry for points in lines.values() for point in points]))
         ends = [_draw(axes, points, table, batch) for (_, batch), points in lines.items()]
-        labels.label_ends(axes, ends)
+        if beside:
+            labels.label_ends(axes, ends)
+        else:
+            style.legend(axes, list(dict.fromkeys(end.key for end in ends)), columns=6, left=-0.02)
     caption = (
         "Test accuracy at the end of training against the threshold δ; gradients are scaled where Δ(G) is below, and "
         "with a smooth gate the less the larger Δ(G)/δ is. The columns shown differ in nothing else. Bars: one "
@@ -86,7 +91,7 @@ def _draw(axes: Axes, points: list[Point], table: StudyTable, batch: int) -> lab
     bars = [100 * (point.entry.test.deviation or 0.0) for point in points if point.entry.test]
     deltas = [point.delta for point in points]
     axes.errorbar(deltas, means, bars, fmt=f"{look.marker}-", color=look.colour, capsize=3, elinewidth=1)
-    return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", look.colour)
+    return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", look.colour, look.marker)
 
 
 def _title(lines: dict[tuple[int, int], list[Point]]) -> str:

@@ -50,13 +50,18 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     title = _accuracy_title(table)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.9)
-        longest = max(len(name) for name in lines)
-        style.batch_axis(axes, table.batches, "global batch B", right=0.06 + 0.0145 * longest)
+        beside, longest = labels.have_room(list(lines)), max(map(len, lines))
+        style.batch_axis(axes, table.batches, "global batch B", right=0.06 + 0.0145 * longest if beside else 0.05)
         accuracy_axis(axes, heights([*(e for entries in lines.values() for e in entries), table.reference]))
         ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
+        across = None
         if table.reference is not None and table.reference.test is not None:
             _draw_small_batch(axes, table.reference)
-        labels.label_ends(axes, ends)
+            across = 100 * table.reference.test.mean
+        if beside:
+            labels.label_ends(axes, ends, across=across)
+        else:
+            style.legend(axes, [end.key for end in ends], columns=legend_columns(list(lines)), left=-0.02)
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, in a band (or bar) of "
         "one standard deviation to each side. The dashed line is plain training with the small batch. All have seen "
@@ -92,7 +97,7 @@ def _draw_line(axes: Axes, entries: Sequence[Entry], columns: Sequence[str]) -> 
         axes.fill_between(batches, means - deviations, means + deviations, color=look.colour, alpha=0.13, linewidth=0)
     else:
         axes.errorbar(batches, means, deviations, color=look.colour, capsize=3, linewidth=1.2)
-    return labels.EndLabel(batches[-1], float(means[-1]), entries[0].column, look.colour)
+    return labels.EndLabel(batches[-1], float(means[-1]), entries[0].column, look.colour, look.marker, line)
 
 
 def _draw_small_batch(axes: Axes, small: Entry) -> None:

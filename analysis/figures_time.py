@@ -15,6 +15,7 @@ from tula_hpc.analysis.pricing import FOREVER_S
 from tula_hpc.analysis.report_data import Interval, RunContents, cost_at, find_candidate, measured_epoch, predicted
 from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
+MOST_NAMES = 14  # at the ends of lines: beside one that has no marks a name tells more than in a legend
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
@@ -129,7 +130,9 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         points = [point.interval for point in (*curves.measured, *curves.predicted)]
-        style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13)
+        ends, keys = list(_end_labels(curves, run.cluster_sizes)), _keys(curves)
+        beside = labels.have_room([end.text for end in ends], MOST_NAMES)
+        style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13 if beside else 0.05)
         style.value_axis(
             axes, [end for interval in points for end in interval], label=quantity.label, durations=quantity.durations
         )
@@ -138,9 +141,9 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
         for nodes in run.cluster_sizes:
             _draw_size(axes, curves, nodes, style.size_style(run.cluster_sizes, nodes))
         _draw_out_of_memory(axes, curves, run.cluster_sizes)
-        taken = labels.label_ends(axes, _end_labels(curves, run.cluster_sizes))
+        taken = labels.label_ends(axes, ends if beside else [])
         _mark_chosen(axes, curves, quantity, taken)
-        style.legend(axes, _keys(curves))
+        style.legend(axes, keys if beside else [*(end.key for end in ends), *keys], columns=5 if beside else 6)
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
 
@@ -236,8 +239,8 @@ def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[labels.EndLabel]:
         measured, line = curves.of(nodes)
         last = max((*line, *measured), key=lambda point: point.configuration.local_batch, default=None)
         if last is not None:
-            colour = style.size_style(sizes, nodes).colour
-            yield labels.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", colour)
+            look = style.size_style(sizes, nodes)
+            yield labels.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", *look)
 
 
 def _keys(curves: Curves) -> list[style.Key]:

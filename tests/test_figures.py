@@ -32,9 +32,10 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, TitlePage, draw_all, render_pdf
-from tula_hpc.analysis.figures_labels import spread
+from tula_hpc.analysis.figures_labels import EndLabel, label_ends, spread
 from tula_hpc.analysis.figures_steps import parts_of
 from tula_hpc.analysis.figures_style import (
+    INK,
     SIZES,
     amount_axis,
     batch_axis,
@@ -765,6 +766,31 @@ def test_labels_keep_their_distance_and_their_centre(wanted: list[float], gap: f
     assert sum(placed) == pytest.approx(sum(wanted), abs=1e-6)
     far_apart = all(after - before >= gap for before, after in itertools.pairwise(sorted(wanted)))
     assert not far_apart or placed == pytest.approx(sorted(wanted))
+
+
+@pytest.mark.parametrize("height", [0.01, 0.5, 0.99])
+def test_names_at_the_ends_of_lines_stay_in_the_panel(height: float) -> None:
+    with styled():
+        figure, (axes,) = new_figure("lines", 3.7)
+        label_ends(axes, [EndLabel(0.5, height, f"N = {nodes}", INK.light) for nodes in range(14)])
+        figure.draw_without_rendering()
+    panel = axes.get_window_extent()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert all(panel.y0 <= box.y0 and box.y1 - box.height / 2 <= panel.y1 for box in boxes)
+    assert all(above.y0 >= below.y1 - 1.0 for below, above in itertools.pairwise(boxes))  # pixels
+
+
+@pytest.mark.parametrize("count", [3, 12, 16])
+def test_cluster_sizes_are_named_in_a_legend_where_there_are_too_many_for_line_ends(tmp_path: Path, count: int) -> None:
+    files = make_run(tmp_path / "run", stage="profile")
+    sizes = range(1, count + 1)
+    write_plan(files, plan([candidate(Configuration(nodes, 1, batch)) for nodes in sizes for batch in (32, 64)]))
+    (axes,) = drawn(read_run(files)._replace(measurements=[]), "epoch_time").figure.axes
+    legend = axes.get_legend()
+    assert legend is not None
+    names = {f"N = {nodes}" for nodes in sizes}
+    beside, above = (names & {text.get_text() for text in texts} for texts in (axes.texts, legend.get_texts()))
+    assert (beside, above) == ((names, set()) if count <= 14 else (set(), names))
 
 
 def test_intervals_of_multiples_follow_one_another() -> None:

@@ -291,6 +291,54 @@ def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -
         assert not any(one.overlaps(other) for one, other in itertools.combinations(said, 2))
 
 
+@pytest.mark.parametrize("small", [0.70, 0.72, 0.745, 0.76])
+def test_names_of_methods_lie_neither_on_the_small_batchs_line_nor_on_its_words(tmp_path: Path, small: float) -> None:
+    def outcome(cell: StudyCell) -> float:
+        return small if cell.batch == 128 else 0.7 + 0.01 * len(cell.column)
+
+    contents = read_study(make_study(tmp_path / "run", SWEEP, outcome))
+    drawn = draw_study_accuracy(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    with styled():
+        drawn.figure.draw_without_rendering()
+    (axes,) = drawn.figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    line = axes.transData.transform((256, 100 * small))[1]
+    assert not any(box.y0 < line < box.y1 for box in boxes)
+
+
+@pytest.mark.parametrize(("columns", "long", "beside"), [(8, "", True), (9, "", False), (4, "-of-a-long-name", False)])
+def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
+    tmp_path: Path, columns: int, long: str, beside: bool
+) -> None:
+    variants = {f"ags-variant{long}-{place}": {"training": {"delta": 0.1 + place}} for place in range(columns - 1)}
+    tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256, 512], "variants": variants}}
+    contents = read_study(make_study(tmp_path / "run", tables, lambda _: 0.7))
+    drawn = draw_study_accuracy(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    (axes,) = drawn.figure.axes
+    legend = axes.get_legend()
+    named = [text.get_text() for text in (axes.texts if legend is None else legend.get_texts())]
+    assert (legend is None) == beside
+    assert set(named) >= {"lbt", *variants}
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_many_batches_are_named_in_a_legend_beside_the_thresholds(tmp_path: Path, count: int) -> None:
+    batches = [256 * 2**place for place in range(count)]
+    variants = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
+    tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": batches, "variants": variants}}
+    contents = read_study(make_study(tmp_path / "run", tables, lambda cell: 0.7 - cell.batch / 1e6))
+    drawn = draw_study_delta(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    (axes,) = drawn.figure.axes
+    legend = axes.get_legend()
+    named = [text.get_text() for text in (axes.texts if legend is None else legend.get_texts())]
+    assert (legend is None) == (count == 3)
+    assert sorted(named) == sorted(f"B = {batch:,}" for batch in batches)
+
+
 def test_names_of_thresholds_do_not_run_into_one_another(tmp_path: Path) -> None:
     deltas = [0.1, *(0.1 + number for number in range(1, 9))]
     variants = {f"d{number}": {"training": {"method": "ags", "delta": delta}} for number, delta in enumerate(deltas)}
