@@ -56,22 +56,28 @@ def choose(
     feasible = table.why == FEASIBLE
     if objective.kind == "knee":
         return _by_knee(table, feasible, train_time_s, drawn)
-    time, cost = table.wall_time_s, table.cost
-    by_kind: dict[str, tuple[tuple[Array, ...], str]] = {
-        "time": ((time, cost), "expected time"),
-        "cost": ((cost, time), "expected cost"),
-        "weighted": ((weighted_score(objective, table), time, cost), _product(objective)),
-    }
-    keys, what = by_kind[objective.kind]
-    ranking = ranked(table, feasible, keys)
+    ranking = ranked(table, feasible, least_keys(objective, table.wall_time_s, table.cost))
+    what = _product(objective) if objective.kind == "weighted" else f"expected {objective.kind}"
     return Choice(ranking, f"it has the least {what} of all feasible candidates", None, ())
+
+
+def least_keys(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> tuple[Array, ...]:
+    """What is to be least by "time", "cost" or "weighted", and behind it what decides between equals."""
+    if objective.kind == "time":
+        return wall_time_s, cost
+    if objective.kind == "cost":
+        return cost, wall_time_s
+    return _weighted(objective, wall_time_s, cost), wall_time_s, cost
 
 
 def weighted_score(objective: ObjectiveSpec, table: CandidateTable) -> Array:
     """`a · log T + b · log C`, see above; T in seconds."""
-    cost = np.log(np.maximum(table.cost, TINY_COST))
-    time = np.log(np.maximum(table.wall_time_s, TINY_COST))
-    return np.asarray(objective.time_weight * time + objective.cost_weight * cost)
+    return _weighted(objective, table.wall_time_s, table.cost)
+
+
+def _weighted(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> Array:
+    time, paid = (np.log(np.maximum(column, TINY_COST)) for column in (wall_time_s, cost))
+    return np.asarray(objective.time_weight * time + objective.cost_weight * paid)
 
 
 def _product(objective: ObjectiveSpec) -> str:

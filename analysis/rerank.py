@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tula_hpc.analysis.knee import MIN_BATCHES, Curve, find_knees
+from tula_hpc.analysis.objective import NEAR_LEAST_TIME, least_keys
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Plan, StepParts
 
 CURVE_POINTS = 401
-NEAR_LEAST_TIME = 1.1  # without a knee: the smallest batch within 10 % of the least time, as in the plan itself
 
 Parts = Callable[[Configuration], StepParts]  # what the profiles say of a configuration
 
@@ -140,24 +140,24 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
 
 def _keeps(candidate: Candidate, objective: ObjectiveSpec) -> bool:
     """Whether the candidate is within deadline and budget; a bound on the batch is in `feasible` already."""
-    wall_s = candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
-    in_time = objective.deadline_hours is None or wall_s <= 3600 * objective.deadline_hours
+    in_time = objective.deadline_hours is None or _wall_s(candidate) <= 3600 * objective.deadline_hours
     return in_time and (objective.budget is None or candidate.cost <= objective.budget)
 
 
-def _score(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Callable[[Candidate], float]:
-    """What is to be least."""
-    if objective.kind == "time":
-        return lambda c: c.train_time_s
-    if objective.kind == "cost":
-        return lambda c: c.cost
-    if objective.kind == "weighted":
-        return lambda c: float(c.train_time_s**objective.time_weight * c.cost**objective.cost_weight)
+def _wall_s(candidate: Candidate) -> float:
+    """Expected time; that of the steps where the plan does not tell it."""
+    return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
+
+
+def _score(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
+    """What is to be least, as in the plan."""
+    if objective.kind != "knee":
+        return lambda c: tuple(map(float, least_keys(objective, np.array(_wall_s(c)), np.array(c.cost))))
     knee = knee_batch(candidates)
     if knee is not None:
-        return lambda c: abs(math.log2(c.global_batch / knee))
-    limit_s = NEAR_LEAST_TIME * min(c.train_time_s for c in candidates)
-    return lambda c: float(c.global_batch) if c.train_time_s <= limit_s else math.inf
+        return lambda c: (abs(math.log2(c.global_batch / knee)),)
+    limit_s = NEAR_LEAST_TIME * min(map(_wall_s, candidates))
+    return lambda c: (float(c.global_batch) if _wall_s(c) <= limit_s else math.inf,)
 
 
 def knee_batch(candidates: Iterable[Candidate]) -> float | None:

@@ -320,6 +320,28 @@ def test_a_slow_network_makes_larger_batches_pay_that_did_not_pay_before() -> No
     assert found.step_time_s > 1.5 * next(c.step_time_s for c in there if c.configuration == found.configuration)
 
 
+@pytest.mark.parametrize("kind", ["time", "weighted"])
+def test_candidates_are_compared_by_the_time_that_the_plan_chose_by(kind: str) -> None:
+    """Steps alone would call the larger batch the faster one before the drift, too, and keep the planned one."""
+    small, large = (candidate(c) for c in configurations(cluster_sizes=(4,), batches=(256, 1024)))
+    starts_s = 1.2 * (small.train_time_s - large.train_time_s)
+    there = [_with_wall_time(small, 0.0), _with_wall_time(large, starts_s)]
+    found = choose_again(
+        plan(there, chosen=there[0]),
+        ObjectiveSpec.model_validate({"kind": kind, "cost_weight": 0.0}),
+        small.configuration,
+        drift_of("network", 30.0, small, PROFILES),
+        lambda c: expected_parts(PROFILES, c),
+    )
+    assert found is not None
+    assert found.configuration == large.configuration
+
+
+def _with_wall_time(planned: Candidate, starts_s: float) -> Candidate:
+    parts = {"steps": planned.train_time_s, "evaluation": 0.0, "checkpoints": 0.0, "starts": starts_s, "repeated": 0.0}
+    return planned.model_copy(update={"wall_time_s": sum(parts.values()), "wall_parts_s": parts})
+
+
 def test_a_batch_that_ran_out_of_memory_is_not_chosen_again() -> None:
     found = again("time", "network", 100.0, below=64)
     assert found is not None

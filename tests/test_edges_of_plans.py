@@ -186,6 +186,17 @@ def chosen_again(objective: ObjectiveSpec, part: str, factor: float, plan: Plan)
     return found
 
 
+@pytest.mark.parametrize("kind", ["time", "cost"])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 30.0])
+def test_a_weight_of_a_hundred_decides_as_if_it_were_alone(kind: str, factor: float) -> None:
+    """A power of times of weeks would exceed a float, one of a small cost would be zero for every candidate."""
+    pricing = {"basis": "memory", "usd_per_gib_hour": 1e-6}
+    plan = make_plan(sweep(kind, {"epochs": 500}, cluster_sizes=[4]), cluster(pricing=pricing), grid())
+    heavy = ObjectiveSpec.model_validate({"kind": "weighted", f"{kind}_weight": 100.0})
+    alone = chosen_again(ObjectiveSpec.model_validate({"kind": kind}), "network", factor, plan)
+    assert chosen_again(heavy, "network", factor, plan) == alone
+
+
 @pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
 def test_a_knee_that_hardly_moves_leaves_the_batch_alone(factor: float) -> None:
     """It lies between 128 and 256 in octaves: what moves it by a hundredth once doubled the batch."""
