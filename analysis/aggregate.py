@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from tula_hpc.records import Configuration, Measurement, MemoryUse, Record, StepTimes
 
 CREDIBLE_S = 1e6  # what a record says beyond that is damaged
+MOMENT_S = 1e-9  # no step takes less
+CREDIBLE_BYTES = 1e18
 
 
 class Profile(NamedTuple):
@@ -78,7 +80,18 @@ def is_usable(measurement: Measurement) -> bool:
     times, memory = measurement.times, measurement.memory
     if measurement.status != "ok" or times is None or memory is None:
         return False
-    return 0.0 < times.step_time_s < math.inf and memory.reserved_bytes > 0
+    return _can_be_times(times) and _can_be_memory(memory)
+
+
+def _can_be_times(times: StepTimes) -> bool:
+    """Of the step and its parts; `forward_time_s` is no part of it, and is left out alone where it is damaged."""
+    own = (times.data_time_s, times.compute_time_s, times.optimizer_time_s, times.allreduce_time_s, times.update_time_s)
+    return MOMENT_S < times.step_time_s < CREDIBLE_S and all(0.0 <= part < CREDIBLE_S for part in own)
+
+
+def _can_be_memory(memory: MemoryUse) -> bool:
+    held = memory.baseline_bytes + memory.peak_bytes
+    return min(memory.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for _, count in memory)
 
 
 def is_out_of_memory(measurement: Measurement) -> bool:

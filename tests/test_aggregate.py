@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tests.planning_data import failed, grid, memory, ok, oom, times
 from tula_hpc.analysis.aggregate import summarize
 from tula_hpc.errors import Failure
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, MemoryUse
+
+PARTS = ("data_time_s", "compute_time_s", "optimizer_time_s", "allreduce_time_s", "update_time_s")
 
 
 def test_repeats_become_their_median() -> None:
@@ -97,7 +99,11 @@ def test_failures_keep_their_last_reason_until_a_repeat_succeeds() -> None:
         {"times": times(1, 32, step_time_s=math.nan)},
         {"times": times(1, 32, step_time_s=math.inf)},
         {"times": times(1, 32, step_time_s=0.0)},
+        *({"times": times(1, 32, step_time_s=seconds)} for seconds in (-1.0, 1e-30, 1e90)),
+        *({"times": times(1, 32, **{part: seconds})} for part in PARTS for seconds in (-1.0, 1e90, math.nan)),
         {"memory": memory(32, reserved_bytes=0)},
+        {"memory": memory(32, peak_bytes=0, baseline_bytes=0)},
+        *({"memory": memory(32, **{name: count})} for name in MemoryUse.model_fields for count in (-(10**12), 10**400)),
     ],
 )
 def test_a_record_without_possible_times_and_memory_is_not_usable(changes: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning_data import CORNERS, SWEEP_FILE, cluster, grid, ok, oom, peak_bytes, sweep, times
+from tests.planning_data import CORNERS, SWEEP_FILE, cluster, grid, memory, ok, oom, peak_bytes, sweep, times
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.plan_text import sentences
 from tula_hpc.analysis.profiling_cost import full_search
@@ -166,6 +166,23 @@ def test_measurements_of_partitions_are_not_passed_off_as_those_of_others(
     capsys.readouterr()
     assert main([str(run.root), "--set", f"cluster.partitions={partitions}"]) == 2
     assert "partitions: the measurements are of old and new" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"memory": memory(64, baseline_bytes=-(10**12))},
+        {"times": times(1, 64, step_time_s=1e-30)},
+        {"times": times(1, 64, data_time_s=-1.0)},
+        {"times": times(1, 64, optimizer_time_s=-1.0)},
+        {"times": times(1, 64, data_time_s=1e90)},
+    ],
+)
+def test_a_damaged_record_leaves_the_plan_to_the_others(damage: dict[str, object]) -> None:
+    spec = sweep("knee")
+    whole, other = (make_plan(spec, cluster(), rows) for rows in (CORNERS, [*CORNERS, ok(1, 64, **damage)]))
+    assert other.chosen == whole.chosen
+    assert other.models == whole.models
 
 
 def chosen_again(objective: ObjectiveSpec, part: str, factor: float, plan: Plan) -> Candidate:
