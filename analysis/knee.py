@@ -11,6 +11,7 @@ those the farthest point is what kneed finds (tests/test_knee.py), and NumPy fin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -144,9 +145,20 @@ def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | Non
     at = find_knee(lower_envelope(lines, nominal))
     if drawn is None:
         return Knee(global_batch=at)
-    knees = find_knees(lower_envelope(lines, drawn, DRAWN_POINTS))
+    curves = lower_envelope(lines, drawn, DRAWN_POINTS)
+    knees = find_knees(curves)
     share = float(np.mean(np.isnan(knees)))
     if share == 1.0:
         return Knee(global_batch=at, share_without_knee=share)
+    return Knee(global_batch=at, interval_90=_interval(curves.global_batch, knees, at), share_without_knee=share)
+
+
+def _interval(grid: Array, knees: Array, knee: float | None) -> tuple[float, float]:
+    """Of the drawn knees, a step of their grid wider, as it is coarser than the fitted curve's; it holds the knee.
+
+    Drawn coefficients stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
+    """
+    step = float(grid[-1] / grid[0]) ** (1.0 / (DRAWN_POINTS - 1))
     low, high = np.nanquantile(knees, [0.05, 0.95])
-    return Knee(global_batch=at, interval_90=(float(low), float(high)), share_without_knee=share)
+    ends = max(grid[0], low / step), min(grid[-1], high * step)
+    return float(min(ends[0], knee or math.inf)), float(max(ends[1], knee or 0.0))

@@ -147,6 +147,29 @@ def test_the_interval_holds_the_knee_and_grows_with_the_uncertainty() -> None:
     assert knee_of(feasible, law, unsure) == wide
 
 
+@pytest.mark.parametrize("sync_s", [0.0, 0.05, 0.4])
+def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_s: float) -> None:
+    """As where a coefficient is fitted at its bound: the drawn ones are clipped there."""
+
+    def law(extra_s: Array) -> TrainTime:
+        def train_time_s(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
+            world = nodes * workers
+            return (0.05 + 0.002 * batch + extra_s * (1 - 1 / world)) / (world * batch)
+
+        return train_time_s
+
+    feasible = table_of([row for nodes in (1, 2, 4) for row in rows_of(law(np.array(0.0)), nodes, POWERS)])
+    draws = law(sync_s * np.linspace(1.0, 2.0, 200)[:, None])
+    for at_bound in (0.0, 3.0 * sync_s):
+        knee = knee_of(feasible, law(np.array(at_bound)), draws)
+        assert knee is not None
+        assert knee.global_batch is not None
+        assert knee.interval_90 is not None
+        low, high = knee.interval_90
+        assert 32 <= low <= knee.global_batch <= high <= 4 * 4096
+        assert low < high  # the drawn curves have a step between their points
+
+
 def test_curves_without_a_knee_are_counted() -> None:
     def half(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
         bent = hyperbola(1.0)(0, nodes, workers, batch)
