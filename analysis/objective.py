@@ -42,10 +42,10 @@ def choose(
     "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal costs, as where all is
     free, the fastest; ties in both go to fewer nodes, then to the smaller batch. "knee" takes the candidate whose
     global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the
-    cheapest, then the one with fewer nodes. The curve is the workload's: constraints decide what is nearest to its
-    knee, not where that lies. A curve without a knee is said to have none; then the smallest global batch whose
-    expected time is within 10 % of the least is taken, on as few nodes as possible, of those the fastest, then the
-    cheapest.
+    cheapest, then the one with fewer nodes. Where a smaller batch is as fast and as cheap as that, or better, it is
+    taken instead. The curve is the workload's: constraints decide what is nearest to its knee, not where that lies. A
+    curve without a knee is said to have none; then the smallest global batch whose expected time is within 10 % of the
+    least is taken, on as few nodes as possible, of those the fastest, then the cheapest.
 
     Args:
         objective: Kind and weights.
@@ -104,9 +104,29 @@ def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainT
     if knee.global_batch is None:
         return _near_least_time(table, feasible, knee, "the curve has no knee")
     octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(np.float64)
-    ranking = ranked(table, feasible, (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost))
-    where = f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
-    return Choice(ranking, f"its global batch is {where}, and it is the fastest there", knee, ())
+    keys = (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost)
+    ranking = ranked(table, feasible, keys)
+    nearest, where = int(ranking[0]), f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
+    taken = _unbeaten(table, feasible, nearest, keys)
+    if taken == nearest:
+        return Choice(ranking, f"its global batch is {where}, and it is the fastest there", knee, ())
+    ranking = np.concatenate([[taken], ranking[ranking != taken]])
+    below = f"its global batch is below B={table.global_batch[nearest]:,}, the {where}"
+    return Choice(ranking, f"{below}, and it is neither slower nor dearer than the fastest there", knee, ())
+
+
+def _unbeaten(table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys: tuple[Array, ...]) -> int:
+    """The row, or where feasible ones beat it, the first of them, and so on.
+
+    One beats another where it is smaller in global batch, expected time or cost, and larger in none.
+    """
+    columns = np.stack([table.global_batch, table.wall_time_s, table.cost])
+    while True:
+        own = columns[:, row][:, None]
+        beating = feasible & np.all(columns <= own, axis=0) & np.any(columns < own, axis=0)
+        if not beating.any():
+            return row
+        row = int(ranked(table, beating, keys)[0])
 
 
 def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str) -> Choice:

@@ -9,16 +9,28 @@ from typing import Any
 
 import pytest
 
-from tests.planning_data import CORNERS, SWEEP_FILE, cluster, grid, memory, ok, oom, peak_bytes, sweep, times
+from tests.planning_data import (
+    CORNERS,
+    SWEEP_FILE,
+    cluster,
+    compute_time_s,
+    grid,
+    memory,
+    ok,
+    oom,
+    peak_bytes,
+    sweep,
+    times,
+)
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.plan_text import sentences
 from tula_hpc.analysis.profiling_cost import full_search
 from tula_hpc.analysis.rerank import choose_again, knee_batch
-from tula_hpc.analysis.search import propose
+from tula_hpc.analysis.search import candidates, propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.drift import PARTS, expected_parts
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
-from tula_hpc.records import Candidate, Drift, Measurement, Plan, RunDirectory, append_record
+from tula_hpc.records import Candidate, Configuration, Drift, Measurement, Plan, RunDirectory, append_record
 
 RUN = f"""{SWEEP_FILE}
 [search]
@@ -319,6 +331,24 @@ def test_of_equal_nodes_the_free_ones_are_taken_whichever_stand_first(objective:
     rows = [row.model_copy(update={"partition": name}) for name in names for row in CORNERS]
     on = cluster(partitions=[{"partition": name, "pricing": prices[name]} for name in names])
     assert make_plan(sweep(objective), on, rows).chosen.partition == "own"
+
+
+def test_at_the_knee_no_candidate_is_better_in_batch_time_and_cost() -> None:
+    """Sizes that are no powers of two have batches a hair apart: 11 · 128 and 23 · 64, on twice as many nodes."""
+    spec = sweep("knee", mode="full", cluster_sizes=[8, 11, 16, 23], min_batch=128, max_batch=16384)
+    rows = [_far_apart(c) for c in candidates(spec.search, 1)]
+    plan = make_plan(spec, cluster(), rows)
+    own = (plan.chosen.global_batch, plan.chosen.wall_time_s or 0.0, plan.chosen.cost)
+    feasible = [c for c in plan.candidates if c.feasible and c.configuration != plan.chosen.configuration]
+    others = [(c.global_batch, c.wall_time_s or 0.0, c.cost) for c in feasible]
+    assert not any(all(theirs <= mine for theirs, mine in zip(other, own, strict=True)) for other in others)
+
+
+def _far_apart(c: Configuration) -> Measurement:
+    """On a network whose latency every further node adds to."""
+    sync_s = 0.05 * (1 - 1 / c.nodes) + 0.01 * (c.nodes - 1)
+    step_s = compute_time_s(c.local_batch) + sync_s
+    return ok(c.nodes, c.local_batch, times=times(c.nodes, c.local_batch, step_time_s=step_s, allreduce_time_s=sync_s))
 
 
 def test_a_batch_that_one_worker_cannot_hold_in_parts_is_not_tried_on_several() -> None:

@@ -51,6 +51,34 @@ def test_of_equal_batches_the_fastest_is_chosen_then_the_one_with_fewer_nodes() 
     assert ranked("knee", [as_fast, *feasible], law)[0][0] == at_knee
 
 
+def test_a_candidate_that_a_smaller_batch_beats_in_time_and_cost_gives_way_to_it() -> None:
+    law = hyperbola(1.0)
+    feasible = rows_of(law, 1, POWERS)
+    at_knee = ranked("knee", feasible, law)[0][0]
+    time_s = 0.9 * at_knee.time_s
+    better, dearer, best = Row(1, 200, time_s), Row(1, 205, time_s, 1.1), Row(1, 190, 0.8 * time_s, 0.9)
+    assert ranked("knee", [*feasible, dearer], law)[0][0] == at_knee
+    found, choice = ranked("knee", [*feasible, dearer, better], law)
+    assert found[:2] == [better, at_knee]
+    assert sorted(found) == sorted([*feasible, dearer, better])
+    assert choice.reason.startswith(f"its global batch is below B={at_knee.global_batch}, the nearest to the knee")
+    assert choice.reason.endswith(", and it is neither slower nor dearer than the fastest there")
+    assert ranked("knee", [*feasible, dearer, better, best], law)[0][0] == best
+    assert ranked("knee", [*feasible, better._replace(why=3)], law)[0][0] == at_knee
+
+
+@laws
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=8, max_size=8))
+def test_no_feasible_candidate_beats_the_one_at_the_knee_in_batch_time_and_cost(pairs: list[tuple[int, int]]) -> None:
+    law = hyperbola(1.0)
+    table = [Row(1, batch, float(time), float(cost)) for batch, (time, cost) in zip(POWERS, pairs, strict=True)]
+    first = ranked("knee", table, law)[0][0]
+    own = (first.global_batch, first.time_s, first.cost)
+    for row in table:
+        other = (row.global_batch, row.time_s, row.cost)
+        assert other == own or any(theirs > mine for theirs, mine in zip(other, own, strict=True))
+
+
 def test_without_a_knee_the_smallest_batch_near_the_least_time_is_taken_and_said() -> None:
     law = hyperbola(0.0001, 1.0)
     feasible = rows_of(law, 1, POWERS)
