@@ -17,7 +17,7 @@ from tula_hpc.analysis.grid import Grid, candidate_grid
 from tula_hpc.analysis.knee import Array, TrainTime
 from tula_hpc.analysis.starts import with_start
 from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
-from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.records import Candidate, Event, Measurement, Metrics
 
@@ -127,11 +127,24 @@ def _fit(
     grid = candidate_grid(sweep.search, cluster)
     wanted = {int(batch) for batch in grid.local_batch[conceivable(sweep.objective, grid.global_batch)]}
     if not wanted:
-        raise NotEnoughDataError(f"plan: no candidate: max_nodes = {cluster.max_nodes} is below every cluster size")
+        raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
     bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster), sweep.search.form, possible)
     return part_of(name, sweep, cluster, summary, models)._replace(save=measured_cost(trained.events))
+
+
+def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
+    """Why no cluster size has a batch, and what to change."""
+    sizes = cluster_sizes(search, cluster)
+    if not sizes:
+        return f"max_nodes = {cluster.max_nodes} is below every cluster size"
+    workers = " to ".join(str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)}))
+    return f"no batch {_bounds(search)} gives each of {workers} workers a power of two; widen the bounds"
+
+
+def _bounds(search: SearchSpec) -> str:
+    return f"between search.min_batch = {search.min_batch} and search.max_batch = {search.max_batch}"
 
 
 def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:
@@ -154,11 +167,22 @@ def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
         return wanted, []
     kept = wanted.take(np.isin(wanted.nodes, list(sizes)))
     if not len(kept.nodes):
-        message = f"plan: only N={min(sizes)} was measured, which is not in search.cluster_sizes"
-        raise NotEnoughDataError(f"{message}; a sweep with a new --run-dir profiles the cluster sizes that are")
+        message = f"plan: only N={min(sizes)} was measured, {_not_planned(min(sizes), sweep.search, part.cluster)}"
+        raise NotEnoughDataError(
+            f"{message}; a sweep with a new --run-dir profiles the cluster sizes that can be planned"
+        )
     left = sorted({int(nodes) for nodes in np.unique(wanted.nodes)} - sizes)
     names = ", ".join(f"N={nodes}" for nodes in left)
     return kept, [f"only N={min(sizes)} was measured: nothing can be said about {names}"] if left else []
+
+
+def _not_planned(nodes: int, search: SearchSpec, cluster: ClusterSpec) -> str:
+    """Why a cluster size has no candidate."""
+    if nodes not in search.cluster_sizes:
+        return "which is not in search.cluster_sizes"
+    if nodes > cluster.max_nodes:
+        return f"which is more than max_nodes = {cluster.max_nodes}"
+    return f"where no batch {_bounds(search)} gives each worker a power of two"
 
 
 def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:

@@ -323,6 +323,21 @@ def test_a_partition_with_too_few_nodes_is_not_to_be_measured_again() -> None:
     assert said == "partition small is left out: no candidate: max_nodes = 1 is below every cluster size"
 
 
+def test_where_no_batch_between_the_bounds_can_be_shared_the_bounds_are_named() -> None:
+    spec = sweep("time", cluster_sizes=[1, 2], min_batch=100, max_batch=120)
+    on, rows = cluster(workers_per_node=8), [ok(1, b, workers_per_node=8) for b in (8, 16)]
+    bounds = "no batch between search.min_batch = 100 and search.max_batch = 120 gives each"
+    with pytest.raises(NotEnoughDataError) as caught:
+        make_plan(spec, on, rows)
+    assert str(caught.value) == f"plan: no candidate: {bounds} of 8 to 16 workers a power of two; widen the bounds"
+    odd = sweep("time", cluster_sizes=[3, 7], min_batch=100, max_batch=120)
+    measured = [ok(3, batch) for batch in (16, 32)]
+    with pytest.raises(NotEnoughDataError, match=f"only N=3 was measured, where {bounds} worker a power of two; "):
+        make_plan(odd, cluster(), measured)
+    with pytest.raises(NotEnoughDataError, match="only N=3 was measured, which is more than max_nodes = 2; "):
+        make_plan(sweep("time", cluster_sizes=[1, 3]), cluster(max_nodes=2), measured)
+
+
 @pytest.mark.parametrize("objective", ["knee", "time", "cost", "weighted"])
 @pytest.mark.parametrize("first", ["own", "cloud"])
 def test_of_equal_nodes_the_free_ones_are_taken_whichever_stand_first(objective: str, first: str) -> None:
