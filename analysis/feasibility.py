@@ -27,7 +27,7 @@ from tula_hpc.records import Candidate
 
 ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
-    Why.FOREVER: "raise train_minutes, or lower training.checkpoint_minutes or pricing.restart_s",
+    Why.FOREVER: "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or pricing.restart_s",
 }
 RARER = "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
 
@@ -55,9 +55,15 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
 
 def _advice(why: Why, cluster: ClusterSpec) -> str:
     """What to do against it; of spot nodes rather the preemptions are to blame than the time limit."""
-    if why is Why.FOREVER and cluster.pricing.basis == "spot":
-        return f"{RARER}, or {ADVICE[why]}"
-    return ADVICE.get(why, MORE_MEMORY)
+    advice = ADVICE.get(why, MORE_MEMORY)
+    if why is not Why.FOREVER:
+        return advice
+    limit_s = 60 * cluster.train_minutes
+    if cluster.signal_delay_s >= limit_s:
+        return (
+            f"{advice}; signal_delay_s = {cluster.signal_delay_s} alone leaves nothing of a time limit of {limit_s} s"
+        )
+    return f"{RARER}, or {advice}" if cluster.pricing.basis == "spot" else advice
 
 
 def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -> list[str]:

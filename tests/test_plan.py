@@ -361,6 +361,10 @@ def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
 def test_the_advice_for_what_is_not_feasible_fits_the_reason() -> None:
     with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes, .*checkpoint_minutes"):
         make_plan(sweep(workload={"epochs": 5000}), cluster(train_minutes=1), CORNERS)
+    with pytest.raises(
+        InfeasibleError, match=r"lower signal_delay_s.*; signal_delay_s = 90 alone leaves nothing of .* 60 s"
+    ):
+        make_plan(sweep(), cluster(train_minutes=1), CORNERS)
     few = [row.model_copy(update={"dataset_samples": 10}) for row in CORNERS]
     with pytest.raises(
         InfeasibleError, match=r"exceeds the 10 training samples; lower search\.min_batch and .*max_batch"
