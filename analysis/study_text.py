@@ -24,8 +24,9 @@ def percent(value: Spread | None) -> str:
 
 
 def points(difference: float) -> str:
-    """For example "6.2 points"."""
-    return f"{abs(100 * difference):.1f} points"
+    """For example "6.2 points"; without the sign."""
+    amount = f"{abs(100 * difference):.1f}"
+    return f"{'less than 0.1' if amount == '0.0' else amount} points"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -38,6 +39,8 @@ def answer(table: StudyTable) -> str:
     leaders = {column: _led(table, column) for column in table.columns}
     most = max(leaders.values(), default=0)
     decided = sum(table.best(batch) is not None for batch in table.batches)
+    if not most and any(sum(entry.settled for entry in table.row(batch)) > 1 for batch in table.batches):
+        return "No method is best at any batch: all are equal, or each of them diverged in some run."
     if not most:
         return "No batch has two methods with results yet."
     names = listed([column for column, count in leaders.items() if count == most])
@@ -61,8 +64,8 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
     yield f"B = {batch:,}: {_loss(table, batch)}"
     if best is not None:
         yield _best(table.leaders(batch), row)
-        near = [e.column for e in row if e.mark != "best" and within_one_deviation(e, best)]
-        yield f"Within one standard deviation of it: {listed(near)}." if near else ""
+        if near := [e.column for e in row if e.mark != "best" and within_one_deviation(e, best)]:
+            yield f"Within one standard deviation of it: {listed(near)}."
     shares = [(e.column, e.recovered) for e in row if e.recovered is not None and e.column != REFERENCE_COLUMN]
     if shares:
         words = [f"{column} {signed(share)}" for column, share in sorted(shares, key=lambda item: -item[1])]
@@ -70,7 +73,8 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
     worst = [entry for entry in row if entry.mark == "worst" and entry.test is not None and not entry.diverged]
     if worst:
         yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
-    yield from (_diverged(entry) for entry in row if entry.diverged)
+    diverged = (entry for entry in row if entry.diverged and entry.column != REFERENCE_COLUMN)  # of that `_loss` tells
+    yield from (f"{entry.column} {_diverged(entry)}." for entry in diverged)
 
 
 def signed(share: float) -> str:
@@ -79,14 +83,42 @@ def signed(share: float) -> str:
 
 
 def _loss(table: StudyTable, batch: int) -> str:
+    """What plain training lost; it tells of runs of it that diverged, and compares the others."""
     plain, small = table.entries.get((REFERENCE_COLUMN, batch)), table.reference
-    if small is None or small.test is None or plain is None or plain.test is None:
-        return "there is no small batch and plain large-batch training to compare with."
-    lost = small.test.mean - plain.test.mean
-    against = f"against the {percent(small.test)} of B = {small.batch:,}"
+    who, said = "plain large-batch training", []
+    if plain is not None and plain.diverged:
+        said = [f"{who} {_diverged(plain)}"]
+        who = "the others" if plain.test and plain.test.runs > 1 else "the other"
+    if small is None or plain is None or not (small.settled and plain.settled):
+        pairs = (("small batch", small), ("plain large-batch training", plain))
+        lacking = [name for name, entry in pairs if entry is None or not entry.settled]
+        said.append(f"there is no {' and no '.join(lacking)} to compare with")
+    elif plain.test is None:
+        said.append(_alone(small))
+    else:
+        said.append(f"{who} ({percent(plain.test)}) {_against(plain.test, small)}")
+    return f"{'; '.join(said)}."
+
+
+def _alone(small: Entry) -> str:
+    told = [f"reached {percent(small.test)}"] if small.test else []
+    told += [_diverged(small)] if small.diverged else []
+    return f"B = {small.batch:,} {' and '.join(told)}"
+
+
+def _against(plain: Spread, small: Entry) -> str:
+    """The runs of plain training that came through against those of the small batch."""
+    if small.test is None:
+        return f"cannot be compared: B = {small.batch:,} {_diverged(small)}"
+    lost = small.test.mean - plain.mean
+    reached = f"the {percent(small.test)} of B = {small.batch:,}"
+    if small.diverged:
+        reached += f", which {_diverged(small)}"
+    if lost <= -LEAST_LOSS:
+        return f"came out {points(lost)} above {reached}"
     if lost < LEAST_LOSS:
-        return f"plain large-batch training lost nothing to speak of ({points(lost)}) {against}."
-    return f"plain large-batch training ({percent(plain.test)}) lost {points(lost)} {against}."
+        return f"lost nothing to speak of against {reached}"
+    return f"lost {points(lost)} against {reached}"
 
 
 def _are(equals: Sequence[Entry]) -> str:
@@ -107,7 +139,7 @@ def _best(leaders: Sequence[Entry], row: Sequence[Entry]) -> str:
 
 def _diverged(entry: Entry) -> str:
     runs = entry.diverged + (entry.test.runs if entry.test else 0)
-    return f"{entry.column} diverged in {entry.diverged} of {plural(runs, 'run')}."
+    return f"diverged in {entry.diverged} of {plural(runs, 'run')}"
 
 
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:

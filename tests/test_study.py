@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tula_hpc.analysis.study_data import Outcome
 from tula_hpc.analysis.study_table import Entry, StudyTable, make_table, marks_of, spread, within_one_deviation
-from tula_hpc.analysis.study_text import verdicts
+from tula_hpc.analysis.study_text import answer, verdicts
 from tula_hpc.config import (
     ClusterSpec,
     StudyCell,
@@ -300,6 +300,85 @@ def test_equals_are_marked_alike_and_named_together() -> None:
     assert "Best are lbt and ags with 65.0 ± 7.1 %, 25.0 points above lrs." in said
     assert "Within one standard deviation" not in said
     assert "Worst are lrs and lars with 40.0 %." in said
+
+
+def said_of(small: Sequence[float | None], plain: Sequence[float | None], **others: Sequence[float | None]) -> str:
+    """The verdict on a batch of 512."""
+    rows = {("lbt", 128): small, ("lbt", 512): plain, **{(name, 512): values for name, values in others.items()}}
+    (said,) = verdicts(table({place: values for place, values in rows.items() if values}))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("small", "plain", "said"),
+    [
+        ([0.7], [0.65], "plain large-batch training (65.0 %) lost 5.0 points against the 70.0 % of B = 128."),
+        (
+            [0.7],
+            [0.704],
+            "plain large-batch training (70.4 %) lost nothing to speak of against the 70.0 % of B = 128.",
+        ),
+        ([0.7], [0.76], "plain large-batch training (76.0 %) came out 6.0 points above the 70.0 % of B = 128."),
+        ([0.7], [None, None], "plain large-batch training diverged in 2 of 2 runs; B = 128 reached 70.0 %."),
+        (
+            [0.7],
+            [None, 0.6, 0.6],
+            "plain large-batch training diverged in 1 of 3 runs; the others (60.0 ± 0.0 %) lost 10.0 points against "
+            "the 70.0 % of B = 128.",
+        ),
+        (
+            [0.7],
+            [None, 0.75],
+            "plain large-batch training diverged in 1 of 2 runs; the other (75.0 %) came out 5.0 points above the "
+            "70.0 % of B = 128.",
+        ),
+        (
+            [None, 0.7],
+            [0.6],
+            "plain large-batch training (60.0 %) lost 10.0 points against the 70.0 % of B = 128, which diverged in 1 "
+            "of 2 runs.",
+        ),
+        (
+            [None],
+            [0.6],
+            "plain large-batch training (60.0 %) cannot be compared: B = 128 diverged in 1 of 1 run.",
+        ),
+        (
+            [None],
+            [None],
+            "plain large-batch training diverged in 1 of 1 run; B = 128 diverged in 1 of 1 run.",
+        ),
+        ([], [0.6], "there is no small batch to compare with."),
+        ([0.7], [], "there is no plain large-batch training to compare with."),
+        (
+            [],
+            [None],
+            "plain large-batch training diverged in 1 of 1 run; there is no small batch to compare with.",
+        ),
+    ],
+)
+def test_the_verdict_begins_with_what_became_of_plain_training(
+    small: list[float | None], plain: list[float | None], said: str
+) -> None:
+    assert said_of(small, plain, ags=[0.2]).startswith(f"B = 512: {said}")
+
+
+def test_runs_that_diverged_are_told_once_in_whole_sentences() -> None:
+    said = said_of([0.7, 0.7], [None, 0.6], ags=[0.66, 0.66], lrs=[None, 0.65])
+    assert (said.count("diverged"), said.count("lrs diverged in 1 of 2 runs.")) == (2, 1)
+    assert "Recovered" not in said
+    assert "  " not in said
+
+
+def test_a_lead_that_rounds_to_nothing_is_no_lead_of_nothing() -> None:
+    said = said_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
+    assert "Best is ags with 65.0 %, less than 0.1 points above lrs. Recovered" in said
+
+
+def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:
+    nobody = answer(table({("lbt", 512): [None, 0.6], ("ags", 512): [0.7, None]}))
+    assert nobody == "No method is best at any batch: all are equal, or each of them diverged in some run."
+    assert answer(table({("lbt", 512): [0.6], ("ags", 512): []})) == "No batch has two methods with results yet."
 
 
 def test_equals_and_single_methods_have_no_marks() -> None:
