@@ -320,7 +320,7 @@ def test_a_slow_network_makes_larger_batches_pay_that_did_not_pay_before() -> No
     assert found.step_time_s > 1.5 * next(c.step_time_s for c in there if c.configuration == found.configuration)
 
 
-@pytest.mark.parametrize("kind", ["time", "weighted"])
+@pytest.mark.parametrize("kind", ["time", "weighted", "knee"])
 def test_candidates_are_compared_by_the_time_that_the_plan_chose_by(kind: str) -> None:
     """Steps alone would call the larger batch the faster one before the drift, too, and keep the planned one."""
     small, large = (candidate(c) for c in configurations(cluster_sizes=(4,), batches=(256, 1024)))
