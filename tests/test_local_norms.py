@@ -144,17 +144,10 @@ def test_parts_add_up_to_the_batch_and_each_is_seen(samples: int, count: int) ->
     assert effective == samples / count
 
 
-def test_a_scaled_loss_is_divided_out_and_an_overflow_leaves_no_norm() -> None:
+def test_an_overflow_leaves_no_norm() -> None:
     model, (inputs, targets) = Blocks(), batch(BATCH, torch.Generator().manual_seed(1))
     norms = PartNorms(list(model.parameters()))
-    backward_in_parts(model, norms, inputs, targets)
-    plain, _ = norms.squares()
-    model.zero_grad()
-    for x, y, share in norms.parts(inputs, targets):
-        torch.autograd.backward(loss(model(x), y) * share * 1024)
-    assert torch.equal(norms.squares(torch.tensor(1024.0))[0], plain)
     inputs[0, 0] = math.inf
-    model.zero_grad()
     backward_in_parts(model, norms, inputs, targets)
     assert norms.squares()[0].isnan().all()
 
@@ -202,7 +195,7 @@ def test_a_part_in_two_passes_has_no_norm() -> None:
 
 
 @pytest.mark.parametrize("exponent", [10, 64, 100])
-def test_a_loss_scale_may_be_as_large_as_it_grows(exponent: int) -> None:
+def test_a_loss_scale_is_divided_out_however_large_it_grows(exponent: int) -> None:
     model, (inputs, targets) = Blocks(), batch(BATCH, torch.Generator().manual_seed(1))
     norms = PartNorms(list(model.parameters()))
     backward_in_parts(model, norms, inputs, targets)
