@@ -24,11 +24,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.aggregate import Summary, is_usable, summarize
+from tula_hpc.analysis.aggregate import Summary, summarize
 from tula_hpc.analysis.aim import Aim, Judged
 from tula_hpc.analysis.performance import FormName, StepTimeModel, fit_step_time
 from tula_hpc.analysis.regression import Array
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, is_usable
 
 START_S = 20.0  # start of Python and torch and the rendezvous, when the nodes are not the last job's
 STEPS = 80.0  # of about one step's length that one profile takes, where none tells

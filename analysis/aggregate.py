@@ -9,11 +9,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
-from tula_hpc.records import Configuration, Measurement, MemoryUse, Record, StepTimes
-
-CREDIBLE_S = 1e6  # what a record says beyond that is damaged
-MOMENT_S = 1e-9  # no step takes less
-CREDIBLE_BYTES = 1e18
+from tula_hpc.records import CREDIBLE_S, Configuration, Measurement, MemoryUse, Record, StepTimes, is_usable
 
 
 class Profile(NamedTuple):
@@ -73,25 +69,6 @@ def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool
     other = parts if alone else 1.0 / parts
     for configuration in configurations:
         yield configuration.local_batch * (1.0 if (configuration.world_size == 1) == alone else other)
-
-
-def is_usable(measurement: Measurement) -> bool:
-    """Whether times and memory are there and can be true."""
-    times, memory = measurement.times, measurement.memory
-    if measurement.status != "ok" or times is None or memory is None:
-        return False
-    return _can_be_times(times) and _can_be_memory(memory)
-
-
-def _can_be_times(times: StepTimes) -> bool:
-    """Of the step and its parts; `forward_time_s` is no part of it, and is left out alone where it is damaged."""
-    own = (times.data_time_s, times.compute_time_s, times.optimizer_time_s, times.allreduce_time_s, times.update_time_s)
-    return MOMENT_S < times.step_time_s < CREDIBLE_S and all(0.0 <= part < CREDIBLE_S for part in own)
-
-
-def _can_be_memory(memory: MemoryUse) -> bool:
-    held = memory.baseline_bytes + memory.peak_bytes
-    return min(memory.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for _, count in memory)
 
 
 def is_out_of_memory(measurement: Measurement) -> bool:
@@ -186,7 +163,9 @@ def _median(column: Iterable[float | None], convert: Callable[[float], float]) -
 
 def _last_reason(rows: Sequence[Measurement]) -> str:
     last = max(rows, key=lambda row: (row.finished_at, row.detail))
-    return ": ".join(part for part in (last.failure or "", last.detail) if part) or "no time or memory was recorded"
+    damaged = last.times is not None and last.memory is not None
+    silent = "its times or memory cannot be true" if damaged else "no time or memory was recorded"
+    return ": ".join(part for part in (last.failure or "", last.detail) if part) or silent
 
 
 def _most_common(counts: Counter[int]) -> int:

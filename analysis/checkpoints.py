@@ -19,11 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.aggregate import CREDIBLE_S
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.spot import best_interval_s
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec
-from tula_hpc.records import Event
+from tula_hpc.records import CREDIBLE_S, Event
 
 Array = NDArray[np.float64]
 

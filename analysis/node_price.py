@@ -60,5 +60,5 @@ def measured_watts(measurements: Iterable[Measurement]) -> float | None:
 
 def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
     """Memory of a worker while it profiled, mean over the measurements."""
-    used = [row.memory.reserved_bytes for row in measurements if row.memory is not None]
+    used = [row.memory.reserved_bytes for row in measurements if row.memory is not None and row.memory.is_credible]
     return fmean(used) if used else None

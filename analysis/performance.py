@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from tula_hpc.analysis.aggregate import Profile
 from tula_hpc.analysis.regression import Array, as_columns, check_positive, draws, relative_spread, spread
 from tula_hpc.analysis.step_time_fit import BELIEFS, EFFECT_SPREAD, MANY_ROWS, SCATTER, Backend, FormName, choose_form
-from tula_hpc.analysis.step_time_law import ALLREDUCE, COMPUTE, FORMS, NAMES, STEP, TINY_S, Evaluation, Rows
+from tula_hpc.analysis.step_time_law import ALLREDUCE, COMPUTE, NAMES, STEP, TINY_S, Evaluation, Rows
 
 __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 
@@ -127,7 +127,7 @@ class StepTimeModel:
             self._steps,
             found.gradients / seconds[:, None],
             level,
-            unseen=sum(self._unseen(rows, found)) + np.sum(self._open_form(rows, found) ** 2, axis=0),
+            unseen=sum(self._unseen(rows, found)) + np.mean((self._open_form(rows, found) / self.spread_) ** 2, axis=0),
             prior=SCATTER,
         )
         return (seconds * np.exp(-width)).reshape(shape), (seconds * np.exp(width)).reshape(shape)
@@ -150,8 +150,8 @@ class StepTimeModel:
         same_batch = rows.batch[:, None] == rows.batch
         same_size = (rows.nodes[:, None] == rows.nodes) & (rows.per_node[:, None] == rows.per_node)
         together = relative @ fitted.fit.covariance @ relative.T
-        of_form = self._open_form(rows, found)
-        together += of_form.T @ of_form + same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
+        of_form = self._open_form(rows, found) / self.spread_
+        together += of_form.T @ of_form / len(of_form) + same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
         return np.asarray(together + same_size * np.sqrt(np.outer(unseen_size, unseen_size)))
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
@@ -164,11 +164,10 @@ class StepTimeModel:
         return of_batch, found.by_size_effect**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
     def _open_form(self, rows: Rows, found: Evaluation) -> Array:
-        """(forms, m): what predictions would change by with each form, of which none is told from the others."""
-        departures = self._fitted.form_departures(rows) / math.sqrt(len(FORMS))
-        effect = found.by_size_effect / (np.maximum(found.seconds, TINY_S) * self._fitted.noise)
+        """(forms, m): by what each form would change the prediction's logarithm, while none is told from the others."""
         _, at_sizes = self._fitted.law.knots.weights(rows)
-        return np.asarray(departures * effect * (1.0 - np.sum(at_sizes**2, axis=1)))
+        effect = found.by_size_effect / np.maximum(found.seconds, TINY_S) * (1.0 - np.sum(at_sizes**2, axis=1))
+        return np.asarray(self._fitted.form_departures(rows) * effect)
 
     def samples(
         self,
@@ -180,13 +179,18 @@ class StepTimeModel:
     ) -> Array:
         """Seconds per step of `count` models drawn from the fit's uncertainty, without measurement noise.
 
+        While the data do not tell the form of the law, each of them has one at random.
+
         Returns:
             (count, *shape), shape as the arguments broadcast. The same seed draws the same models for all points.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
         law, fit = self._fitted.law, self._fitted.fit
         drawn = draws(fit, self._steps, self._fitted.bounds, SCATTER, count=count, seed=seed)
-        return np.stack([law.seconds(coefficients, rows) for coefficients in drawn]).reshape((count, *shape))
+        of_form = self._open_form(rows, law.evaluate(fit.coefficients, rows))
+        forms = np.random.default_rng(seed).integers(len(of_form), size=count)
+        seconds = np.stack([law.seconds(coefficients, rows) for coefficients in drawn]) * np.exp(of_form[forms])
+        return seconds.reshape((count, *shape))
 
 
 def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepTimeModel:

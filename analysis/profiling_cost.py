@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from tula_hpc.analysis.aggregate import is_usable
 from tula_hpc.analysis.formatting import format_duration, format_number, format_percent, plural
 from tula_hpc.analysis.job_runs import job_runs, only_waiting_s
 from tula_hpc.analysis.search import believed_to_fit
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.records import Configuration, JobNote, Measurement
+from tula_hpc.records import Configuration, JobNote, Measurement, is_usable
 
 
 class ProfilingCost(NamedTuple):

@@ -6,7 +6,6 @@ over logs that were copied to another machine must work.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -114,10 +113,9 @@ class RunContents(NamedTuple):
 
     @property
     def ok(self) -> list[Measurement]:
-        """Measurements that have times, by N and local batch."""
-        timed = (item for item in self.measurements if item.status == "ok" and item.times is not None)
-        good = (item for item in timed if item.times and 0 < item.times.step_time_s < math.inf)
-        return sorted(good, key=lambda item: item.configuration)
+        """Measurements whose times can be true, by N and local batch."""
+        timed = (item for item in self.measurements if item.status == "ok" and item.times and item.times.are_credible)
+        return sorted(timed, key=lambda item: item.configuration)
 
     @property
     def out_of_memory(self) -> list[Configuration]:

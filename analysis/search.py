@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.analysis.aggregate import as_large, is_out_of_memory, is_usable
+from tula_hpc.analysis.aggregate import as_large, is_out_of_memory
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, is_usable
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.adaptive import AdaptiveSearch

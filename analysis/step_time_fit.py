@@ -96,10 +96,10 @@ class Fitted(NamedTuple):
     told_at: float | None = None  # workers of the only size between nodes, where that leaves the form to the belief
 
     def form_departures(self, rows: Rows) -> Array:
-        """(forms, n): logarithm of what every form says of t_sync between nodes, over what this one says.
+        """(forms, n): by how much t_sync would grow with every form, over how it grows with this one; a logarithm.
 
-        All agree on the only size that was measured. Where the data or the user chose the form, and on a single node,
-        nothing is open: 0.
+        From the only size that was measured on, where all agree, by the bandwidth terms, which differ most. Where the
+        data or the user chose the form, and on a single node, nothing is open: 0.
         """
         if self.told_at is None:
             return np.zeros((1, len(rows.batch)))

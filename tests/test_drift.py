@@ -181,6 +181,15 @@ def test_a_slow_link_is_named_though_the_processor_is_somewhat_slower_than_in_th
         assert attribute(slow_link, then, 0.146) == "network"
 
 
+@pytest.mark.parametrize(("compute_s", "allreduce_s", "deviation_s"), [(0.2, 0.17, 0.15), (0.3, 0.35, 0.3)])
+def test_a_computation_that_takes_times_as_long_is_named_though_the_all_reduce_explains_it_all(
+    compute_s: float, allreduce_s: float, deviation_s: float
+) -> None:
+    then = StepParts(data_time_s=0.0, compute_time_s=0.1, allreduce_time_s=0.05)
+    now = StepParts(data_time_s=0.0, compute_time_s=compute_s, allreduce_time_s=allreduce_s)
+    assert attribute(now, then, deviation_s) == "compute"
+
+
 def test_a_step_that_became_faster_has_a_part_that_became_faster() -> None:
     faster = EXPECTED.model_copy(update={"allreduce_time_s": 0.005, "compute_time_s": 0.07})
     assert attribute(faster, EXPECTED, -0.02) == "network"
@@ -226,6 +235,16 @@ def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> Non
 def test_a_smaller_batch_that_was_timed_beside_another_is_known(nodes: int) -> None:
     rows = [measurement(Configuration(1, 1, 32)), measurement(Configuration(1, 1, 1024), smaller_computes=((64, 0.5),))]
     assert expected_parts(rows, Configuration(nodes, 1, 64)).compute_time_s == 0.5
+
+
+def test_a_damaged_profile_says_nothing() -> None:
+    good, other = measurement(Configuration(2, 1, 64)), measurement(Configuration(2, 1, 256))
+    assert other.times is not None
+    times = other.times.model_copy(update={"data_time_s": -1.0, "allreduce_time_s": 1e90, "update_time_s": 1e90})
+    damaged = other.model_copy(update={"times": times})
+    for configuration in (good.configuration, other.configuration):
+        assert expected_parts([good, damaged], configuration) == expected_parts([good], configuration)
+    assert update_time_s([damaged], 2) == 0.0
 
 
 def test_nothing_is_known_of_what_was_never_measured() -> None:

@@ -56,8 +56,24 @@ def test_many_steps_without_any_estimate_are_warned_of_once(recwarn: pytest.Warn
     for _ in range(250):
         for each in (optimizer, static, due):
             take_steps(each, params, random_gradients(1))
-    (said,) = [str(warning.message) for warning in recwarn if "nothing has been scaled" in str(warning.message)]
-    assert said.startswith("after 100 steps nothing has been scaled: call update_gradscale or observe_small")
+    (said,) = [warning for warning in recwarn if "nothing has been scaled" in str(warning.message)]
+    assert str(said.message).startswith(
+        "after 100 steps nothing has been scaled: call update_gradscale or observe_small"
+    )
+    assert said.filename == __file__  # who called step
+
+
+@pytest.mark.parametrize(("before", "batch", "after"), [(99, 128, 500), (101, 1024, 100)])
+def test_a_change_of_batch_neither_silences_nor_repeats_the_warning(
+    recwarn: pytest.WarningsRecorder, before: int, batch: int, after: int
+) -> None:
+    params = parameters()
+    optimizer = wrap(params)
+    for steps, large_batch in ((before, 256), (after, batch)):
+        optimizer.set_batch(large_batch)
+        for _ in range(steps):
+            take_steps(optimizer, params, random_gradients(1))
+    assert sum("nothing has been scaled" in str(warning.message) for warning in recwarn) == 1
 
 
 def scaled_flags(optimizer: TulaOptimizer, norms: Sequence[float]) -> list[float]:

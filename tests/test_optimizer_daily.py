@@ -656,6 +656,17 @@ def test_a_state_brings_its_reference_along_to_the_same_batches(large_batch: int
     assert other.gradscale == ([factor] if large_batch == LARGE else [factor.clamp_max(other.s_max)])
 
 
+@pytest.mark.parametrize("reference", [1e9, 0.0, math.nan, "1", [1]])
+def test_a_state_with_an_impossible_reference_is_refused_and_changes_nothing(reference: object) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = TulaOptimizer(SGD([parameter], lr=0.5), small_batch=SMALL, large_batch=LARGE, granularity="tensor")
+    state = optimizer.state_dict()
+    state["tula"]["reference"], state["param_groups"][0]["lr"] = reference, 7.0
+    with pytest.raises(ValueError, match=f"^state_dict: expected a reference from 1 to {LARGE}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_warm_up_and_interval_go_on_with_the_data_seen_at_another_batch() -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     form: dict[str, Any] = {"granularity": "tensor", "scale_warmup": 100, "update_interval": 60}

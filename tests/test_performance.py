@@ -198,6 +198,22 @@ def test_intervals_hold_what_every_form_says_while_one_cluster_size_tells_none(t
         assert np.all(high / low < wide)
 
 
+@pytest.mark.parametrize("scatter", [0.0, 0.03, 0.1, 0.2])
+def test_an_open_form_is_as_uncertain_as_the_forms_differ_however_much_measurements_scatter(scatter: float) -> None:
+    chosen = np.isin(NODES, [1, 8])
+    seconds = Truth().step("ring", NODES, BATCH) * np.random.default_rng(0).lognormal(0.0, scatter, NODES.shape)
+    model = StepTimeModel("auto", "gloo").fit(NODES[chosen], BATCH[chosen], seconds[chosen])
+    by_form = np.log(
+        [Truth(sync=0.175 / float(FORMS[f].bandwidth(np.array(8.0)))).step(f, NODES, BATCH) for f in FORM_NAMES]
+    )
+    between = (NODES == 2) & (BATCH == 8)
+    differ = float(np.sqrt(np.mean((by_form[:, between] - by_form[0, between]) ** 2)))
+    known = np.sqrt(model.covariance(2, 8)[0, 0]) * model.spread_
+    drawn = np.log(model.samples(2, 8) / model.predict(2, 8))
+    assert 0.7 * differ < known < 1.5 * differ
+    assert 0.7 * differ < np.sqrt(np.mean(drawn**2)) < 1.5 * differ
+
+
 def test_the_papers_form_is_the_plain_sum() -> None:
     steps = Truth().step("ring", NODES, BATCH)
     model = StepTimeModel("paper").fit(NODES, BATCH, steps)

@@ -370,6 +370,7 @@ def test_a_key_that_changes_nothing_is_named(
         ("static", "delta", {"method": "static", "delta": 0.2}, []),
         ("lbt", "delta", {"method": "lrs"}, [("training.delta", '"lbt" makes no use of it; method = "lrs"')]),
         ("ags", "s_max", {"method": "lbt"}, []),
+        ("lrs", "s_max", {"method": "lbt"}, [("training.s_max", '"lrs" makes no use of it; method = "lbt"')]),
         ("ags", "s_max", {"method": "lbt", "s_min": 0.5}, [("study.variants.own.training.s_min", 'method = "lbt"')]),
     ],
 )

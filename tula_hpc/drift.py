@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, StepParts, StepTimes
+from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, StepParts, StepTimes, is_usable
 
 THRESHOLD = 12  # of the cumulative sum: so many windows in a row are an alarm
 STEP_BACK = 2  # each window on the right side undoes two on the wrong one
@@ -21,7 +21,7 @@ WARM_UP_LOOKS = 10  # after every start: allocators, caches and loader processes
 NAMED_FROM = 0.3  # a part is named when it explains this share of the deviation
 STARVED_FROM = 0.1  # so much of it in the computation, and the all-reduce is slow because the processor is
 STARVED_TIMES = 1.5  # likewise where the computation takes so many times as long; then it is named from that share on
-ALONE_FROM = 0.8  # an all-reduce that explains so much of it needs no slow processor beside it
+ALONE_FROM = 0.8  # so much of it in the all-reduce needs no busy processor to explain it
 SECONDS_PER_LOOK = 1.0  # windows are made of looks about so far apart
 
 Verdict = Literal["drifted", "recovered"]
@@ -194,7 +194,7 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     rows = [
         (m, m.times)
         for m in measurements
-        if m.status == "ok" and m.times and m.workers_per_node == configuration.workers_per_node
+        if is_usable(m) and m.times and m.workers_per_node == configuration.workers_per_node
     ]
     own = [(row, times) for row, times in rows if row.configuration == configuration] or rows
     batch, world = configuration.local_batch, configuration.world_size
@@ -208,7 +208,7 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
 
 def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float:
     """An update of AGS's gradient scale, which is not part of the predicted step; 0 where it was not measured."""
-    rows = [m for m in measurements if m.times and m.times.update_time_s > 0]
+    rows = [m for m in measurements if is_usable(m) and m.times and m.times.update_time_s > 0]
     near = min((abs(m.configuration.world_size - world_size) for m in rows), default=0)
     times = [m.times for m in rows if m.times and abs(m.configuration.world_size - world_size) == near]
     return median(t.update_time_s for t in times) if times else 0.0
@@ -249,25 +249,26 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
 
     What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the computation alone:
-    where both deviate, the all-reduce counts to the computation, unless it explains the deviation by itself. A busy
-    processor slows a whole step more than its parts by themselves: where the computation takes `STARVED_TIMES` as long,
-    less of the deviation has to be explained.
+    where both deviate, the all-reduce counts to the computation, unless it explains the deviation by itself and the
+    computation little of it. A busy processor slows a whole step more than its parts by themselves: where the
+    computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
 
     Args:
         measured: Parts as they are now.
         expected: Parts as they were in the profile.
         deviation_s: Measured step time less the predicted one.
     """
-    sign = 1.0 if deviation_s >= 0 else -1.0
-    excess = {part: sign * extra_s(measured, expected, part) for part in PARTS}
+    if deviation_s == 0.0:
+        return "unknown"
+    shares = {part: extra_s(measured, expected, part) / deviation_s for part in PARTS}
     now, then = measured.compute_time_s, expected.compute_time_s
-    slow = excess["compute"] > 0.0 and bool(now and then and max(now / then, then / now) > STARVED_TIMES)
-    starved = slow or excess["compute"] > STARVED_FROM * abs(deviation_s)
-    if starved and 0.0 < excess["network"] < ALONE_FROM * abs(deviation_s):
-        excess["compute"] += excess["network"]
-    part = max(excess, key=lambda name: excess[name])
-    share = STARVED_FROM if part == "compute" and slow else NAMED_FROM
-    return part if excess[part] > share * abs(deviation_s) else "unknown"
+    slow = shares["compute"] > 0.0 and bool(now and then and max(now / then, then / now) > STARVED_TIMES)
+    alone = shares["network"] > ALONE_FROM and shares["compute"] < NAMED_FROM
+    if shares["network"] > 0.0 and (slow or shares["compute"] > STARVED_FROM) and not alone:
+        shares["compute"] += shares["network"]
+    part = max(shares, key=lambda name: shares[name])
+    least = STARVED_FROM if part == "compute" and slow else NAMED_FROM
+    return part if shares[part] > least else "unknown"
 
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:

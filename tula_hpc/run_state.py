@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from tula_hpc.analysis.aggregate import is_out_of_memory, is_usable
+from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
 from tula_hpc.errors import Failure
 from tula_hpc.job_status import MAIN_LABEL, Answer, JobPhase, JobStatus, job_statuses
-from tula_hpc.records import Event, Plan, Record
+from tula_hpc.records import Event, Plan, Record, is_usable
 from tula_hpc.run_cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.run_facts import Facts
 from tula_hpc.training_status import TrainingStatus, training_statuses

@@ -42,7 +42,7 @@ import numpy as np
 
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.analysis.adaptive import AdaptiveSearch
-from tula_hpc.analysis.aggregate import is_usable, summarize
+from tula_hpc.analysis.aggregate import summarize
 from tula_hpc.analysis.aim import Aim
 from tula_hpc.analysis.candidates import fit_models
 from tula_hpc.analysis.performance import FormName, fit_step_time
@@ -50,7 +50,7 @@ from tula_hpc.analysis.planning import make_plan
 from tula_hpc.analysis.profiling_cost import profiling_cost
 from tula_hpc.analysis.report_data import measured_epochs
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
-from tula_hpc.records import Configuration, Measurement, RunDirectory
+from tula_hpc.records import Configuration, Measurement, RunDirectory, is_usable
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_FILE = ROOT / "slurm_templates" / "testcluster.toml"

@@ -31,7 +31,7 @@ def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     of_columns = {name: _idle(study_column(sweep, name, check_paths=False).training) for name in sweep.study.columns}
     for key in OF_METHODS:
         whys = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
-        if key in _idle(sweep.training) and all(whys):
+        if _is_given(sweep.training, key) and all(whys):
             yield f"training.{key}", "; ".join(whys)
     for name, values in sweep.study.variants.items():
         own = {key: why for key, why in of_columns[name].items() if f"training.{key}" in values}
@@ -40,9 +40,12 @@ def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
 
 def _idle(training: TrainingSpec) -> dict[str, str]:
     """Keys of one training that have another value than their default and change nothing, each with the reason."""
-    fields = TrainingSpec.model_fields
-    given = [key for key in OF_METHODS if getattr(training, key) != fields[key].default]
+    given = [key for key in OF_METHODS if _is_given(training, key)]
     return {key: why for key in given if (why := _reason(training, key))}
+
+
+def _is_given(training: TrainingSpec, key: str) -> bool:
+    return bool(getattr(training, key) != TrainingSpec.model_fields[key].default)
 
 
 def _reason(training: TrainingSpec, key: str) -> str:

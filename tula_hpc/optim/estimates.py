@@ -149,6 +149,9 @@ class Estimates:
         require(fits, "state_dict: gradscale belongs to other parameters")
         fits = averages is None or averages.shape in [(3, count) for count in range(len(parameters) + 1)]
         require(fits, "state_dict: averages belong to other parameters")
+        reference, (_, largest) = state.get("reference"), state.get("batches", self.batches)
+        fits = reference is None or (isinstance(reference, int | float) and 1 <= reference <= largest)
+        require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
 
     def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, as copies. In older states some of it is absent."""

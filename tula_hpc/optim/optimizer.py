@@ -141,6 +141,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._squares: Tensor | None = None  # of the next step's gradients, where they are known
         self.histogram: ScaleHistogram | None = None  # give it one to have the scales that are applied counted
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
+        self._looked_for_factors = False
 
     @property
     def small_batch(self) -> int:
@@ -196,8 +197,8 @@ class TulaOptimizer(WrappingOptimizer):
         """
         loss = self._step_on_gradients(closure) if self.apply == "gradient" else self._step_and_scale(closure)
         self.steps += 1
-        if self.steps == STEPS_UNTIL_WARNING and self.update_interval is None:  # else whoever set it will come to it
-            self._warn_without_factors()
+        if self.steps >= STEPS_UNTIL_WARNING and self.update_interval is None and not self._looked_for_factors:
+            self._warn_without_factors()  # with an interval, whoever set it will come to it
         self._steps_since_update += 1
         self._steps_since_statistics += 1
         return loss
@@ -345,9 +346,10 @@ class TulaOptimizer(WrappingOptimizer):
         self._shortened, self._squares = 1.0, None
 
     def _warn_without_factors(self) -> None:
+        self._looked_for_factors = True
         if all(factor is None for factor in self.gradscale):
             message = "nothing has been scaled: call update_gradscale or observe_small, which give the factors"
-            warnings.warn(f"after {self.steps} steps {message}", stacklevel=4)
+            warnings.warn(f"after {self.steps} steps {message}", stacklevel=6)  # through what `untraced` adds
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:

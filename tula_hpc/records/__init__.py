@@ -7,7 +7,7 @@ from tula_hpc.records.beside import notes_file, rank_file, with_rank_files
 from tula_hpc.records.drift import Drift, StepParts
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import Measurement, MemoryUse, StepTimes, compute_of
+from tula_hpc.records.measurement import CREDIBLE_S, Measurement, MemoryUse, StepTimes, compute_of, is_usable
 from tula_hpc.records.metrics import (
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
@@ -29,6 +29,7 @@ from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record, write_atomically
 
 __all__ = [
+    "CREDIBLE_S",
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
@@ -64,6 +65,7 @@ __all__ = [
     "WorkersPerNode",
     "append_record",
     "compute_of",
+    "is_usable",
     "notes_file",
     "parse_record",
     "rank_file",

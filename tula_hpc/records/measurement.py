@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from tula_hpc.errors import Failure
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 
+CREDIBLE_S = 1e6  # what a record says beyond that is damaged
+MOMENT_S = 1e-9  # no step takes less
+CREDIBLE_BYTES = 1e18
+
 # a smaller batch, samples, and seconds of forward and backward of it at once, without synchronization
 SmallerCompute = tuple[Batch, Annotated[float, Field(gt=1e-9, lt=1e6)]]
 
@@ -26,6 +30,13 @@ class StepTimes(Record):
     update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
     forward_time_s: float | None = None  # a local batch as evaluation takes it, measured apart; None: unknown
 
+    @property
+    def are_credible(self) -> bool:
+        """Whether step and parts can be true; `forward_time_s` is left out alone where it is damaged."""
+        parts = (self.data_time_s, self.compute_time_s, self.optimizer_time_s, self.allreduce_time_s)
+        possible = all(0.0 <= part < CREDIBLE_S for part in (*parts, self.update_time_s))
+        return possible and MOMENT_S < self.step_time_s < CREDIBLE_S
+
 
 class MemoryUse(Record):
     """What one worker used, bytes; the largest over the workers."""
@@ -38,6 +49,12 @@ class MemoryUse(Record):
     optimizer_bytes: int
     batch_bytes: int  # the loader's prefetched batches on the host
     sharded_bytes: int = 0  # part of optimizer_bytes that the workers divide among them (ZeRO)
+
+    @property
+    def is_credible(self) -> bool:
+        """Whether the counts can be true."""
+        held = self.baseline_bytes + self.peak_bytes
+        return min(self.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for _, count in self)
 
 
 class Measurement(Record):
@@ -95,6 +112,14 @@ class Measurement(Record):
     def configuration(self) -> Configuration:
         """The configuration that was measured."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+def is_usable(measurement: Measurement) -> bool:
+    """Whether times and memory are there and can be true."""
+    times, memory = measurement.times, measurement.memory
+    if measurement.status != "ok" or times is None or memory is None:
+        return False
+    return times.are_credible and memory.is_credible
 
 
 def compute_of(batch: int) -> str:
