@@ -796,7 +796,8 @@ def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(
-    ("failure", "allowed"), [(Failure.BUG, ATTEMPTS), (Failure.PREEMPTED, 2), (Failure.HOST_OOM, 1)]
+    ("failure", "allowed"),
+    [(Failure.BUG, ATTEMPTS), (Failure.KILLED, ATTEMPTS), (Failure.PREEMPTED, 2), (Failure.HOST_OOM, 1)],
 )
 def test_a_training_that_is_tried_again_has_not_failed_for_good(
     tmp_path: Path, cluster: FakeSlurm, failure: Failure, allowed: int

@@ -352,7 +352,7 @@ def _is_tried_again(job: JobStatus, jobs: int, max_requeues: int) -> bool:
     """Whether the sweep submits a failed training of a study once more."""
     if job.failure in INTERRUPTIONS:
         return jobs <= max_requeues
-    return job.failure in (Failure.BUG, None) and jobs < ATTEMPTS
+    return job.failure in (Failure.BUG, Failure.KILLED, None) and jobs < ATTEMPTS
 
 
 def _failure_words(job: JobStatus) -> str:
