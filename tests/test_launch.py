@@ -108,7 +108,7 @@ def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_pat
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     (end,) = local.wait([job])
-    assert end.failure is Failure.BUG
+    assert end.failure is Failure.KILLED
 
 
 def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:

@@ -79,12 +79,16 @@ def telling_line(log: str) -> str:
     """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in without_chatter(log).splitlines()]
     telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
     said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
-    best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), "no log was written")
+    best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), _no_word(log))
     return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:500]  # these are sentences
+
+
+def _no_word(log: str) -> str:
+    return "its log does not say why" if log.strip() else "no log was written"
 
 
 _CHATTER = re.compile(
@@ -93,9 +97,8 @@ _CHATTER = re.compile(
 
 
 def without_chatter(log: str) -> str:
-    """A log without what submitit writes around every job, unless nothing else is in it."""
-    said = [line for line in log.splitlines() if line.strip() and not _CHATTER.match(line)]
-    return "\n".join(said) or log
+    """A log without what submitit writes around every job, which is never why one ended."""
+    return "\n".join(line for line in log.splitlines() if line.strip() and not _CHATTER.match(line))
 
 
 def _exceptions(log: str) -> list[str]:

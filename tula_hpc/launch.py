@@ -20,7 +20,7 @@ from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, Su
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import ends, read_logs
-from tula_hpc.local_alive import is_alive
+from tula_hpc.local_alive import is_alive, was_killed
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 from tula_hpc.waiting import explain
 
@@ -37,6 +37,7 @@ CONTROL_MINUTES = 30 * 24 * 60  # so long one may wait for room below a limit, r
 TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requeued any more
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
+KILLED_HERE = slurm.StepState("", "", "0:9")  # of a job on this machine, in Slurm's words
 
 Task = tuple[Callable[[], Any], Mapping[str, Any]]  # what to run, and what the event of its submission says besides
 
@@ -359,8 +360,7 @@ class Launcher:
         return "; ".join(f"pkill -KILL -f {shlex.quote(str(job.folder))}" for job in jobs)
 
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
-        """Accounting is asked once for all of them: thousands may end together."""
-        rows = slurm.steps([job.job_id for job in jobs]) if self.cluster.executor == "slurm" else {}
+        rows = self._steps(jobs)
         ended, full = [], None
         for job in jobs:
             log_file, logs = read_logs(job.log_files())
@@ -371,6 +371,12 @@ class Launcher:
                 failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
             ended.append(Ended(job, failure, tail, log_file))
         return ended
+
+    def _steps(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[slurm.StepState]]:
+        """What is known of their ends. Accounting is asked once for all of them: thousands may end together."""
+        if self.cluster.executor == "slurm":
+            return slurm.steps([job.job_id for job in jobs])
+        return {job.job_id: [KILLED_HERE] for job in jobs if was_killed(job.folder, job.job_id)}
 
     def _executor(self, folder: Path, request: Request) -> Any:
         import submitit

@@ -31,6 +31,11 @@ def is_alive(folder: Path, job_id: str) -> bool:
     return _is_locked(folder / f"{job_id}.lock") or folder.name.encode() in _command_of(job_id)
 
 
+def was_killed(folder: Path, job_id: str) -> bool:
+    """Whether a job that is over was killed as a whole: one that comes to its own end takes its lock away."""
+    return job_id.isdecimal() and (folder / f"{job_id}.lock").exists()
+
+
 def _is_locked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 from submitit import Job
@@ -32,9 +33,13 @@ def take_pickle(folder: Path, index: int) -> list[str]:
 
 
 def run_controller(folder: Path) -> str:
-    """A shell line that runs the job under a controller of ours; submitit's own, which would follow, never starts."""
+    """A shell line that runs the job under a controller of ours; submitit's own, which would follow, never starts.
+
+    Unless the controller was killed, the job's lock goes, as `was_killed` wants it.
+    """
     command = shlex.join([sys.executable, "-m", "tula_hpc.submitit_controller", str(folder)])
-    return f"{{ {command}; exit $?; }}"
+    lock = f"{shlex.quote(str(folder))}/$$.lock"
+    return f"{{ {command}; code=$?; [ $code -eq {128 + SIGKILL} ] || rm -f {lock}; exit $code; }}"
 
 
 def begun(folder: Path, count: int) -> list[str]:

@@ -332,7 +332,7 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     log = f"\nlog: {first.log_file}" if first.log_file else ""
     if (failure or first.failure).is_the_users:  # the log's last line is a sentence
         return f"{last_line(first.log_tail)}{log}"
-    return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail)}{log}"
+    return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail) or last_line(first.log_tail)}{log}"
 
 
 def last_line(text: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.test_launch import launcher
+from tests.test_launch import launcher, processes_of, sleeper
 from tula_hpc.errors import Failure
+from tula_hpc.launch import Submitted
+from tula_hpc.stages import why
 
 
 def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
@@ -33,3 +37,37 @@ def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
     assert "of rank 1" in raised.log_tail
     assert killed.failure is Failure.KILLED
     assert "task 1: Killed" in killed.log_tail
+
+
+def exits_without_a_word() -> Callable[[], None]:
+    """A job whose process ends with an error that nothing is logged of."""
+
+    def job() -> None:
+        os._exit(3)
+
+    return job
+
+
+def kill_all_but_the_shell(job: Submitted) -> None:
+    """Once its worker runs: the job's controller and its worker."""
+    deadline = time.monotonic() + 60
+    while not any("Loading pickle" in path.read_text() for path in job.log_files()):
+        assert time.monotonic() < deadline, "the job did not begin"
+        time.sleep(0.05)
+    for process in processes_of(job):
+        if process != int(job.job_id):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:
+    local = launcher(tmp_path, array_parallelism=3)
+    jobs = local.submit([sleeper(), sleeper(), exits_without_a_word()], stage="train", nodes=1, minutes=4)
+    kill_all_but_the_shell(jobs[0])
+    kill_all_but_the_shell(jobs[1])
+    os.kill(int(jobs[1].job_id), signal.SIGKILL)
+    ended = local.wait(jobs)
+    assert [end.failure for end in ended] == [Failure.KILLED, Failure.KILLED, Failure.BUG]
+    for end in ended:
+        assert "submitit" not in why([end])
+    assert "its log does not say why" in why(ended[2:])

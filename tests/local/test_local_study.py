@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import StudyCell, load_sweep
+from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory, TrainResult, TunedRates, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,7 @@ def test_each_cell_ran_once_and_those_that_were_killed_went_on_from_their_checkp
     assert len(twice) < len(killed.cells)
     for cell in killed.victims:
         assert killed.result(cell).restarts == 1
+    assert {event.failure for event in killed.run.events() if event.event == "failed"} == {Failure.KILLED}
 
 
 def test_seeds_differ_and_each_column_has_its_method(killed: Killed) -> None:
