@@ -28,8 +28,9 @@ from tula_hpc.analysis.node_price import describe_price, node_hour_price
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.holder import holder_of
+from tula_hpc.job_logs import read_logs
 from tula_hpc.job_status import Answer, JobPhase, job_statuses
-from tula_hpc.launch import NOTICE
+from tula_hpc.launch import NOTICE, Submitted
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
@@ -359,6 +360,34 @@ def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Pat
     assert (failure.failure, failure.detail, failure.log_file) == (Failure.BUG, "KeyError: 'the bug'", str(log))
     assert "bug: KeyError: 'the bug'" in text_of(told)
     assert str(log) in status_text(told)
+
+
+CHATTER = "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl\n"
+RAISED = "Traceback (most recent call last):\n  File x\n"
+
+
+@pytest.mark.parametrize(
+    ("logs", "named", "detail"),
+    [
+        ({"0_log.err": "", "0_log.out": CHATTER}, "0_log.err", "its log does not say why"),
+        ({"0_log.err": "", "0_log.out": CHATTER, "1_log.err": "task 1: Killed\n"}, "1_log.err", "task 1: Killed"),
+        ({"0_log.err": f"{RAISED}E: Broken pipe\n", "1_log.err": f"{RAISED}KeyError: 1\n"}, "1_log.err", "KeyError: 1"),
+        ({"0_log.err": f"{RAISED}KeyError: 0\n", "1_log.err": f"{RAISED}KeyError: 1\n"}, "0_log.err", "KeyError: 0"),
+        ({"0_log.err": "a warning\n", "0_log.out": CHATTER, "shell.out": "Killed\n"}, "shell.out", "Killed"),
+    ],
+)
+def test_status_and_command_name_the_log_with_the_cause(
+    tmp_path: Path, cluster: FakeSlurm, logs: dict[str, str], named: str, detail: str
+) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", label="main")
+    folder = run.slurm / "train-7"
+    for name, text in logs.items():
+        (folder / f"7_{name}").write_text(text)
+    run.log_event("ended", "train", job_id="7", failure=Failure.KILLED)
+    (failure,) = status.status_of(run.root).failures
+    assert (Path(failure.log_file).name, failure.detail) == (f"7_{named}", detail)
+    assert read_logs(Submitted("7", folder).log_files())[0] == Path(failure.log_file)
 
 
 def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_path: Path, cluster: FakeSlurm) -> None:

@@ -77,14 +77,25 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
 
 def telling_line(log: str) -> str:
     """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
+    best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
+    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:500]  # these are sentences
+
+
+def weight(log: str) -> int:
+    """How much a log says about its job's end, to choose the one of several that tells it; 0: nothing."""
+    lines = _lines_by_weight(log)
+    return next((len(lines) - index for index, found in enumerate(lines) if found), 0)
+
+
+def _lines_by_weight(log: str) -> list[list[str]]:
+    """Exceptions of its own, signs of other ends, exceptions for want of a peer, the last words, submitit's words."""
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
     lines = [line.strip() for line in without_chatter(log).splitlines()]
     telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
     said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
-    best = next(iter([*own, *signs, *raised, *said[-1:], *lines[-1:]]), _no_word(log))
-    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:500]  # these are sentences
+    return [own, signs, raised, said[-1:], lines[-1:]]
 
 
 def _no_word(log: str) -> str:

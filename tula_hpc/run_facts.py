@@ -16,7 +16,9 @@ from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import in_words, open_regular
 from tula_hpc.holder import Holder, holder_of
-from tula_hpc.launch import NOTICE
+from tula_hpc.job_ends import telling_line
+from tula_hpc.job_logs import MAX_LOG_BYTES, read_logs
+from tula_hpc.launch import NOTICE, Submitted
 from tula_hpc.records import (
     EpochMetrics,
     Event,
@@ -34,7 +36,6 @@ from tula_hpc.records import (
 RECENT_STEPS = 20  # logged lines from which the present step time is taken
 BLOCK_BYTES = 1 << 16
 MOST_BYTES = 1 << 24  # of metrics.jsonl, from its end
-LOG_BYTES = 1 << 14
 
 
 class Tail(NamedTuple):
@@ -220,16 +221,9 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 
 
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
-    """The log that tells most of a job's end, and its last line; "" without one. A traceback beats all else."""
-    best = ("", "")
-    for path in [*sorted(folder.glob(f"{job_id}_*.err")), *sorted(folder.glob(f"{job_id}_*.out"))]:
-        text = _end_of(path)
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        found = (str(path), lines[-1] if lines else "")
-        if "Traceback" in text and "Connection closed by peer" not in text:  # a peer's death is not the cause
-            return found
-        best = best if best[1] else found
-    return best
+    """The log that tells most of a job's end, as the command names it, and what it says; "" without one."""
+    best, logs = read_logs(Submitted(job_id, folder).log_files(), _end_of)
+    return (str(best), telling_line("\n".join(logs))) if best else ("", "")
 
 
 def _end_of(path: Path) -> str:
@@ -237,7 +231,7 @@ def _end_of(path: Path) -> str:
         return ""
     try:
         with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
             return file.read().decode(errors="replace")
     except OSError:  # a colleague's, perhaps; the rest can still be told
         return ""
