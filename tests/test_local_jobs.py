@@ -23,7 +23,7 @@ from tula_hpc.jobs import ProfileJob
 from tula_hpc.launch import REFUSED, Launcher
 from tula_hpc.local_jobs import begun, take_pickle
 from tula_hpc.pipeline import carry_out
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import Configuration, RunDirectory, append_record
 from tula_hpc.stages import Sweep, submission_of
 
 SWEEP = SweepSpec.model_validate(
@@ -184,8 +184,13 @@ def complains(job: ProfileJob) -> Callable[[], None]:
     return task
 
 
-def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What failed in an earlier try is not counted in the progress of this one."""
     run = RunDirectory(tmp_path / "run").create()
+    earlier = measurement(Configuration(1, 1, 32), status="failed", failure=Failure.BAD_INPUT, finished_at=1.0)
+    append_record(run.profile / "earlier.jsonl", earlier)
     make = profile_stage._job
     monkeypatch.setattr(profile_stage, "_job", lambda *described: complains(make(*described)))
     with pytest.raises(StageError) as caught:
@@ -199,6 +204,9 @@ def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(tmp_path: Path, mon
         ("submitted", None),
         ("ended", Failure.BAD_INPUT),
     ]
+    progress = [line for line in capsys.readouterr().err.splitlines() if line.startswith("profile: ")]
+    assert progress[0].startswith("profile: 0 of 1: 1 running")
+    assert progress[-1] == "profile: 0 of 1: nothing was measured"
 
 
 def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_path: Path) -> None:

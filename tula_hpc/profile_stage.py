@@ -37,9 +37,9 @@ def profile_stage(sweep: Sweep) -> None:
     """
     with stage_progress("profile") as progress:
         failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
-        measured = sweep.run.measurements().records
-        good = sum(m.status == "ok" for m in measured)
-        progress.update(len(measured), len(measured), f"{good} measurements" if good else "nothing was measured")
+        good = sum(m.status == "ok" for m in sweep.run.measurements().records)
+        tried = len(_tried(sweep))
+        progress.update(tried if good else 0, tried, f"{good} measurements" if good else "nothing was measured")
     if not good:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 
@@ -117,15 +117,23 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         Those that died without a record of their own.
     """
     events = {event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)}
-    expected = len(part.run.measurements().records) + sum(len(_configurations(event)) for event in events.values())
+    wanted = {(part.partition, each) for event in events.values() for each in _configurations(event)}
+    expected = len(_tried(part) | wanted)
 
     def tick(text: str) -> None:
-        done = len(part.run.measurements().records)
+        done = len(_tried(part))
         progress.update(done, max(done, expected), text)
 
     jobs = [submission_of(part.run, event) for event in events.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
     return [end for end in ended if _record_end(part, events[end.job.job_id], end)]
+
+
+def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
+    """What is measured or failed, on any part. A failure before this command may have been mended, see `counted`."""
+    records = sweep.run.measurements().records
+    parts = {m.partition for m in records}
+    return {(name, m.configuration) for name in parts for m in counted(records, name, sweep.started_at)}
 
 
 def _configurations(event: Event) -> list[Configuration]:
