@@ -139,6 +139,15 @@ def test_a_fresh_run_directory_has_nothing_to_tell_and_says_so(tmp_path: Path, c
     assert "nothing is known yet" in text_of(told)
 
 
+def test_a_single_profile_is_told_in_the_singular(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32)))
+    told = status.status_of(run.root)
+    assert told.words.startswith("1 configuration measured; ")
+    run.log_event("ended", "profile")
+    assert " 1 configuration measured; 0 jobs" in text_of(status.status_of(run.root))
+
+
 @pytest.mark.parametrize("make", ["missing", "file", "empty", "pipe"])
 def test_what_is_no_run_directory_is_refused_in_one_line(
     tmp_path: Path, make: str, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.errors import StageError
 from tula_hpc.footprint import estimate
@@ -39,7 +40,7 @@ def profile_stage(sweep: Sweep) -> None:
         failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
-        progress.update(tried if good else 0, tried, f"{good} measurements" if good else "nothing was measured")
+        progress.update(tried if good else 0, tried, plural(good, "measurement") if good else "nothing was measured")
     if not good:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tula_hpc.analysis.aggregate import is_out_of_memory
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
 from tula_hpc.errors import Failure
 from tula_hpc.job_status import MAIN_LABEL, Answer, JobPhase, JobStatus, job_statuses
@@ -453,7 +454,7 @@ def _failed(parts: _Parts) -> Verdict | None:
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
         return "failed", f"training: {_failure_words(last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
-        return "failed", f"{study.failed} trainings have no result; mend the cause and run the same command again"
+        return "failed", f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}"
     return None
 
 
@@ -487,7 +488,7 @@ def _stopped_words(parts: _Parts) -> str:
     elif parts.facts.plan is not None:
         so_far = "planned"
     elif parts.profile is not None and parts.profile.measured:
-        so_far = f"{parts.profile.measured} configurations are measured"
+        so_far = f"{plural(parts.profile.measured, 'configuration')} measured"
     else:
         so_far = "nothing is measured"
     return f"{so_far}; nothing is at work{unless}: {AGAIN} to go on"

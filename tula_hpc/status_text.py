@@ -102,8 +102,9 @@ def _stages(status: RunStatus) -> Iterator[Line]:
 
 
 def _profile(profile: ProfileStatus) -> str:
-    bound = f" of at most {profile.wanted}" if profile.wanted is not None and profile.stand != "done" else ""
-    counts = [f"{profile.measured}{bound} configurations measured"]
+    most = profile.wanted if profile.stand != "done" else None
+    bound = "" if most is None else f"{profile.measured} of at most "
+    counts = [f"{bound}{plural(profile.measured if most is None else most, 'configuration')} measured"]
     counts += [f"{profile.out_of_memory} out of memory"] if profile.out_of_memory else []
     counts += [f"{profile.failed} failed"] if profile.failed else []
     stand = {"none": "not begun", "stopped": "not going on", "unknown": "not over as far as the files tell"}.get(

@@ -172,7 +172,8 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview
     hours = len([*cells, *trials]) * study.nodes * part.train_minutes / 60
     lines = [
         f"study {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}",
-        f"{len(cells)} trainings of {spec.workload.epochs} epochs on {study.nodes} x {part.workers_per_node} workers:",
+        f"{plural(len(cells), 'training')} of {plural(spec.workload.epochs, 'epoch')} "
+        f"on {study.nodes} x {part.workers_per_node} workers:",
         f"  {', '.join(study.columns)} at B = {batches}, seeds {', '.join(map(str, study.seeds))}",
     ]
     if study.small_batch:
