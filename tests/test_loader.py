@@ -212,7 +212,8 @@ def test_the_test_set_is_shared_out_without_copies(samples: int, world_size: int
 
 
 def test_a_batch_larger_than_the_training_set_names_the_keys_of_sweeps_and_studies() -> None:
-    with pytest.raises(InputError, match=r"lower search\.max_batch, or what study\.batches holds"):
+    keys = r"lower search\.max_batch, and search\.min_batch .*; in a study study\.batches"
+    with pytest.raises(InputError, match=keys):
         loader(Noise(3))
 
 

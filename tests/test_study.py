@@ -93,6 +93,11 @@ def test_a_mistake_is_one_line_with_file_key_and_what_was_expected(tmp_path: Pat
             {},
             "study.batches: 512 is above workload.samples = 300",
         ),
+        (
+            STUDY.replace("batches = [256, 512]", "batches = [256, 2048]"),
+            {},
+            "study.batches: 2048 is above the 1438 training samples of 'digits'",
+        ),
         (STUDY.replace('"lrs"', '"polo"'), {}, "study.nodes: polo averages the models of several workers"),
         (STUDY + VARIANT + 'workload.precision = "fp16"\n', {}, "workload.precision: fp16 of mine needs device"),
     ],

@@ -62,6 +62,10 @@ def test_help_imports_nothing_heavy() -> None:
         (["--set", "search.cluster_sizes=[1,128]"], "max_nodes"),
         (["--set", "workload.precision=fp16"], "workload.precision"),
         (["--set", "workload.samples=50"], "search.max_batch: 64 is above workload.samples = 50"),
+        (
+            ["--set", "search.min_batch=2048", "--set", "search.max_batch=4096"],
+            "search.min_batch: 2048 is above the 1438 training samples of 'digits'",
+        ),
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
     ],

@@ -149,6 +149,12 @@ def test_a_subset_is_a_fixed_random_choice_that_grows() -> None:
     assert len(set(chosen(100))) == 100
 
 
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_how_many_samples_there_are_is_known_before_they_are_read(name: str) -> None:
+    assert WorkloadSpec(dataset=name).most_samples == len(build(name).train)  # type: ignore[arg-type] # it has one
+    assert WorkloadSpec(dataset=name, samples=50).most_samples == 50
+
+
 def test_more_samples_than_there_are_is_an_error() -> None:
     with pytest.raises(InputError, match=r"workload\.samples: 2000, but the training set has 1438"):
         build("digits", samples=2000)

@@ -12,11 +12,12 @@ class DatasetFacts(NamedTuple):
     image_size: int  # default edge, pixels
     classes: int | None  # None: counted in data_dir
     test_samples: int | None = None  # None: counted there, or split off the whole
+    train_samples: int | None = None  # None: counted there; a folder may hold others than were published
 
 
 DATASETS: dict[str, DatasetFacts] = {
-    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10, test_samples=359),
-    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10, test_samples=512),
+    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10, test_samples=359, train_samples=1438),
+    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10, test_samples=512, train_samples=2048),
     "cifar10": DatasetFacts(on_disk=True, image_size=32, classes=10, test_samples=10_000),
     "cifar100": DatasetFacts(on_disk=True, image_size=32, classes=100, test_samples=10_000),
     "caltech101": DatasetFacts(on_disk=True, image_size=224, classes=101),

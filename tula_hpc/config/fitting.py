@@ -31,10 +31,13 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
     samples, share = sweep.workload.samples, sweep.training.trained_share
+    held = "" if share == 1 else f" less training.tune_holdout = {sweep.training.tune_holdout}"
     if samples is not None and sweep.search.max_batch > samples * share:
-        held = "" if share == 1 else f" less training.tune_holdout = {sweep.training.tune_holdout}"
         message = f"{sweep.search.max_batch} is above workload.samples = {samples}{held}"
         raise InputError(message, source=sweep_file, key="search.max_batch")
+    if _is_above(sweep.search.min_batch, sweep, share):
+        message = f"{sweep.search.min_batch} is above {_samples(sweep)}{held}"
+        raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
         for nodes in cluster_sizes(sweep.search, part):
             if not local_batches(sweep.search, nodes, part.workers_per_node):
@@ -68,9 +71,21 @@ def _check_study(
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
         raise InputError(f"{batch} cannot be shared equally among {workers} workers", source=source, key=key)
-    work, share = sweep.workload, (1 - sweep.workload.holdout) * sweep.training.trained_share
-    if work.samples is not None and batch > work.samples * share:
-        raise InputError(f"{batch} is above workload.samples = {work.samples}", source=source, key=key)
+    if _is_above(batch, sweep, (1 - sweep.workload.holdout) * sweep.training.trained_share):
+        raise InputError(f"{batch} is above {_samples(sweep)}", source=source, key=key)
+
+
+def _is_above(batch: int, sweep: SweepSpec, share: float) -> bool:
+    """Whether a batch is larger than the share of the training samples that is trained on, as far as they are known."""
+    most = sweep.workload.most_samples
+    return most is not None and batch > most * share
+
+
+def _samples(sweep: SweepSpec) -> str:
+    work = sweep.workload
+    if work.samples is not None:
+        return f"workload.samples = {work.samples}"
+    return f"the {work.most_samples} training samples of {work.dataset!r}"
 
 
 def study_part(study: StudySpec, cluster: ClusterSpec) -> tuple[str, ClusterSpec] | None:

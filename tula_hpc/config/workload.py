@@ -87,6 +87,12 @@ class WorkloadSpec(Spec):
         return self
 
     @property
+    def most_samples(self) -> int | None:
+        """At most so many training samples there are, where `samples` or the data set's name tells."""
+        facts = DATASETS.get(self.dataset)
+        return self.samples or (facts.train_samples if facts else None)
+
+    @property
     def test_samples(self) -> int | None:
         """Size of the test set, where the data set's name and `classes` tell; its classes are of one size there.
 

@@ -194,7 +194,8 @@ def make_train_loader(
     samples = len(dataset)  # type: ignore[arg-type] # checked when the data was built
     if samples < order.global_batch:
         message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
-        raise InputError(f"{message}; lower search.max_batch, or what study.batches holds")
+        lower = "lower search.max_batch, and search.min_batch where that is above it; in a study study.batches"
+        raise InputError(f"{message}; {lower}")
     return TrainLoader(EpochDataset(dataset, seed), order, **_options(loader_workers, pin_memory))
 
 
