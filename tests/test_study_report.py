@@ -194,6 +194,8 @@ def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirecto
     ("values", "idle"),
     [
         ({"scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),
+        ({"scale_min": 0.9999993, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),  # by rounding
+        ({"scale_min": 0.999, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, False),
         ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0, "scale_share": 0.0}, True),  # the gate let nothing through
         ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0}, True),
         ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.5, "scale_share": 0.1}, False),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.planning_data import failed, ok
-from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, load_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_sweep
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
 
@@ -365,6 +365,36 @@ def test_a_key_that_changes_nothing_is_named(
     assert len(said) == bool(key)
     assert not key or said[0].startswith(f"warning: {sweep_file}: training.{key}: changes nothing: ")
     assert words in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["small_batch=63"], ""),
+        (["small_batch=64"], "training.small_batch: 64 is not below search.max_batch, 64: "),
+        (["small_batch=64", "small_batch_shrink=1"], "which scales nothing\n"),
+        (["small_batch=512"], "which scales nothing until training.small_batch_shrink brings it below the batch\n"),
+        (["small_batch=512", "preset=paper"], "which scales nothing\n"),
+        (["small_batch=512", "tune_small_batch=[16]"], ""),
+        (["small_batch=512", "method=lbt"], "changes nothing: "),
+    ],
+)
+def test_a_reference_batch_above_every_batch_is_named(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
+) -> None:
+    given = [part for each in settings for part in ("--set", f"training.{each}")]
+    assert main([str(sweep_file), "--dry-run", *given]) == 0
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == bool(said)
+
+
+def test_a_reference_batch_above_every_batch_of_a_study_is_named_once(sweep_file: Path) -> None:
+    study = '[study]\nmethods = ["ags", "lbt"]\nbatches = [64, 128]\nsmall_batch = 16\n'
+    study += "[study.variants.own]\ntraining.small_batch = 64\n[study.variants.large]\ntraining.small_batch = 256\n"
+    sweep_file.write_text(f"{sweep_file.read_text()}\n{study}")
+    named = [key for key, _ in idle_reference(load_sweep(sweep_file, ["training.small_batch=128"]))]
+    assert named == ["training.small_batch", "study.variants.large.training.small_batch"]
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,14 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
-    from tula_hpc.config import idle_keys, load_together
+    from tula_hpc.config import idle_keys, idle_reference, load_together
 
     dry = getattr(options, "dry_run", False)
     spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
     for key, why in idle_keys(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
+    for key, why in idle_reference(spec):
+        sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
     if dry:
         _warn_of_paths(options)
     if getattr(options, "detach", False) and cluster.executor != "slurm":

@@ -7,7 +7,7 @@ expected.
 from tula_hpc.config.ags import AgsOptions, Gate, Granularity, LrScaling
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.fitting import check_together, cluster_sizes, study_part, sweep_for
-from tula_hpc.config.idle_keys import idle_keys
+from tula_hpc.config.idle_keys import idle_keys, idle_reference
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
 from tula_hpc.config.pricing import PricingSpec
@@ -48,6 +48,7 @@ __all__ = [
     "check_together",
     "cluster_sizes",
     "idle_keys",
+    "idle_reference",
     "load_cluster",
     "load_sweep",
     "load_together",

@@ -1,4 +1,7 @@
-"""Keys of training that were given and change nothing: a sweep may hold them, but whoever wrote them should know."""
+"""Keys of training that were given and change nothing, or leave nothing to scale.
+
+A sweep may hold them, but whoever wrote them should know.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +61,31 @@ def _reason(training: TrainingSpec, key: str) -> str:
     if key in ("small_batch_shrink", "spike_guard") and training.method == "ags" and options.reference == "pass":
         return 'with reference = "pass" there are no norms at every step, which it needs'
     return ""
+
+
+def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
+    """Each key that gives AGS a reference batch which is not below any batch of the sweep, dotted, with the reason."""
+    study = sweep.study
+    if study is None:
+        if why := _not_below(sweep.training, sweep.search.max_batch, "search.max_batch"):
+            yield "training.small_batch", why
+        return
+    found: dict[str, str] = {}
+    for name in study.columns:
+        training = study_column(sweep, name, check_paths=False).training
+        own = f"study.variants.{name}." if "training.small_batch" in study.overrides(name) else ""
+        if why := _not_below(training, max(study.batches), "the largest of study.batches"):
+            found[f"{own}training.small_batch"] = why
+    yield from found.items()
+
+
+def _not_below(training: TrainingSpec, largest: int, key: str) -> str:
+    """Why AGS's reference batch leaves nothing to scale; empty where it is below the largest batch, or not given."""
+    given, shrink = training.small_batch, training.ags.small_batch_shrink
+    if training.method != "ags" or given is None or min([given, *training.tune_small_batch]) < largest:
+        return ""
+    unless = "" if shrink == 1.0 else " until training.small_batch_shrink brings it below the batch"
+    return (
+        f"{given} is not below {key}, {largest}: gradients are held against those of the same batch, "
+        f"which scales nothing{unless}"
+    )

@@ -13,6 +13,7 @@ from tula_hpc.records.record import Batch, Record
 
 SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
 SCALE_BINS_PER_OCTAVE = 6
+ROUNDING = 1e-4  # factors so near to 1 come of norms in single precision alone
 
 
 class StepMetrics(Record):
@@ -56,7 +57,9 @@ class StepMetrics(Record):
     @property
     def scaled_nothing(self) -> bool:
         """Whether no step since the last line used any of the scale, or each factor was 1."""
-        return self.scaled == 0 or self.scale_share == 0 or self.scale_min == self.scale_max == 1.0
+        factors = [each for each in (self.scale_min, self.scale_max) if each is not None]
+        is_one = len(factors) == 2 and all(abs(each - 1.0) <= ROUNDING for each in factors)
+        return self.scaled == 0 or self.scale_share == 0 or is_one
 
 
 class EpochMetrics(Record):
