@@ -90,7 +90,9 @@ RULES: dict[str, set[str]] = {
         "analysis", "config", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
     },
     "submission": {"errors", "launch", "sbatch", "slurm"},
-    "dry_run": {"analysis", "config", "profile_stage", "records", "stages", "submission"},
+    "dry_run": {
+        "analysis", "changed_inputs", "config", "launch", "profile_stage", "records", "stages", "submission",
+    },
     "summary": {"analysis", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},

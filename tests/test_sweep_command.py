@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from tests.planning_data import failed, ok
-from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_sweep
+from tests.run_factory import EPOCHS, make_run, write_training
+from tula_hpc.changed_inputs import freeze
+from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
 
@@ -531,3 +533,38 @@ def test_dry_run_of_a_cluster_with_parts(sweep_file: Path, capsys: pytest.Captur
     assert "partition 'new': 2 candidates" in out
     assert out.count("#SBATCH --partition=old") == 3
     assert out.count("#SBATCH --partition=new") == 2
+
+
+def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = make_run(tmp_path / "run", stage="profile")
+    run.sweep_file.write_text(freeze(load_sweep(run.sweep_file, check_paths=False)))
+    run.cluster_file.write_text(freeze(load_cluster(run.cluster_file)))
+
+    def said(*changed: str) -> str:
+        before = run.events_file.read_text()
+        command = [str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root), "--dry-run"]
+        assert main([*command, *changed]) == 0
+        assert run.events_file.read_text() == before
+        return capsys.readouterr().out
+
+    measured = said()
+    assert "first it waits for what was submitted before: profile job 17\n" in measured
+    assert "21 candidates, and nothing is left to profile\n" in measured
+    assert "if 4 nodes are chosen" in measured
+    make_run(tmp_path / "planned", stage="plan").plan_file.rename(run.plan_file)
+    run.log_event("ended", "profile", job_id="17")
+    planned, chosen = said(), run.read_plan().chosen
+    assert f"per submission, at {chosen.configuration} by the plan" in planned
+    assert "waits" not in planned
+    assert planned.count("#!/bin/bash") == 1
+    assert "if 4 nodes are chosen" in said("--set", "objective.kind=cost"), "the plan is made anew"
+    run.log_event("submitted", "train", job_id="18", data={"label": "main"})
+    training = said()
+    assert "submitted before: train job 18\n" in training
+    assert "candidates" not in training
+    write_training(run, epochs_done=EPOCHS)
+    over = said()
+    assert over.splitlines()[1:] == ["the training is over: nothing is submitted, and the report is written again"]

@@ -1,16 +1,19 @@
-"""What `--dry-run` prints of a sweep: the first jobs, an upper bound of their node-hours, and the sbatch scripts."""
+"""What `--dry-run` prints of a sweep: the next jobs, an upper bound of their node-hours, and the sbatch scripts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
+from tula_hpc.changed_inputs import changes_of, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.launch import unsettled
 from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
-from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.stages import Sweep
+from tula_hpc.records import Candidate, Configuration, RunDirectory
+from tula_hpc.stages import Sweep, next_candidate, plan_is_good, training_began
 from tula_hpc.submission import Preview, Script, script_of
 
 
@@ -23,14 +26,43 @@ class Wave(NamedTuple):
 
 
 def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """What a sweep would submit first; nothing is created."""
+    """What a sweep would submit next; nothing is created.
+
+    Raises:
+        StageError: It would end in that, since no batch of its plan is left.
+    """
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
-    lines, scripts = [head], []
-    for part in parts_of(Sweep(spec, cluster, RunDirectory(root))):
-        waves = _waves(part)
-        lines += [*_profiling(part, waves), _training(part)]
-        scripts += [*_profile_scripts(part, waves), *_train_script(part)]
-    return Preview(lines, scripts)
+    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=time.time())  # what failed before is tried again
+    if sweep.run.train().result_file.exists():
+        return Preview([head, "the training is over: nothing is submitted, and the report is written again"], [])
+    waves = [] if training_began(sweep.run) else [(part, _waves(part)) for part in parts_of(sweep)]
+    lines = [head, *_on_their_way(sweep)]
+    lines += [line for part, first in waves for line in _profiling(part, first)]
+    scripts = [script for part, first in waves for script in _profile_scripts(part, first)]
+    chosen = None if any(first for _, first in waves) else _chosen(sweep)
+    if chosen is not None:
+        there = sweep.on(chosen.partition)
+        return Preview([*lines, _planned_training(there, chosen)], [*scripts, *_train_script(there, chosen.nodes)])
+    parts = parts_of(sweep)
+    scripts += [script for part in parts for script in _train_script(part, max(part.spec.search.cluster_sizes))]
+    return Preview([*lines, *map(_training, parts)], scripts)
+
+
+def _on_their_way(sweep: Sweep) -> Iterator[str]:
+    for stage in ("train",) if training_began(sweep.run) else ("profile",):
+        jobs = [event.job_id for event in unsettled(sweep.run, stage)]
+        if jobs:
+            more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+            yield f"first it waits for what was submitted before: {stage} job {jobs[0]}{more}"
+
+
+def _chosen(sweep: Sweep) -> Candidate | None:
+    """What would be trained by the plan that there is; None where one is made first."""
+    run = sweep.run
+    changed = {**changes_of(run.sweep_file, sweep.spec), **changes_of(run.cluster_file, sweep.cluster)}
+    if not plan_is_good(run) or not all(is_always_free(key) for key in changed):
+        return None
+    return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
 
 
 def _waves(part: Sweep) -> list[Wave]:
@@ -50,11 +82,15 @@ def _profiling(part: Sweep, waves: Sequence[Wave]) -> Iterator[str]:
     every = len(candidates(search, part.cluster.workers_per_node))
     first = sum(len(wave.configurations) for wave in waves)
     where = f"partition {part.partition!r}: " if part.partition else ""
+    count = f"{where}{plural(every, 'candidate')}"
+    if not waves:
+        yield f"{count}, and nothing is left to profile"
+        return
     if search.mode == "adaptive":
         most = min(search.max_profiles, every)
-        yield f"{where}{every} candidates; adaptive search starts with {first} and measures at most {most} of them:"
+        yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"
     else:
-        yield f"{where}{every} candidates, {first} to profile ({search.mode} search):"
+        yield f"{count}, {first} to profile ({search.mode} search):"
     yield from _jobs(search.nest, waves)
     hours = sum(wave.nodes * wave.tasks for wave in waves) * minutes / 60
     yield f"profiling: at most {hours:.2f} node-hours for these jobs ({minutes} min is the limit of each)"
@@ -80,6 +116,12 @@ def _training(part: Sweep) -> str:
     )
 
 
+def _planned_training(there: Sweep, chosen: Candidate) -> str:
+    hours = chosen.nodes * there.cluster.train_minutes / 60
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    return f"training: at most {hours:.2f} node-hours per submission, at {chosen.configuration}{where} by the plan"
+
+
 def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
     for wave in waves:
         title = f"profile, N={wave.nodes}, {plural(wave.tasks, 'task')}"
@@ -87,7 +129,6 @@ def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
         yield from script_of(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
 
 
-def _train_script(part: Sweep) -> Iterator[Script]:
-    nodes, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
-    title = f"train, N={nodes}, 1 task"
+def _train_script(part: Sweep, nodes: int) -> Iterator[Script]:
+    title, minutes = f"train, N={nodes}, 1 task", part.cluster.train_minutes
     yield from script_of(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)

@@ -93,8 +93,8 @@ def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> lis
 
 
 def plan_stage(sweep: Sweep) -> Plan:
-    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `_plan_is_good`."""
-    if _plan_is_good(sweep.run):
+    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `plan_is_good`."""
+    if plan_is_good(sweep.run):
         return sweep.run.read_plan()
     from tula_hpc.analysis.plan import make_plan
 
@@ -117,7 +117,7 @@ def training_began(run: RunDirectory) -> bool:
     return any(event.event == "submitted" and event.stage == "train" for event in run.events())
 
 
-def _plan_is_good(run: RunDirectory) -> bool:
+def plan_is_good(run: RunDirectory) -> bool:
     """Training began with it, or nothing was measured since it was written (also by `analysis.plan --write`)."""
     if not run.plan_file.exists():
         return False
