@@ -166,8 +166,9 @@ def _against_prediction(run: RunContents, training: Training) -> str:
 
 
 def _in_words(relative: float) -> str:
-    """A relative error, predicted / measured − 1, in words."""
-    return f"the prediction was {format_percent(abs(relative))} too {'long' if relative >= 0 else 'short'}"
+    """A relative error, predicted / measured − 1, of the median epoch: the sum holds the start of the first, too."""
+    wrong = f"{format_percent(abs(relative))} too {'long' if relative >= 0 else 'short'}"
+    return f"its median epoch was predicted {wrong}"
 
 
 def warnings(run: RunContents) -> list[str]:

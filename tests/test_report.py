@@ -431,6 +431,20 @@ def test_epochs_outside_of_their_interval_are_a_warning(finished: Written) -> No
         assert bool(said) == warned
 
 
+def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(finished: Written) -> None:
+    contents = read_run(finished.run)
+    (training,) = contents.trainings
+    assert training.result is not None
+    assert training.epoch_time_s is not None
+    epoch_s = 0.9 * training.epoch_time_s
+    assert contents.plan is not None
+    chosen = contents.plan.chosen.model_copy(update={"epoch_time_s": epoch_s})
+    result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
+    plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
+    said = answer(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
+    assert f"took {format_duration(result.train_time_s)} (its median epoch was predicted 10.0 % too short)" in said
+
+
 def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
