@@ -17,6 +17,7 @@ from tula_hpc.records import Configuration, StepTimes
 
 ROW_IN = 0.17  # height of a bar with its gap
 NOTABLE = 0.05  # a part below this share of the step is no finding
+EXCHANGE = 4.0  # a rest up to so many times as long as the bare all-reduce may be that, slowed down by other work
 
 
 class Parts(NamedTuple):
@@ -154,13 +155,25 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
         return _calm_title(bars, share)
-    subject = ("Waiting for data", "", "The optimizer", "Exchanging gradients")[part]
-    title = f"{subject} takes {share} of a step at {_short(worst.configuration)}"
+    title = f"{_subject(part, worst)} takes {share} of a step at {_short(worst.configuration)}"
     least = min((bar for other, bar in named if other == part), key=lambda bar: bar.share(part))
     if least.share(part) > 0.8 * worst.share(part):
         return title
     share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
     return f"{title}, but {share} at {_short(least.configuration)}"
+
+
+def _subject(part: int, bar: Bar) -> str:
+    """The part of a step in words."""
+    return ("Waiting for data", "", "The optimizer", _rest(bar))[part]
+
+
+def _rest(bar: Bar) -> str:
+    """What is left of a step of several workers; what the all-reduce cannot explain is no exchange."""
+    if bar.allreduce_s <= 0:
+        return "Synchronization"
+    exchanged = bar.parts.exposed_sync_s <= EXCHANGE * bar.allreduce_s
+    return "Exchanging gradients" if exchanged else "Waiting for other workers"
 
 
 def _named_parts(bar: Bar) -> tuple[int, ...]:

@@ -386,11 +386,11 @@ def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> No
         assert float(row["exposed_synchronization_percent"]) == pytest.approx(share)
 
 
-def profiled(where: Configuration, rest: float, optimizer: float = 0.01) -> Measurement:
+def profiled(where: Configuration, rest: float, optimizer: float = 0.01, allreduce_s: float = 0.1) -> Measurement:
     """A profile of which the rest of a step, and the optimizer, are such shares."""
     times = {"data_time_s": 0.0, "compute_time_s": 1.0 - rest - optimizer, "optimizer_time_s": optimizer}
     whole = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), 1.0)
-    allreduce = {"allreduce_time_s": 0.1 if where.world_size > 1 else 0.0}
+    allreduce = {"allreduce_time_s": allreduce_s if where.world_size > 1 else 0.0}
     return measurement(where, times=StepTimes.model_validate(whole | times | allreduce))
 
 
@@ -410,6 +410,14 @@ ALONE, ALONE_64, PAIR = Configuration(1, 1, 32), Configuration(1, 1, 64), Config
         (
             [profiled(ALONE, 0.4), profiled(ALONE_64, 0.0), profiled(PAIR, 0.3)],
             "Exchanging gradients takes 30.0 % of a step at N = 2, B = 64",
+        ),
+        (
+            [profiled(ALONE, 0.4), profiled(PAIR, 0.6, allreduce_s=0.02)],  # which is no exchange of 20 ms
+            "Waiting for other workers takes 60.0 % of a step at N = 2, B = 64",
+        ),
+        (
+            [profiled(PAIR, 0.3, allreduce_s=0.0)],  # older records do not know it
+            "Synchronization takes 30.0 % of a step at N = 2, B = 64",
         ),
     ],
 )
