@@ -274,6 +274,15 @@ def test_the_cheapest_is_told_by_the_digits_that_are_shown(
     assert drawn(run._replace(plan=plan([chosen, other], chosen=chosen)), "cost").title.endswith(ending)
 
 
+def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) -> None:
+    """That of the whole run, as in the front's figure; with the steps alone the cheaper one would seem slower."""
+    chosen = candidate(Configuration(1, 1, 64)).model_copy(update={"cost": 1.0, "train_time_s": 2.0})
+    other = candidate(Configuration(1, 1, 32)).model_copy(update={"cost": 0.5, "train_time_s": 3.0})
+    made = plan([chosen.model_copy(update={"wall_time_s": 9.0}), other.model_copy(update={"wall_time_s": 5.0})])
+    title = drawn(run._replace(plan=made.model_copy(update={"chosen": made.candidates[0]})), "cost").title
+    assert title.endswith("0.50 USD, and takes 5.0 s instead of 9.0 s")
+
+
 @pytest.mark.parametrize(
     ("cost", "time_s", "title"),
     [
