@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from tula_hpc.analysis import cautions, checkpoints
 from tula_hpc.analysis.aggregate import is_out_of_memory, summarize
+from tula_hpc.analysis.chance import SMALLER_STEPS, learned_nothing
 from tula_hpc.analysis.formatting import (
     format_bytes,
     format_duration,
@@ -176,7 +177,8 @@ def warnings(run: RunContents) -> list[str]:
     doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
     names = {item.partition for item in run.measurements} | set(run.cluster.part_names() if run.cluster else ())
     said = [_sentence(doubt, names) for doubt in doubts]
-    return [*said, *_mixed_devices(run), *_off_prediction(run), *_scaled_nothing(run), *run.notes]
+    of_trainings = [*_off_prediction(run), *_learned_nothing(run), *_scaled_nothing(run)]
+    return [*said, *_mixed_devices(run), *of_trainings, *run.notes]
 
 
 def _doubts_before_plan(run: RunContents) -> list[str]:
@@ -205,6 +207,15 @@ def _off_prediction(run: RunContents) -> Iterator[str]:
             between = f"{format_duration(foreseen.low)} to {format_duration(foreseen.high)}"
             took = f"Epochs of the training took {format_duration(training.epoch_time_s)}"
             yield f"{took}, outside of the {between} that were expected with 90 % confidence; see events and drift."
+
+
+def _learned_nothing(run: RunContents) -> Iterator[str]:
+    """Of trainings that are over: one that blew up, but stayed finite, reaches some accuracy as well."""
+    if run.sweep is None:
+        return
+    for training in run.trainings:
+        if training.result is not None and (why := learned_nothing(training.metrics, run.sweep.workload)):
+            yield f"Training {training.label}: {why}; {SMALLER_STEPS}."
 
 
 def _scaled_nothing(run: RunContents) -> Iterator[str]:

@@ -479,6 +479,27 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
             assert (told in page, "in training" in capsys.readouterr().out) == (name == "a", name == "a")
 
 
+@pytest.mark.usefixtures("no_figure", "no_pages")
+@pytest.mark.parametrize("until", ["train", "report"])
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(1.0, None), (1.0e9, "Training main: the loss ended at 378,000,000, above the ")],
+)
+def test_a_training_that_blew_up_is_a_warning(
+    tmp_path: Path, factor: float, words: str | None, until: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    files = run.train()
+    lines = [json.loads(line) for line in files.metrics_file.read_text().splitlines()]
+    lines = [line | {"train_loss": factor * line["train_loss"]} if "train_loss" in line else line for line in lines]
+    files.metrics_file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.log_event("submitted", "train", job_id="9", data={"label": "main"})  # or more would be measured
+    carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), until)
+    said = capsys.readouterr().out.splitlines()
+    assert ["warning: the loss ended" in line for line in said[-2:]].count(True) == (words is not None)
+    assert any(text.startswith(words or "Training main") for text in warnings(read_run(run))) == (words is not None)
+
+
 def test_repeated_measurements_count_by_their_median() -> None:
     where = Configuration(1, 1, 32)
     repeats = [measurement(where, seed) for seed in range(3)]

@@ -93,6 +93,12 @@ class WorkloadSpec(Spec):
         return self.samples or (facts.train_samples if facts else None)
 
     @property
+    def class_count(self) -> int | None:
+        """How many classes there are to tell apart, where the data set's name or `classes` tells."""
+        facts = DATASETS.get(self.dataset)
+        return self.classes or (facts.classes if facts else None)
+
+    @property
     def test_samples(self) -> int | None:
         """Size of the test set, where the data set's name and `classes` tell; its classes are of one size there.
 
