@@ -284,10 +284,17 @@ def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     )
 
 
+def _scaled_percent(row: StepMetrics) -> float | None:
+    """Steps whose gradient was scaled. The gate may let steps use factors that are 1 until their first estimate."""
+    if row.scaled is None:
+        return None
+    return 0.0 if row.scaled_nothing else 100 * row.scaled
+
+
 def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     at, colour = [row.step for row in steps], style.MUTED.light
-    share = [100 * value for value in _column(steps, "scaled")]
-    axes.plot(at, share, "-", color=colour, linewidth=1.2)
+    percent = [math.nan if (share := _scaled_percent(row)) is None else share for row in steps]
+    axes.plot(at, percent, "-", color=colour, linewidth=1.2)
     axes.set_ylim(0, 104)
     axes.set_ylabel("scaled steps, %")
     axes.set_yticks([0, 50, 100])
@@ -315,7 +322,8 @@ def _sensitivity_caption(gate: _Gate) -> str:
         f"smallest to the largest), which makes a large batch step like a small one. {_gate_in_words(gate)} While it "
         "warms up a part of it is applied. The mean applied is over the steps between two lines of the log, of which "
         "those that were left alone count as 1. "
-        f"Below: the share of steps that {'used some of it' if gate.kind == 'smooth' else 'were scaled'}."
+        f"Below: the share of steps that {'used some of it' if gate.kind == 'smooth' else 'were scaled'}, "
+        "none as long as all factors are 1."
     )
 
 
@@ -349,7 +357,7 @@ def _sensitivity_table(steps: Sequence[StepMetrics]) -> Table:
             row.scale_min,
             row.scale_max,
             row.applied_scale,
-            None if row.scaled is None else 100 * row.scaled,
+            _scaled_percent(row),
         )
         for row in steps
     ]

@@ -645,6 +645,16 @@ def test_sensitivity_tells_of_the_scale_that_was_applied(run: RunContents, share
     assert words in drawing.title
 
 
+def test_no_step_is_called_scaled_before_the_first_estimate(run: RunContents) -> None:
+    """The gate lets steps use factors that are still 1."""
+    training = run.trainings[0]
+    ones = {"scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}
+    steps = [row.model_copy(update=ones) if row.epoch < 1 else row for row in training.metrics.steps]
+    changed = training._replace(metrics=training.metrics._replace(steps=steps))
+    for row in rows(drawn(run._replace(trainings=[changed]), "sensitivity")):
+        assert (float(row["scaled_steps_percent"]) == 0) == (float(row["epochs"]) < 1)
+
+
 def test_adascale_has_no_gate_whatever_the_keys_say(run: RunContents) -> None:
     drawing = sensitivity_of(run, method="adascale", gate="paper")
     assert "at every step" in drawing.caption
