@@ -24,6 +24,7 @@ from tula_hpc.records import CurvatureMetrics, StepMetrics
 
 WINDOWS = 40  # a curve over training is drawn through so many medians
 ENDS = 10  # the first and the last of so many parts stand for the beginning and the end
+ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
 MOST_LINES = len(style.SIZES)
 RATE_DROP = 0.7  # a step of the schedule multiplies the rate by less
 CONVERGED = 0.1  # residual over eigenvalue: above, the point is drawn hollow
@@ -74,7 +75,7 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
         labels.label_ends(axes, ends)
     caption = (
         "The norm of the gradient of a whole batch, before any scaling. Dots: logged steps. Lines: medians of "
-        f"consecutive parts, {WINDOWS} at most."
+        f"consecutive parts, {WINDOWS} at most. {ENDS_ARE}"
     )
     rows: list[tuple[Cell, ...]] = [
         (batch, epoch, value) for batch, curve in curves.items() for epoch, value in zip(*curve, strict=True)
@@ -222,8 +223,8 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         draw_marks([above, below], rate_drops(training.metrics.steps))
     caption = (
         "Above: Δ(G), by which share the squared norm of the gradient changed from one step to the next (dots: logged "
-        f"steps; line: medians of consecutive parts). Below: {what}. The paper sees Δ(G) and accuracy together: fast "
-        "learning and drops of the learning rate as high Δ(G), convergence as a low and steady one."
+        f"steps; line: medians of consecutive parts). {ENDS_ARE} Below: {what}. The paper sees Δ(G) and accuracy "
+        "together: fast learning and drops of the learning rate as high Δ(G), convergence as a low and steady one."
     )
     rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
     name = "test_accuracy_percent" if judged else "test_loss"

@@ -116,7 +116,9 @@ def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words
     changed = [
         row.model_copy(update={"gradient_norm": 1.0 if index < half else last}) for index, row in enumerate(steps)
     ]
-    assert words in drawn(with_metrics(run, steps=changed), "gradient_norm").title
+    drawing = drawn(with_metrics(run, steps=changed), "gradient_norm")
+    assert words in drawing.title
+    assert "The title goes by medians of the first and the last tenth" in drawing.caption  # not by the line's ends
 
 
 def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:
