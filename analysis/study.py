@@ -42,7 +42,7 @@ def write_study_report(run: RunDirectory) -> list[Path]:
     from tula_hpc.analysis.figures_study import STUDY_FIGURES, draw_study
 
     contents = read_study(run)
-    table = make_table(contents.study, contents.outcomes)
+    table = make_table(contents.study, contents.outcomes, contents.sweep.workload.test_samples)
     drawn = draw_study(contents, table)
     svgs = [drawing.svg() for drawing in drawn.drawings]
     runs = Table(*_runs(contents)).to_csv()
@@ -61,7 +61,7 @@ def study_text(run: RunDirectory) -> str:
         RunDirectoryError: There is no such directory, or it holds no study.
     """
     contents = read_study(run)
-    table = make_table(contents.study, contents.outcomes)
+    table = make_table(contents.study, contents.outcomes, contents.sweep.workload.test_samples)
     doubts = [f"warning: {doubt}" for doubt in cautions(contents, table)]
     return "\n".join([plain_text(table), "", answer(table), *doubts])
 

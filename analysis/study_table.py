@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from tula_hpc.analysis.study_data import Outcome
 from tula_hpc.config import REFERENCE_COLUMN, StudySpec
 
 LEAST_LOSS = 0.01  # accuracy that the large batch must have lost before a share of it says anything
+PLAIN_LOSS = 0.02  # a loss that says something however few the test samples are
 
 Mark = Literal["best", "worst", ""]
 
@@ -49,6 +51,7 @@ class StudyTable(NamedTuple):
     batches: tuple[int, ...]  # ascending
     reference: Entry | None
     entries: dict[tuple[str, int], Entry]
+    test_samples: int | None = None
 
     def row(self, batch: int) -> list[Entry]:
         """The entries of one batch, in the order of the columns."""
@@ -79,8 +82,14 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), deviation, len(values))
 
 
-def make_table(study: StudySpec, outcomes: Iterable[Outcome]) -> StudyTable:
-    """Aggregate the outcomes over seeds, mark the best and the worst at each batch."""
+def make_table(study: StudySpec, outcomes: Iterable[Outcome], test_samples: int | None = None) -> StudyTable:
+    """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
+
+    Args:
+        study: What was to be trained.
+        outcomes: How that ended.
+        test_samples: Size of the test set, where it is known; see `least_loss`.
+    """
     grouped: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in outcomes:
         grouped.setdefault((outcome.cell.column, outcome.cell.batch), []).append(outcome)
@@ -92,9 +101,9 @@ def make_table(study: StudySpec, outcomes: Iterable[Outcome]) -> StudyTable:
         row = [plain.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
         marks = marks_of(row)
         for entry in row:
-            recovered = recovered_share(entry, plain.get((REFERENCE_COLUMN, batch)), reference)
+            recovered = recovered_share(entry, plain.get((REFERENCE_COLUMN, batch)), reference, test_samples)
             entries[entry.column, batch] = entry._replace(recovered=recovered, mark=marks.get(entry.column, ""))
-    return StudyTable(study.columns, batches, reference, entries)
+    return StudyTable(study.columns, batches, reference, entries, test_samples)
 
 
 def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
@@ -125,19 +134,34 @@ def _level(entry: Entry) -> float:
     return entry.test.mean * entry.test.runs / (entry.test.runs + entry.diverged)
 
 
-def recovered_share(entry: Entry, plain: Entry | None, small: Entry | None) -> float | None:
+def recovered_share(
+    entry: Entry, plain: Entry | None, small: Entry | None, test_samples: int | None = None
+) -> float | None:
     """(method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
 
     0 is no better than plain large-batch training, 1 as good as the small batch. None where one of the three is
     unknown, where a run of one of them diverged, as the mean of those that are left would hide it, or where plain
-    training lost less than `LEAST_LOSS`.
+    training lost less than `least_loss`.
     """
     if plain is None or small is None or entry.test is None or plain.test is None or small.test is None:
         return None
     if entry.diverged or plain.diverged or small.diverged:
         return None
     lost = small.test.mean - plain.test.mean
-    return (entry.test.mean - plain.test.mean) / lost if lost >= LEAST_LOSS else None
+    least = least_loss(small.test, plain.test, test_samples)
+    return (entry.test.mean - plain.test.mean) / lost if lost >= least else None
+
+
+def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
+    """What the large batch must have lost before a share of it says anything.
+
+    The standard error of the difference by counting, `sqrt(Σ p(1 − p) / (n · runs))` for n test samples, where that is
+    known and lies between `LEAST_LOSS` and `PLAIN_LOSS`.
+    """
+    if test_samples is None:
+        return LEAST_LOSS
+    variance = sum(s.mean * (1 - s.mean) / (test_samples * s.runs) for s in (small, plain))
+    return min(PLAIN_LOSS, max(LEAST_LOSS, math.sqrt(max(0.0, variance))))
 
 
 def within_one_deviation(entry: Entry, best: Entry) -> bool:

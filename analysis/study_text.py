@@ -8,7 +8,7 @@ from tula_hpc.analysis.cautions import SCALED_NOTHING
 from tula_hpc.analysis.formatting import UNKNOWN, plural
 from tula_hpc.analysis.report_tables import TextTable
 from tula_hpc.analysis.study_data import StudyContents
-from tula_hpc.analysis.study_table import LEAST_LOSS, Entry, Spread, StudyTable, within_one_deviation
+from tula_hpc.analysis.study_table import Entry, Spread, StudyTable, least_loss, within_one_deviation
 from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.records import EpochMetrics, Metrics
 
@@ -96,7 +96,7 @@ def _loss(table: StudyTable, batch: int) -> str:
     elif plain.test is None:
         said.append(_alone(small))
     else:
-        said.append(f"{who} ({percent(plain.test)}) {_against(plain.test, small)}")
+        said.append(f"{who} ({percent(plain.test)}) {_against(plain.test, small, table.test_samples)}")
     return f"{'; '.join(said)}."
 
 
@@ -106,17 +106,17 @@ def _alone(small: Entry) -> str:
     return f"B = {small.batch:,} {' and '.join(told)}"
 
 
-def _against(plain: Spread, small: Entry) -> str:
+def _against(plain: Spread, small: Entry, test_samples: int | None) -> str:
     """The runs of plain training that came through against those of the small batch."""
     if small.test is None:
         return f"cannot be compared: B = {small.batch:,} {_diverged(small)}"
-    lost = small.test.mean - plain.mean
+    lost, least = small.test.mean - plain.mean, least_loss(small.test, plain, test_samples)
     reached = f"the {percent(small.test)} of B = {small.batch:,}"
     if small.diverged:
         reached += f", which {_diverged(small)}"
-    if lost <= -LEAST_LOSS:
+    if lost <= -least:
         return f"came out {points(lost)} above {reached}"
-    if lost < LEAST_LOSS:
+    if lost < least:
         return f"lost nothing to speak of against {reached}"
     return f"lost {points(lost)} against {reached}"
 

@@ -253,6 +253,20 @@ def test_nothing_is_recovered_where_nothing_was_lost_or_nothing_is_known() -> No
     assert table({("lbt", 512): [0.6], ("ags", 512): [0.7]}).entries["ags", 512].recovered is None
 
 
+@pytest.mark.parametrize(
+    ("lost", "test_samples", "known"),
+    [(0.014, None, True), (0.014, 359, False), (0.014, 10_000, True), (0.02, 359, True), (0.009, 10_000, False)],
+)
+def test_nothing_is_recovered_of_a_loss_that_counting_test_samples_cannot_tell(
+    lost: float, test_samples: int | None, known: bool
+) -> None:
+    reached = {("lbt", 128): 0.1, ("lbt", 512): 0.1 - lost, ("ags", 512): 0.139}
+    outcomes = [Outcome(StudyCell(*place, 0), "finished", value) for place, value in reached.items()]
+    made = make_table(study(methods=("lbt", "ags"), batches=(512,)), outcomes, test_samples)
+    assert (made.entries["ags", 512].recovered is not None) == known
+    assert ("lost nothing to speak of" in verdicts(made)[0]) != known
+
+
 @pytest.mark.parametrize("diverged", [("lbt", 128), ("lbt", 512), ("ags", 512)])
 def test_nothing_is_said_to_be_recovered_where_only_some_runs_came_through(diverged: tuple[str, int]) -> None:
     levels: dict[tuple[str, int], list[float | None]] = {
