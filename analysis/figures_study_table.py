@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
+from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import Entry, StudyTable, within_one_deviation
 from tula_hpc.analysis.study_text import CSV_COLUMNS, answer, csv_rows, percent, signed
@@ -142,11 +143,12 @@ def _draw_reference(axes: Axes, small: Entry, y: float) -> None:
 
 def _caption(contents: StudyContents) -> str:
     kind = "top-5 accuracy" if contents.study.metric == "top5" else "accuracy"
+    epochs, seeds = plural(contents.sweep.workload.epochs, "epoch"), len(contents.study.seeds)
+    over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "of one seed"
     return (
-        f"Test {kind} at the end of {contents.sweep.workload.epochs} epochs, mean and standard deviation over "
-        f"{len(contents.study.seeds)} seeds; below it the accuracy on training samples, and how much of what plain "
-        "large-batch training (lbt) lost against the small batch came back; below 0 % more was lost. The darker, the "
-        "higher the mean among those of its batch. Framed dark: best of the batch (bold), or within one standard "
+        f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, and how much of what "
+        "plain large-batch training (lbt) lost against the small batch came back; below 0 % more was lost. The darker, "
+        "the higher the mean among those of its batch. Framed dark: best of the batch (bold), or within one standard "
         "deviation of it; framed red: worst. Runs that diverged are counted and not in the means; for the frames they "
         "count as 0."
     )

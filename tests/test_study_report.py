@@ -177,6 +177,14 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
 
 
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": [256], "seeds": [0]}}
+    contents = read_study(make_study(tmp_path / "run", tables))
+    drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
+    assert isinstance(drawn, Drawing)
+    assert "at the end of 20 epochs, of one seed; below it" in drawn.caption
+
+
 def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirectory) -> None:
     """It equals lbt to the last digit, which must not pass for a finding."""
     contents = read_study(run)
