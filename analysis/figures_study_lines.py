@@ -15,7 +15,7 @@ from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import Entry, StudyTable
-from tula_hpc.analysis.study_text import listed, percent
+from tula_hpc.analysis.study_text import listed, no_result, percent
 from tula_hpc.config import REFERENCE_COLUMN
 
 MOST_PANELS = 3
@@ -46,7 +46,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     lines = {name: [e for b in table.batches if (e := table.entries[name, b]).test] for name in table.columns}
     lines = {name: entries for name, entries in lines.items() if entries}
     if not lines:
-        return Missing("study_accuracy", "accuracy against batch", "no training has a result yet")
+        return Missing("study_accuracy", "accuracy against batch", no_result(table))
     title = _accuracy_title(table)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.9)
@@ -147,7 +147,9 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     batches = [batch for batch in shown if any(b == batch for _, b in curves)]
     names = [name for name in table.columns if any(n == name for n, _ in curves)]
     if not curves:
-        return Missing("study_epochs", "accuracy over the epochs", "no training has finished an epoch yet")
+        under_way = any(entry.missing for entry in table.entries.values())
+        why = "no training has finished an epoch yet" if under_way else no_result(table)
+        return Missing("study_epochs", "accuracy over the epochs", why)
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
     title = "Test accuracy over the epochs: whether the trainings were long enough to compare their ends"
     with style.styled():

@@ -14,7 +14,7 @@ from tula_hpc.analysis.figures_drawing import Drawing, Missing, Table
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.study_data import StudyContents
 from tula_hpc.analysis.study_table import Entry, StudyTable, within_one_deviation
-from tula_hpc.analysis.study_text import CSV_COLUMNS, answer, csv_rows, percent, signed
+from tula_hpc.analysis.study_text import CSV_COLUMNS, answer, csv_rows, no_result, percent, signed
 from tula_hpc.config import REFERENCE_COLUMN
 
 ROW_IN = 0.6
@@ -31,7 +31,7 @@ BACK = "back: the share of what lbt lost against the small batch that was won ba
 def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Mean and deviation of test accuracy, train accuracy and the recovered share in every cell."""
     if not any(entry.settled for entry in table.entries.values()):
-        return Missing("study_table", "table of methods and batches", "no training has a result yet")
+        return Missing("study_table", "table of methods and batches", no_result(table))
     title = answer(table).removesuffix(".")
     blocks, block_rows = _blocks(table.batches), 1 + len(table.columns)
     rows = block_rows * len(blocks)

@@ -13,6 +13,7 @@ from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.records import EpochMetrics, Metrics
 
 TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in about the last tenth of its epochs
+SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
 
 
 def percent(value: Spread | None) -> str:
@@ -145,7 +146,7 @@ def _diverged(entry: Entry) -> str:
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
     """What keeps the table from being the last word."""
     found = [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
-    return [*found, *_scaled_nothing(contents)]
+    return [*found, *_all_diverged(table), *_scaled_nothing(contents)]
 
 
 def _incomplete(table: StudyTable) -> Iterator[str]:
@@ -191,6 +192,15 @@ def _edge_rates(contents: StudyContents) -> Iterator[str]:
             yield f"The chosen rate of {name}, {rate:g}, is at the edge of study.base_lrs: a {side} one may be better."
 
 
+def _all_diverged(table: StudyTable) -> Iterator[str]:
+    """What to do about it; the table counts the runs."""
+    small, settled = table.reference, [entry for entry in table.entries.values() if entry.settled]
+    if small is not None and small.diverged:
+        yield f"The small batch itself {_diverged(small)}: {SMALLER_RATES}."
+    elif (small is None or small.test is None) and settled and not any(entry.test for entry in settled):
+        yield f"Every training that came to an end diverged: {SMALLER_RATES}."
+
+
 def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
     """Columns that are no method of their own anywhere."""
     study = contents.study
@@ -224,6 +234,15 @@ def _cell(entry: Entry) -> str:
         lines.append(f"{signed(entry.recovered)} recovered")
     counts = [f"{getattr(entry, name)} {name}" for name in ("diverged", "failed", "missing") if getattr(entry, name)]
     return "\n".join([*lines, *counts])
+
+
+def no_result(table: StudyTable) -> str:
+    """Why no entry has a result: trainings are still to come, or all are over."""
+    entries = table.entries.values()
+    if any(entry.missing for entry in entries):
+        return "no training has a result yet"
+    ends = [(sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")]
+    return f"all trainings are over without a result: {listed([f'{count} {name}' for count, name in ends if count])}"
 
 
 def plain_text(table: StudyTable) -> str:

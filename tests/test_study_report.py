@@ -177,6 +177,26 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
 
 
+@pytest.mark.parametrize(
+    ("came_through", "words"),
+    [
+        ((), "The small batch itself diverged in 3 of 3 runs: lower workload.lr"),
+        ((128,), None),
+        ((256,), "The small batch itself diverged"),
+    ],
+)
+def test_where_all_diverged_nothing_is_said_to_come_and_what_to_do(
+    tmp_path: Path, came_through: tuple[int, ...], words: str | None
+) -> None:
+    contents = read_study(make_study(tmp_path / "run", outcome=lambda c: 0.5 if c.batch in came_through else None))
+    table = make_table(contents.study, contents.outcomes)
+    said = [doubt for doubt in cautions(contents, table) if "diverged" in doubt]
+    assert [doubt[: len(words or "")] for doubt in said] == ([words] if words else [])
+    drawn = [draw_study_accuracy(contents, table), draw_study_epochs(contents, table)]
+    reasons = [missing.why for missing in drawn if isinstance(missing, Missing)]
+    assert reasons == ([] if 256 in came_through else ["all trainings are over without a result: 54 diverged"] * 2)
+
+
 def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
     tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": [256], "seeds": [0]}}
     contents = read_study(make_study(tmp_path / "run", tables))
