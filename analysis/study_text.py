@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tula_hpc.analysis.cautions import SCALED_NOTHING
+from tula_hpc.analysis.chance import is_guess, learned_nothing
 from tula_hpc.analysis.formatting import UNKNOWN, plural
 from tula_hpc.analysis.report_tables import TextTable
-from tula_hpc.analysis.study_data import StudyContents
+from tula_hpc.analysis.study_data import Outcome, StudyContents
 from tula_hpc.analysis.study_table import Entry, Spread, StudyTable, least_loss, within_one_deviation
 from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.records import EpochMetrics, Metrics
 
-TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in about the last tenth of its epochs
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
+TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in about the last tenth of its epochs
 
 
 def percent(value: Spread | None) -> str:
@@ -146,7 +147,7 @@ def _diverged(entry: Entry) -> str:
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
     """What keeps the table from being the last word."""
     found = [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
-    return [*found, *_all_diverged(table), *_scaled_nothing(contents)]
+    return [*found, *_all_diverged(table), *_all_guess(contents), *_scaled_nothing(contents)]
 
 
 def _incomplete(table: StudyTable) -> Iterator[str]:
@@ -201,6 +202,20 @@ def _all_diverged(table: StudyTable) -> Iterator[str]:
         yield f"Every training that came to an end diverged: {SMALLER_RATES}."
 
 
+def _all_guess(contents: StudyContents) -> Iterator[str]:
+    """Whether nothing, the small batch included, learned anything: one method is the best there, too."""
+    finished = [outcome for outcome in contents.outcomes if outcome.status == "finished"]
+    if finished and all(_is_guess(contents, outcome) for outcome in finished):
+        yield f"No training came out clearly better than guessing, and what differs is chance: {SMALLER_RATES}."
+
+
+def _is_guess(contents: StudyContents, outcome: Outcome) -> bool:
+    """By its accuracy, or by its loss."""
+    work, among = contents.sweep.workload, 5 if contents.study.metric == "top5" else 1
+    guessed = outcome.test is not None and is_guess(outcome.test, work, among)
+    return guessed or bool(learned_nothing(contents.metrics[outcome.cell], work))
+
+
 def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
     """Columns that are no method of their own anywhere."""
     study = contents.study
@@ -210,6 +225,15 @@ def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
         if idle:
             batches = listed([f"{batch:,}" for batch in idle])
             yield f"{column} at B = {batches}: {SCALED_NOTHING}."
+
+
+def no_result(table: StudyTable) -> str:
+    """Why no entry has a result: trainings are still to come, or all are over."""
+    entries = table.entries.values()
+    if any(entry.missing for entry in entries):
+        return "no training has a result yet"
+    ends = [(sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")]
+    return f"all trainings are over without a result: {listed([f'{count} {name}' for count, name in ends if count])}"
 
 
 def table_cells(table: StudyTable) -> TextTable:
@@ -234,15 +258,6 @@ def _cell(entry: Entry) -> str:
         lines.append(f"{signed(entry.recovered)} recovered")
     counts = [f"{getattr(entry, name)} {name}" for name in ("diverged", "failed", "missing") if getattr(entry, name)]
     return "\n".join([*lines, *counts])
-
-
-def no_result(table: StudyTable) -> str:
-    """Why no entry has a result: trainings are still to come, or all are over."""
-    entries = table.entries.values()
-    if any(entry.missing for entry in entries):
-        return "no training has a result yet"
-    ends = [(sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")]
-    return f"all trainings are over without a result: {listed([f'{count} {name}' for count, name in ends if count])}"
 
 
 def plain_text(table: StudyTable) -> str:

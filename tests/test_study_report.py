@@ -177,6 +177,14 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found
 
 
+@pytest.mark.parametrize(("level", "guessed"), [(0.139, True), (0.3, False)])
+def test_a_study_of_guesses_has_a_caution(tmp_path: Path, level: float, guessed: bool) -> None:
+    """Some method is ahead of the others there, too."""
+    contents = read_study(make_study(tmp_path / "run", outcome=lambda cell: level if cell.column == "ags" else 0.1))
+    said = cautions(contents, make_table(contents.study, contents.outcomes))
+    assert any("No training came out clearly better than guessing" in doubt for doubt in said) == guessed
+
+
 @pytest.mark.parametrize(
     ("came_through", "words"),
     [
