@@ -339,6 +339,12 @@ class Trainer:
     def _epochs_seen(self) -> float:
         return self.progress.epoch + self.progress.offset / self.samples_per_epoch
 
+    def _epoch_share(self) -> float:
+        """How much of the current epoch's whole batches are trained on: 1 at its end, whatever is left over."""
+        size, offset = self.job.configuration.global_batch, self.progress.offset
+        trained = offset + (self.samples_per_epoch - offset) // size * size
+        return offset / trained if trained else 0.0
+
     def _log_steps(self) -> None:
         """One line for the steps since the last one. The device is waited for here, and only here."""
         progress, optimizer = self.progress, self.worker.optimizer
@@ -355,7 +361,7 @@ class Trainer:
             StepMetrics(
                 step=progress.step,
                 samples_seen=progress.samples_seen,
-                epoch=progress.epoch + progress.offset / self.samples_per_epoch,
+                epoch=progress.epoch + self._epoch_share(),
                 loss=mean_loss,
                 lr=optimizer.param_groups[0]["lr"],
                 step_time_s=seconds / steps,

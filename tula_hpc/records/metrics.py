@@ -22,7 +22,7 @@ class StepMetrics(Record):
     kind: Literal["step"] = "step"
     step: int  # optimizer steps taken since the start of training
     samples_seen: int
-    epoch: float
+    epoch: float  # of its whole batches, so that the last step's is a whole number; in older files of all its samples
     loss: float
     lr: float
     step_time_s: float  # mean over the steps since the last logged one

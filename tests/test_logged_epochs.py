@@ -1,0 +1,33 @@
+"""The epoch beside a logged step: whole at the end of each epoch, whatever its batches leave over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tula_hpc import trainer as trainer_module
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.jobs import TrainJob
+from tula_hpc.records import Configuration, RunDirectory, read_metrics
+from tula_hpc.stopping import StopRequest
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+PERCEPTRON = "tests.examples.own_workload:perceptron"
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(64, 4), (79, 4), (17, 1)])
+def test_the_last_step_of_an_epoch_is_at_a_whole_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int, steps: int
+) -> None:
+    monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
+    workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": samples, "epochs": 2}
+    tables = {"name": "x", "workload": workload, "training": {"method": "lbt", "log_interval_steps": 1}}
+    run = RunDirectory(tmp_path / "run").create()
+    run.train().root.mkdir()
+    job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
+    assert trainer_module.run_training(job, StopRequest()) == "finished"
+    metrics = read_metrics(run.train().metrics_file)
+    assert [row.epoch for row in metrics.steps] == [step / steps for step in range(1, 2 * steps + 1)]
+    assert [row.epoch for row in metrics.epochs] == [1, 2]
