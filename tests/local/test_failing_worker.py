@@ -61,8 +61,9 @@ def kill_all_but_the_shell(job: Submitted) -> None:
 
 
 def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:
-    local = launcher(tmp_path, array_parallelism=3)
-    jobs = local.submit([sleeper(), sleeper(), exits_without_a_word()], stage="train", nodes=1, minutes=4)
+    local = launcher(tmp_path)
+    tasks = (sleeper(), sleeper(), exits_without_a_word())  # each in a folder of its own, by which it is killed
+    jobs = [job for task in tasks for job in local.submit([task], stage="train", nodes=1, minutes=4)]
     kill_all_but_the_shell(jobs[0])
     kill_all_but_the_shell(jobs[1])
     os.kill(int(jobs[1].job_id), signal.SIGKILL)
