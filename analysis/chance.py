@@ -14,10 +14,13 @@ USUAL_TEST_SAMPLES = 1000  # where their number is not known
 
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
-    """What of the loss says so, in words; "" where it says nothing of the kind, or too little was logged."""
-    began, ended = _first_loss(metrics), _last_loss(metrics)
-    if began is None or ended is None:
+    """What of the loss says so, in words; "" where it says nothing of the kind, or too little was logged.
+
+    It ended at the mean of the last epoch; that of a single one holds the beginning.
+    """
+    if len(metrics.epochs) < 2:
         return ""
+    began, ended = _first_loss(metrics), metrics.epochs[-1].train_loss
     if ended > began:
         return f"the loss ended at {format_number(ended, 3)}, above the {format_number(began, 3)} that it began with"
     classes = work.class_count if work.loss is None else None
@@ -27,17 +30,8 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
     return ""
 
 
-def _first_loss(metrics: Metrics) -> float | None:
-    if metrics.steps:
-        return metrics.steps[0].loss
-    return metrics.epochs[0].train_loss if metrics.epochs else None
-
-
-def _last_loss(metrics: Metrics) -> float | None:
-    """The mean of the last epoch; of a single one, which holds the beginning, what the steps at its end had."""
-    if len(metrics.epochs) > 1:
-        return metrics.epochs[-1].train_loss
-    return metrics.steps[-1].loss if metrics.steps else None
+def _first_loss(metrics: Metrics) -> float:
+    return metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
 
 
 def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:

@@ -32,6 +32,8 @@ def logged(steps: Sequence[float], epochs: Sequence[float]) -> Metrics:
         ([30.0, 1e6, 2.32], [1e9, 2.33], DIGITS, f"not below the {math.log(10):.3g} of guessing among 10 classes"),
         ([30.0, 1e6, 2.32], [1e9, 2.33], OWN_LOSS, ""),  # of which nobody knows what guessing costs
         ([30.0, 2.0], [9.0], DIGITS, ""),  # the mean of a single epoch holds its beginning
+        ([2.35], [2.35], DIGITS, ""),
+        ([0.21, 0.2, 0.3], [0.22], DIGITS, ""),  # its last line may be of one noisy step
         ([-1.0], [-1.0, -2.0], OWN_LOSS, ""),
         ([], [2.0, 2.1], DIGITS, "above the 2 "),
         ([], [9.0], DIGITS, ""),

@@ -41,7 +41,7 @@ RULES: dict[str, set[str]] = {
     "job_logs": {"env", "job_ends"},
     "local_alive": set(),
     "local_jobs": {"local_alive"},
-    "submitit_controller": set(),
+    "submitit_controller": {"env"},
     "stopping": {"timing"},
     "drift": {"records"},
     "drift_start": {"analysis", "drift", "env", "errors", "jobs", "records", "worker"},

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from signal import SIGKILL
 from typing import NamedTuple
 
 RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
+CONTROLLER = "TULA_CONTROLLER"  # number of the process that starts a local job's workers
+PR_SET_PDEATHSIG = 1
 USERS_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
 
 
@@ -39,6 +43,7 @@ def join_job() -> WorkerEnvironment:
     from submitit import JobEnvironment
 
     job = JobEnvironment()
+    _end_with_controller()
     if _started_by_slurm() and job.global_rank > 0:  # rank 0's log begins with what the batch script says
         sys.stderr.write(f"{RUN_MARK}{restart_count()}\n")
         sys.stderr.flush()
@@ -55,6 +60,17 @@ def join_job() -> WorkerEnvironment:
         submission=str(job.paths.folder),
         master_port=os.environ.get("MASTER_PORT", ""),
     )
+
+
+def be_controller() -> None:
+    """Tell the workers that this process will start, on this machine, that it is their job's controller."""
+    os.environ[CONTROLLER] = str(os.getpid())
+
+
+def _end_with_controller() -> None:
+    """Be killed where the controller of a local job is: the job would be over, and the next one train beside this."""
+    if sys.platform == "linux" and os.environ.get(CONTROLLER) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(SIGKILL), 0, 0, 0)
 
 
 def job_started_at() -> float:

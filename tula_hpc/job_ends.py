@@ -23,7 +23,9 @@ class _Sign(NamedTuple):
 _SIGNS = (
     _Sign(Failure.HOST_OOM, frozenset({"OUT_OF_MEMORY"}), r"oom-kill event|oom_kill|Exceeded job memory limit"),
     _Sign(
-        Failure.DEVICE_OOM, frozenset(), r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.*out of memory"
+        Failure.DEVICE_OOM,
+        frozenset(),
+        r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
     _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE|Node failure on"),
     _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),

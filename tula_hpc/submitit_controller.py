@@ -3,7 +3,7 @@
     python -m tula_hpc.submitit_controller FOLDER
 
 So does `srun -K1` on Slurm. gloo notices that a peer is gone; over nccl the others would wait for it until the time
-limit of a collective.
+limit of a collective. Workers end with a controller that is killed, see `env.join_job`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
+from tula_hpc.env import be_controller
+
 GRACE_S = 10.0  # for the others to come to their own end, and to record that they ran out of memory too
 POLL_S = 0.1
 
@@ -27,6 +29,7 @@ class EndingController(Controller):
 
     def start_tasks(self) -> None:
         """Start the workers, and a thread that watches them."""
+        be_controller()
         super().start_tasks()
         self.ended: list[int] = []  # by this controller
         Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()

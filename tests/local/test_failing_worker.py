@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.test_launch import launcher, processes_of, sleeper
+from tula_hpc.env import join_job
 from tula_hpc.errors import Failure
 from tula_hpc.launch import Submitted
 from tula_hpc.stages import why
@@ -58,6 +60,33 @@ def kill_all_but_the_shell(job: Submitted) -> None:
         if process != int(job.job_id):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def joins_and_sleeps() -> Callable[[], None]:
+    """A job whose worker knows its place, as those that profile and train do."""
+
+    def job() -> None:
+        join_job()
+        sys.stdout.write("joined\n")
+        sys.stdout.flush()
+        time.sleep(60)
+
+    return job
+
+
+def test_workers_end_with_their_controller(tmp_path: Path) -> None:
+    local = launcher(tmp_path, workers_per_node=2)
+    (job,) = local.submit([joins_and_sleeps()], stage="train", nodes=1, minutes=4)
+    deadline = time.monotonic() + 60
+    while sum("joined" in path.read_text() for path in job.folder.glob("*_log.out")) < 2:
+        assert time.monotonic() < deadline, "the job did not begin"
+        time.sleep(0.05)
+    commands = {process: Path(f"/proc/{process}/cmdline").read_bytes() for process in processes_of(job)}
+    (controller,) = [process for process, command in commands.items() if b"\0tula_hpc.submitit_controller\0" in command]
+    os.kill(controller, signal.SIGKILL)
+    (end,) = local.wait([job])
+    assert end.failure is Failure.KILLED
+    assert processes_of(job) == []
 
 
 def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:
