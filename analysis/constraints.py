@@ -33,7 +33,7 @@ class Constraint(NamedTuple):
     def of(self, candidate: Candidate) -> float:
         """What is limited, of one candidate."""
         if self.why is Why.DEADLINE:
-            return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
+            return candidate.expected_time_s
         return float(candidate.cost if self.why is Why.BUDGET else candidate.global_batch)
 
     def is_broken_by(self, candidate: Candidate) -> bool:

@@ -39,18 +39,18 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         drawn = [item for item in plan.candidates if _is_near(item, plan)]
-        times = [_time_s(item) for item in drawn]
+        times = [item.expected_time_s for item in drawn]
         style.value_axis(axes, times, label="expected time of the training", durations=True)
         style.amount_axis(axes, [item.cost for item in drawn], f"cost of the training, {plan.chosen.currency}")
         for name, nodes in sorted({(item.partition, item.nodes) for item in drawn}):
             alike = [item for item in drawn if (item.partition, item.nodes) == (name, nodes)]
             _draw_alike(axes, alike, _look(run, plan, alike[0]))
-        front = [(item.cost, _time_s(item)) for item in plan.pareto]
+        front = [(item.cost, item.expected_time_s) for item in plan.pareto]
         axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
         on = f"\non {plan.chosen.partition}" if plan.chosen.partition else ""
         text = f"chosen: N = {plan.chosen.nodes}, B = {plan.chosen.global_batch:,}{on}"
-        here = (plan.chosen.cost, _time_s(plan.chosen))
-        marks = [[(item.cost, _time_s(item))] for item in drawn]
+        here = (plan.chosen.cost, plan.chosen.expected_time_s)
+        marks = [[(item.cost, item.expected_time_s)] for item in drawn]
         labels.mark_chosen(axes, here, text, lines=[front, *marks], taken=labels.label_ends(axes, []))
         keys = _keys(run, plan, drawn)
         style.legend(axes, keys, columns=_columns(keys))
@@ -58,15 +58,11 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     return Drawing("pareto", title, _caption(plan), figure, table)
 
 
-def _time_s(item: Candidate) -> float:
-    return item.train_time_s if item.wall_time_s is None else item.wall_time_s
-
-
 def _is_near(item: Candidate, plan: Plan) -> bool:
     """What never ends, or costs beyond all measure, would press all else into a corner."""
-    slowest, dearest = max(map(_time_s, plan.pareto)), max(item.cost for item in plan.pareto)
+    slowest, dearest = max(item.expected_time_s for item in plan.pareto), max(item.cost for item in plan.pareto)
     affordable = 0 <= item.cost <= (TALLEST * dearest or math.inf)  # a front that is free bounds nothing
-    return affordable and 0 < _time_s(item) <= TALLEST * slowest
+    return affordable and 0 < item.expected_time_s <= TALLEST * slowest
 
 
 def _columns(keys: list[style.Key]) -> int:
@@ -92,7 +88,7 @@ def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> No
         mine = [item for item in items if item.feasible == feasible]
         axes.plot(
             [item.cost for item in mine],
-            [_time_s(item) for item in mine],
+            [item.expected_time_s for item in mine],
             look.marker,
             color=look.colour,
             fillstyle=fill,
@@ -127,7 +123,7 @@ def _title(plan: Plan) -> str:
     chosen, fastest, cheapest = plan.chosen, plan.pareto[0], plan.pareto[-1]
     if fastest == cheapest:
         return f"{_where(fastest)}: no other candidate is faster, and none is cheaper"
-    times = [format_duration(_time_s(item)) for item in (cheapest, fastest)]
+    times = [format_duration(item.expected_time_s) for item in (cheapest, fastest)]
     costs = [format_money(item.cost, chosen.currency) for item in (cheapest, fastest)]
     if times[0] == times[1]:
         return f"The cheapest of the front costs {costs[0]} and is as fast as any: {times[0]}"
@@ -145,11 +141,11 @@ def _caption(plan: Plan) -> str:
     )
     if plan.chosen.pareto:
         return f"{text}The chosen one (ring) is on it."
-    better = min(plan.pareto, key=lambda item: (item.cost > plan.chosen.cost, _time_s(item)))
-    sooner = format_percent(1.0 - _time_s(better) / _time_s(plan.chosen))
+    better = min(plan.pareto, key=lambda item: (item.cost > plan.chosen.cost, item.expected_time_s))
+    sooner = format_percent(1.0 - better.expected_time_s / plan.chosen.expected_time_s)
     return f"{text}The chosen one (ring) is not: {_where(better)} would take {sooner} less time for no more money."
 
 
 def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
-    where = (item.partition, *item.configuration, item.global_batch, _time_s(item), item.cost, item.currency)
+    where = (item.partition, *item.configuration, item.global_batch, item.expected_time_s, item.cost, item.currency)
     return (*where, item.feasible, item.pareto, item == plan.chosen)

@@ -11,7 +11,6 @@ from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_money, format_number, format_percent, plural
-from tula_hpc.analysis.plan_text import wall_time_s
 from tula_hpc.analysis.pricing import FOREVER_S
 from tula_hpc.analysis.report_data import Interval, RunContents, cost_at, find_candidate, measured_epoch, predicted
 from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
@@ -323,7 +322,7 @@ def _cost_title(plan: Plan) -> str:
     if cheapest.cost >= chosen.cost or least == price:
         return f"{title}, as cheap as any"
     where = f"{plural(cheapest.nodes, 'node')}, batch {cheapest.global_batch:,}"
-    return f"{title}; the cheapest ({where}) {least}, {_against(wall_time_s(cheapest), wall_time_s(chosen))}"
+    return f"{title}; the cheapest ({where}) {least}, {_against(cheapest.expected_time_s, chosen.expected_time_s)}"
 
 
 def _against(time_s: float, chosen_s: float) -> str:

@@ -187,9 +187,10 @@ class StepTimeModel:
         rows, shape = _points(nodes, local_batch, workers_per_node)
         law, fit = self._fitted.law, self._fitted.fit
         drawn = draws(fit, self._steps, self._fitted.bounds, SCATTER, count=count, seed=seed)
-        of_form = self._open_form(rows, law.evaluate(fit.coefficients, rows))
-        forms = np.random.default_rng(seed).integers(len(of_form), size=count)
-        seconds = np.stack([law.seconds(coefficients, rows) for coefficients in drawn]) * np.exp(of_form[forms])
+        seconds = np.stack([law.seconds(coefficients, rows) for coefficients in drawn])
+        if self._fitted.told_at is not None:
+            of_form = self._open_form(rows, law.evaluate(fit.coefficients, rows))
+            seconds *= np.exp(of_form[np.random.default_rng(seed).integers(len(of_form), size=count)])
         return seconds.reshape((count, *shape))
 
 

@@ -70,7 +70,7 @@ def _expectation(plan: Plan) -> str:
     low, high = chosen.interval_90.get("train_time_s" if chosen.wall_time_s is None else "wall_time_s", (None, None))
     between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
     cost = format_money(chosen.cost, chosen.currency)
-    text = f"Training should take {format_duration(wall_time_s(chosen))} ({between}) and cost {cost}"
+    text = f"Training should take {format_duration(chosen.expected_time_s)} ({between}) and cost {cost}"
     if chosen.wall_time_s is not None:
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
         text += f"; its steps alone take {format_duration(chosen.train_time_s)}, with a checkpoint every {every}"
@@ -89,8 +89,8 @@ def _where_time_goes(chosen: Candidate) -> list[str]:
 def _alternatives(plan: Plan) -> list[str]:
     """What would come next, the fastest and the cheapest, each against the chosen one."""
     feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]  # it wins ties
-    fastest = min(feasible, key=lambda c: (wall_time_s(c), c.cost))
-    cheapest = min(feasible, key=lambda c: (c.cost, wall_time_s(c)))
+    fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
+    cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [("Next best", candidate) for candidate in plan.runners_up]
     named += [("Fastest", fastest), ("Cheapest", cheapest)]
     return [f"{what}: {name_of(c)}, {_against(c, plan.chosen)}." for what, c in named if c != plan.chosen]
@@ -98,7 +98,7 @@ def _alternatives(plan: Plan) -> list[str]:
 
 def _against(candidate: Candidate, chosen: Candidate) -> str:
     """How a candidate's time and cost compare: "12 % slower, 3 % cheaper"."""
-    time = _compared(wall_time_s(candidate), wall_time_s(chosen), "slower", "faster")
+    time = _compared(candidate.expected_time_s, chosen.expected_time_s, "slower", "faster")
     return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
 
 
@@ -108,11 +108,6 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return {"slower": "as fast"}.get(more, "as dear")
     return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
-
-
-def wall_time_s(candidate: Candidate) -> float:
-    """Expected wall time, or of plans that do not have it the time of the steps."""
-    return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
 
 
 def _knee(plan: Plan) -> list[str]:
@@ -174,7 +169,7 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         TextColumn("global batch", [str(item.global_batch) for item in shown], right=True),
         TextColumn("step", [format_duration(item.step_time_s) for item in shown], right=True, spare=3),
         TextColumn("epoch", [format_duration(item.epoch_time_s) for item in shown], right=True, spare=1),
-        TextColumn("whole time", [format_duration(wall_time_s(item)) for item in shown], right=True),
+        TextColumn("whole time", [format_duration(item.expected_time_s) for item in shown], right=True),
         TextColumn("cost", [format_money(item.cost, item.currency) for item in shown], right=True),
         TextColumn("memory", [format_bytes(item.peak_memory_bytes) for item in shown], right=True, spare=2),
         *([TextColumn("partition", [item.partition for item in shown])] if plan.chosen.partition else []),

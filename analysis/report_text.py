@@ -18,7 +18,7 @@ from tula_hpc.analysis.formatting import (
 )
 from tula_hpc.analysis.job_runs import job_runs
 from tula_hpc.analysis.parts import name_of, of_part, prefixed
-from tula_hpc.analysis.plan_text import background, wall_time_s
+from tula_hpc.analysis.plan_text import background
 from tula_hpc.analysis.planning import AGAIN
 from tula_hpc.analysis.report_data import (
     RunContents,
@@ -95,7 +95,7 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 def _expected(chosen: Candidate) -> str:
     """The time that is paid for, where it is not that of the steps alone."""
-    expected_s = wall_time_s(chosen)
+    expected_s = chosen.expected_time_s
     if expected_s <= chosen.train_time_s:
         return ""
     return f"{format_duration(expected_s)} expected with evaluation, checkpoints, starts and interruptions, "

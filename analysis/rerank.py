@@ -140,24 +140,19 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
 
 def _keeps(candidate: Candidate, objective: ObjectiveSpec) -> bool:
     """Whether the candidate is within deadline and budget; a bound on the batch is in `feasible` already."""
-    in_time = objective.deadline_hours is None or _wall_s(candidate) <= 3600 * objective.deadline_hours
+    in_time = objective.deadline_hours is None or candidate.expected_time_s <= 3600 * objective.deadline_hours
     return in_time and (objective.budget is None or candidate.cost <= objective.budget)
-
-
-def _wall_s(candidate: Candidate) -> float:
-    """Expected time; that of the steps where the plan does not tell it."""
-    return candidate.train_time_s if candidate.wall_time_s is None else candidate.wall_time_s
 
 
 def _score(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
     """What is to be least, as in the plan."""
     if objective.kind != "knee":
-        return lambda c: tuple(map(float, least_keys(objective, np.array(_wall_s(c)), np.array(c.cost))))
+        return lambda c: tuple(map(float, least_keys(objective, np.array(c.expected_time_s), np.array(c.cost))))
     knee = knee_batch(candidates)
     if knee is not None:
         return lambda c: (abs(math.log2(c.global_batch / knee)),)
-    limit_s = NEAR_LEAST_TIME * min(map(_wall_s, candidates))
-    return lambda c: (float(c.global_batch) if _wall_s(c) <= limit_s else math.inf,)
+    limit_s = NEAR_LEAST_TIME * min(c.expected_time_s for c in candidates)
+    return lambda c: (float(c.global_batch) if c.expected_time_s <= limit_s else math.inf,)
 
 
 def knee_batch(candidates: Iterable[Candidate]) -> float | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.errors import StageError
 
 if TYPE_CHECKING:
-    from tula_hpc.records import Plan, RunDirectory, TrainResult
+    from tula_hpc.records import Metrics, Plan, RunDirectory, TrainResult
     from tula_hpc.stages import Sweep
 
 STAGES = ("profile", "plan", "train", "report")
@@ -48,7 +48,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_summary(sweep, plan, result)
         print(f"report: {next(path for path in paths if path.suffix == '.html')}")
     elif result is not None:
-        _warn_of_loss(sweep)
+        from tula_hpc.records import read_metrics
+
+        _warn_of_loss(sweep, read_metrics(sweep.run.train().metrics_file))
     return 0
 
 
@@ -57,20 +59,21 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     from tula_hpc.records import read_metrics
     from tula_hpc.summary import print_summary
 
-    epoch_s = median_epoch_s(read_metrics(sweep.run.train().metrics_file).epochs)
+    metrics = read_metrics(sweep.run.train().metrics_file)
     here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)  # which the table is about
     trained = result if here else None
-    print_summary(plan, sweep.run.measurements().records, trained, _profiling_cost(sweep), epoch_s)
+    print_summary(
+        plan, sweep.run.measurements().records, trained, _profiling_cost(sweep), median_epoch_s(metrics.epochs)
+    )
     if result is not None:
-        _warn_of_loss(sweep)
+        _warn_of_loss(sweep, metrics)
 
 
-def _warn_of_loss(sweep: Sweep) -> None:
+def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:
     """A training that blew up, but stayed finite, has a result like any other."""
     from tula_hpc.analysis.chance import SMALLER_STEPS, learned_nothing
-    from tula_hpc.records import read_metrics
 
-    if why := learned_nothing(read_metrics(sweep.run.train().metrics_file), sweep.spec.workload):
+    if why := learned_nothing(metrics, sweep.spec.workload):
         print(f"warning: {why}; {SMALLER_STEPS}")
 
 

@@ -14,7 +14,7 @@ MOMENT_S = 1e-9  # no step takes less
 CREDIBLE_BYTES = 1e18
 
 # a smaller batch, samples, and seconds of forward and backward of it at once, without synchronization
-SmallerCompute = tuple[Batch, Annotated[float, Field(gt=1e-9, lt=1e6)]]
+SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)]]
 
 
 class StepTimes(Record):

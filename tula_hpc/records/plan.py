@@ -41,6 +41,11 @@ class Candidate(Record):
         """The configuration alone."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
+    @property
+    def expected_time_s(self) -> float:
+        """Expected wall time; in plans that do not tell it, the time of the steps."""
+        return self.train_time_s if self.wall_time_s is None else self.wall_time_s
+
 
 class Knee(Record):
     """The knee of the curve of training time against global batch, and how sure the measurements make it."""
@@ -77,9 +82,5 @@ class Plan(Record):
     @property
     def pareto(self) -> list[Candidate]:
         """The Pareto front of expected wall time and cost, fastest first; without a wall time that of the steps."""
-
-        def key(candidate: Candidate) -> tuple[float, float]:
-            wall_time_s = candidate.wall_time_s
-            return candidate.train_time_s if wall_time_s is None else wall_time_s, candidate.cost
-
-        return sorted((candidate for candidate in self.candidates if candidate.pareto), key=key)
+        front = (candidate for candidate in self.candidates if candidate.pareto)
+        return sorted(front, key=lambda candidate: (candidate.expected_time_s, candidate.cost))
