@@ -1,6 +1,7 @@
 # make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
 # make test    every test that this machine can run
-# make gpu     the tests that need a GPU, and what one costs and predicts there, into tests/benchmarks/results (ten minutes)
+# make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, and what an optimizer and
+#              checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (ten minutes)
 # make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
 # make lint    ruff and mypy
 # make .venv   the set-up alone
@@ -31,12 +32,21 @@ test: .venv/.ready
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not alone" tests/local tests/slurm
 	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
 
+# each part runs whatever became of those before it; the exit code says whether all were well
 RESULTS := tests/benchmarks/results
 gpu: .venv/.ready
-	@TULA_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu --ignore tests/local --ignore tests/slurm
-	@$(BIN)/python -m tests.benchmarks.optimizer_overhead --device cuda --seconds 40 --out $(RESULTS)/optimizer_overhead_cuda.json
-	@$(BIN)/python -m tests.benchmarks.memory_estimate --device cuda --out $(RESULTS)/memory_estimate_cuda.json
-	@$(BIN)/python -m tests.benchmarks.checkpoint_cost build --device cuda --out $(RESULTS)/checkpoint_cost_cuda.json
+	@failed=; part() { echo "== $$1"; shift; "$$@" || failed=1; }; \
+	part "tests that need a GPU" \
+		env TULA_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu --ignore tests/local --ignore tests/slurm; \
+	part "process groups, streams, synchronizations, memory that runs out" \
+		$(BIN)/python -m tests.benchmarks.gpu_checks --out $(RESULTS)/gpu_checks.json; \
+	part "what scaling gradients adds to a step" \
+		$(BIN)/python -m tests.benchmarks.optimizer_overhead --device cuda --seconds 20 --out $(RESULTS)/optimizer_overhead_cuda.json; \
+	part "what the memory estimate misses by" \
+		$(BIN)/python -m tests.benchmarks.memory_estimate --device cuda --out $(RESULTS)/memory_estimate_cuda.json; \
+	part "what checkpoints cost" \
+		$(BIN)/python -m tests.benchmarks.checkpoint_cost build --device cuda --out $(RESULTS)/checkpoint_cost_cuda.json; \
+	test -z "$$failed"
 
 slurm:
 	@$(PYTHON) tests/slurm/testcluster.py install

@@ -9,7 +9,16 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
-from tula_hpc.records import CREDIBLE_S, Configuration, Measurement, MemoryUse, Record, StepTimes, is_usable
+from tula_hpc.records import (
+    CREDIBLE_S,
+    Configuration,
+    Measurement,
+    MemoryUse,
+    ProcessorUse,
+    Record,
+    StepTimes,
+    is_usable,
+)
 
 
 class Profile(NamedTuple):
@@ -26,6 +35,7 @@ class Profile(NamedTuple):
     watts_per_node: float = 0.0  # median over the repeats that have it; 0: unknown
     parts: int = 1  # in so many a step takes the local batch, one after another
     smaller_computes: tuple[tuple[int, float], ...] = ()  # smaller batches, and seconds of forward and backward of each
+    processor: ProcessorUse | None = None  # None: no repeat has it
 
     @property
     def part_batch(self) -> float:
@@ -50,18 +60,31 @@ class Summary(NamedTuple):
         """In so many a single worker takes its batch; several never do."""
         return max((profile.parts for profile in self.profiles), default=1)
 
+    @property
+    def memory_uses(self) -> list[MemoryUse]:
+        """What each configuration that ran used."""
+        return [row.memory for row in self.profiles]
+
     def oom_bound(self, *, alone: bool) -> float:
         """Local batch from which on memory is known not to suffice, for one worker or for several; inf if for none."""
-        return min(as_large(self.out_of_memory, self.parts, alone=alone), default=math.inf)
+        bounds = (*self.out_of_memory, *self.short_of_memory)
+        return min(as_large(bounds, self.parts, alone=alone), default=math.inf)
+
+    @property
+    def short_of_memory(self) -> tuple[Configuration, ...]:
+        """Configurations that ran only because the allocator freed what it kept and tried again."""
+        return tuple(row.configuration for row in self.profiles if row.memory.ran_short)
 
     @property
     def oom_reason(self) -> str:
-        """What ran out of memory with the fewest samples at once, which bounds all others; only where something did."""
-        held = as_large(self.out_of_memory, self.parts, alone=False)
-        at_once, first = min(zip(held, self.out_of_memory, strict=True))
+        """What lacked memory with the fewest samples at once, which bounds all others; only where something did."""
+        bounds = (*self.out_of_memory, *self.short_of_memory)
+        held = as_large(bounds, self.parts, alone=False)
+        at_once, first = min(zip(held, bounds, strict=True))
+        what = "ran out of memory" if first in self.out_of_memory else "ran only after the allocator had freed memory"
         if self.parts == 1:
-            return f"local batch {first.local_batch} ran out of memory"
-        return f"{first}, with {math.ceil(at_once)} samples at once, ran out of memory"
+            return f"local batch {first.local_batch} {what}"
+        return f"{first}, with {math.ceil(at_once)} samples at once, {what}"
 
 
 def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool) -> Iterator[float]:
@@ -74,6 +97,11 @@ def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool
 def is_out_of_memory(measurement: Measurement) -> bool:
     """Whether memory ran out, whatever noticed it."""
     return measurement.status == "oom" or (measurement.failure is not None and measurement.failure.is_oom)
+
+
+def is_short_of_memory(measurement: Measurement) -> bool:
+    """Whether it ran, but only because the allocator freed what it kept and tried again."""
+    return is_usable(measurement) and measurement.memory is not None and measurement.memory.ran_short
 
 
 def summarize(measurements: Iterable[Measurement]) -> Summary:
@@ -120,6 +148,7 @@ def _sorted_by_use(measurements: Iterable[Measurement]) -> tuple[Groups, Groups,
 
 
 def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profile:
+    used = [row.processor for row in rows if row.processor]
     return Profile(
         configuration,
         times=_medians([row.times for row in rows if row.times], StepTimes, float),
@@ -132,6 +161,7 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
         parts=min(row.parts for row in rows),
         smaller_computes=tuple(medians_by_batch(pair for row in rows for pair in row.smaller_computes).items()),
+        processor=_medians(used, ProcessorUse, float) if used else None,
     )
 
 
@@ -185,9 +215,9 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
 
 
 def _contradictions(summary: Summary) -> list[str]:
-    """Configurations that ran although as many samples at once ran out of memory elsewhere."""
+    """Configurations that ran well although as many samples at once lacked memory elsewhere."""
     bounds = {alone: summary.oom_bound(alone=alone) for alone in (True, False)}
-    ran = [row.configuration for row in summary.profiles]
+    ran = [row.configuration for row in summary.profiles if not row.memory.ran_short]
     beyond = [str(where) for where in ran if where.local_batch >= bounds[where.world_size == 1]]
     if not beyond:
         return []

@@ -86,7 +86,7 @@ class Aim(NamedTuple):
 
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
-    part = part_of("", sweep, cluster, summary, models_of(summary, fitting_limit(cluster), model))
+    part = part_of("", sweep, cluster, summary, models_of(summary, fitting_limit(cluster, summary), model))
     return part._replace(power=part.power or SOME_POWER)
 
 

@@ -12,19 +12,17 @@ a job holds and that has a weight, the plan says so, too.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, PricingSpec
+from tula_hpc.tres import requested_gres
 
 MIB_PER_GIB = 1024.0
 # options in [sbatch] that are not counted, with the beginning of the names of the TRES that they change
 _UNCOUNTED = {
     "bb": "bb/",
     "bbf": "bb/",
-    "cpus-per-gpu": "cpu",
     "cpus-per-task": "cpu",
     "exclusive": "",
     "gpus": "gres/gpu",
@@ -34,10 +32,8 @@ _UNCOUNTED = {
     "mem-per-cpu": "mem",
     "mem-per-gpu": "mem",
     "mincpus": "cpu",
-    "ntasks-per-gpu": "gres/gpu",
     "tres-per-task": "",
 }
-_SOCKETS = re.compile(r"\([^()]*\)")  # behind a count, as Slurm shows them: gpu:4(S:0-1)
 
 
 class NodeResources(NamedTuple):
@@ -109,25 +105,13 @@ def _gres(cluster: ClusterSpec) -> dict[str, float]:
 def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
     """Name, type and count of each generic resource of a node; options for GPUs take the place of the GPUs in gres."""
     options = _options(cluster)
-    items = list(_requested(options.get("gres", cluster.gres or "")))
+    items = list(requested_gres(options.get("gres", cluster.gres or "")))
     for option, times in (("gpus-per-task", cluster.workers_per_node), ("gpus-per-node", 1)):
         if option in options:
-            gpus = _requested(",".join(f"gpu:{gpu}" for gpu in options[option].split(",")))
+            gpus = requested_gres(",".join(f"gpu:{gpu}" for gpu in options[option].split(",")))
             items = [item for item in items if item[0] != "gpu"]
             items += [(name, kind, times * count) for name, kind, count in gpus]
     return items
-
-
-def _requested(gres: str) -> Iterator[tuple[str, str, float]]:
-    """Name, type ("" for none) and count of each item of Slurm's `name[[:type]:count],…`, in lower case.
-
-    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of digits alone.
-    """
-    for item in _SOCKETS.sub("", gres).lower().split(","):
-        name, *fields = item.removeprefix("gres:").split(":")
-        count = float(fields.pop()) if fields and fields[-1].isdecimal() else 1.0
-        if name:
-            yield name, ":".join(filter(None, fields)), count
 
 
 def billing_per_node(pricing: PricingSpec, tres: dict[str, float]) -> float:

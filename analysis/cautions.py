@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tula_hpc.analysis.aggregate import Profile, Summary
+from tula_hpc.analysis.data_loading import describe_slow_loader, loader_decides, wait_share
 from tula_hpc.analysis.formatting import format_number, format_percent, in_samples, plural
 from tula_hpc.analysis.noise import CriticalBatch
 from tula_hpc.analysis.parts import Fitted, of_part, prefixed
@@ -18,10 +19,14 @@ from tula_hpc.analysis.table import FEASIBLE, CandidateTable, Part
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, sweep_for
 from tula_hpc.records import Candidate, Configuration, Measurement
 
-LOADER_SHARE = 0.2  # of a step; above it the data loader is worth the user's attention
 DROPPED_SHARE = 0.1  # of the samples
 BOUND_SHARE = 0.05  # of the expected time, lost because saves may cost only so much
 CONTRADICTS_FROM = 1.5  # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
+SHORT_OF_MEMORY = (
+    "ran only because torch's allocator freed what it kept and tried again, which is slow and may fail in training, so "
+    'that no local batch as large is planned; where PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in '
+    "[environment], a new sweep with it may fit more"
+)
 SCALED_NOTHING = (
     "no gradient was scaled: each factor was 1 all along, as before their first estimate, which a short training on a "
     "single worker may not come to, or the gate let no step use any"
@@ -31,11 +36,14 @@ SCALED_NOTHING = (
 def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int) -> list[str]:
     """Doubts about the measurements themselves."""
     profiles = summary.profiles
+    # where the loader decides, steps are as uneven as its items: that is said once
+    unsettled = [p for p in profiles if not p.converged and not loader_decides(p.times)]
     return [
         *summary.warnings,
-        *_listed([p for p in profiles if not p.converged], "stopped before the step time had settled"),
+        *_listed(unsettled, "stopped before the step time had settled"),
         *_listed([p for p in profiles if not p.exclusive], "shared their nodes with other jobs"),
         *_listed([p for p in profiles if p.emulated], "shared one machine between their nodes; real nodes will differ"),
+        *_listed([p for p in profiles if p.memory.ran_short], SHORT_OF_MEMORY),
         *_other_workers(profiles, workers_per_node),
         *_slow_loader(profiles, sweep.workload.loader_workers),
     ]
@@ -175,15 +183,11 @@ def _other_workers(profiles: Sequence[Profile], workers_per_node: int) -> list[s
 
 
 def _slow_loader(profiles: Sequence[Profile], loader_workers: int) -> list[str]:
-    def share(profile: Profile) -> float:
-        return profile.times.data_time_s / profile.times.step_time_s
-
-    slow = [profile for profile in profiles if share(profile) > LOADER_SHARE]
+    slow = [profile for profile in profiles if loader_decides(profile.times)]
     if not slow:
         return []
-    worst = max(slow, key=share)
-    where = f"{share(worst):.0%} of a step at {worst.configuration}"
-    return [f"waiting for data takes up to {where}: raise workload.loader_workers (now {loader_workers})"]
+    worst = max(slow, key=lambda profile: wait_share(profile.times))
+    return [describe_slow_loader(worst, loader_workers)]
 
 
 def _extrapolated(chosen: int, place: int, table: CandidateTable, profiles: Sequence[Profile]) -> list[str]:

@@ -14,6 +14,7 @@ from tula_hpc.analysis.aggregate import Summary, summarize
 from tula_hpc.analysis.candidates import update_time
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_bytes, plural
+from tula_hpc.analysis.memory_limit import memory_limit_bytes
 from tula_hpc.analysis.report_data import Interval, RunContents, predicted, used_bytes
 from tula_hpc.analysis.table import on_top_bytes
 from tula_hpc.config import GIB
@@ -107,7 +108,7 @@ def _usage(run: RunContents) -> Usage:
     candidates = sorted(run.plan.candidates if run.plan else (), key=lambda item: item.local_batch)
     where = [configuration for configuration, _ in measured] + [item.configuration for item in candidates]
     workers = sorted({configuration.world_size for configuration in where})
-    limit = run.plan.memory_limit_bytes if run.plan else run.cluster.memory_limit_bytes if run.cluster else None
+    limit = _limit(run, summary)
     allowed = _allowed(run, summary, limit, workers)
     fitting = {item.configuration for item in candidates if _fits(item, summary, allowed)}
     lines = [
@@ -120,6 +121,12 @@ def _usage(run: RunContents) -> Usage:
     ]
     most = None if limit is None else int(max([0.0, *allowed.values()]))
     return Usage(lines, summary.parts, limit, most, run.out_of_memory)
+
+
+def _limit(run: RunContents, summary: Summary) -> int | None:
+    if run.plan:
+        return run.plan.memory_limit_bytes
+    return memory_limit_bytes(run.cluster, summary.memory_uses) if run.cluster else None
 
 
 def _allowed(run: RunContents, summary: Summary, limit: int | None, workers: list[int]) -> dict[int, float]:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis import figures_style as style
+from tula_hpc.analysis.data_loading import loader_decides
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_duration, format_percent
 from tula_hpc.analysis.report_data import RunContents, find_candidate, trained_candidate
@@ -46,6 +47,7 @@ class Bar(NamedTuple):
     parts: Parts
     step_s: float
     allreduce_s: float
+    loader_decides: bool
 
     def share(self, part: int) -> float:
         """Share of the step that one part takes."""
@@ -78,9 +80,10 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
 
 def _breakdown_caption(bars: Sequence[Bar]) -> str:
     text = (
-        "One bar per profiled configuration, as shares of its step; the step's time stands at the right. Forward and "
-        "backward, optimizer and the bare all-reduce of the gradients are measured apart; the rest is what remains "
-        "of the whole step, with several workers mostly synchronization that is not hidden. "
+        "One bar per profiled configuration, as shares of its step; the step's time stands at the right. The wait "
+        "for data is that of the timed steps. Forward and backward, optimizer and the bare all-reduce of the "
+        "gradients are measured apart; the rest is what remains of the whole step, with several workers mostly "
+        "synchronization that is not hidden. "
     )
     if any(bar.allreduce_s for bar in bars):
         text += (
@@ -93,7 +96,8 @@ def _breakdown_caption(bars: Sequence[Bar]) -> str:
 
 
 def _bar(configuration: Configuration, times: StepTimes) -> Bar:
-    return Bar(configuration, parts_of(times), times.step_time_s, times.allreduce_time_s)
+    decides = loader_decides(times)
+    return Bar(configuration, parts_of(times), times.step_time_s, times.allreduce_time_s, decides)
 
 
 def _rows(bars: Sequence[Bar]) -> list[Bar | None]:
@@ -150,6 +154,11 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
 
 def _breakdown_title(bars: Sequence[Bar]) -> str:
     """Name the part, other than computing, that costs most somewhere. One worker's rest has no name: it shares none."""
+    slow = [bar for bar in bars if bar.loader_decides]
+    if slow:
+        worst = max(slow, key=lambda bar: bar.share(0))
+        share = format_percent(worst.share(0))
+        return f"The data loader decides: waiting for data takes {share} of a step at {_short(worst.configuration)}"
     named = [(part, bar) for bar in bars for part in _named_parts(bar)]
     part, worst = max(named, key=lambda item: item[1].share(item[0]))
     share = format_percent(worst.share(part))

@@ -15,6 +15,7 @@ from tula_hpc.analysis.energy import node_power
 from tula_hpc.analysis.evaluation import evaluation_of
 from tula_hpc.analysis.grid import Grid, candidate_grid
 from tula_hpc.analysis.knee import Array, TrainTime
+from tula_hpc.analysis.memory_limit import memory_limit_bytes
 from tula_hpc.analysis.starts import with_start
 from tula_hpc.analysis.table import CandidateTable, Part, allowed_bytes, predict, stacked
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
@@ -130,7 +131,7 @@ def _fit(
         raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
     bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
     possible = {batch for batch in wanted if batch < bound}
-    models = fit_models(summary, fitting_limit(cluster), sweep.search.form, possible)
+    models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
     return part_of(name, sweep, cluster, summary, models)._replace(save=measured_cost(trained.events))
 
 
@@ -154,9 +155,10 @@ def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary,
     return Part(name, priced, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
 
 
-def fitting_limit(cluster: ClusterSpec) -> float | None:
+def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
     """Bytes of a worker for the memory model's bounds: what the margin leaves, as the rest may have been in use."""
-    return None if cluster.memory_limit_bytes is None else allowed_bytes(cluster)
+    limit = memory_limit_bytes(cluster, summary.memory_uses)
+    return None if limit is None else allowed_bytes(limit, cluster.memory_margin)
 
 
 def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:

@@ -122,6 +122,7 @@ def _notes(part: Part) -> list[str]:
     """What prices, times and memory of a partition assume."""
     from tula_hpc.analysis import checkpoints, starts
     from tula_hpc.analysis.formatting import format_bytes
+    from tula_hpc.analysis.memory_limit import describe_limit
     from tula_hpc.analysis.pricing import assumptions
     from tula_hpc.analysis.table import checkpoint_copy
 
@@ -130,7 +131,8 @@ def _notes(part: Part) -> list[str]:
     said = f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
     costs = checkpoints.describe(part.save, part.cluster.pricing)
     begins = starts.describe(part.summary.start_s, part.cluster.pricing)
-    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, begins, said]
+    limit = describe_limit(part.cluster, part.summary.memory_uses)
+    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, begins, said, *limit]
 
 
 def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
@@ -157,5 +159,5 @@ def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
         models=described,
         dataset_samples=part.summary.dataset_samples,
         epochs=sweep.workload.epochs,
-        memory_limit_bytes=part.cluster.memory_limit_bytes,
+        memory_limit_bytes=part.memory_limit_bytes,
     )

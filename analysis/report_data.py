@@ -254,7 +254,7 @@ def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
 
 
 def step_interval(times: StepTimes) -> Interval:
-    """Measured time of a step with the 95 % interval of its median, seconds."""
+    """Measured time of a step with the 95 % interval of its mean, seconds."""
     return Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
 
 

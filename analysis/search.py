@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.analysis.aggregate import as_large, is_out_of_memory
+from tula_hpc.analysis.aggregate import as_large, is_out_of_memory, is_short_of_memory
+from tula_hpc.analysis.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
+from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement, is_usable
 
 if TYPE_CHECKING:
@@ -83,14 +85,15 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     known = {
         row.configuration
         for row in measurements
-        if is_usable(row) or (row.failure is not None and row.failure.is_the_users)
+        # on record is a broken device only after the last attempt, see `tula_hpc.devices`
+        if is_usable(row) or row.failure is Failure.DEVICE_FAILED or (row.failure and row.failure.is_the_users)
     }
     attempts = Counter(row.configuration for row in measurements)
     return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
 
 
 def _below_bound(wanted: Iterable[Configuration], measurements: Sequence[Measurement]) -> list[Configuration]:
-    out = [row.configuration for row in measurements if is_out_of_memory(row)]
+    out = [row.configuration for row in measurements if is_out_of_memory(row) or is_short_of_memory(row)]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
     bounds = {alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)}
     return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
@@ -100,8 +103,9 @@ def _within_memory(
     wanted: list[Configuration], cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[Configuration]:
     """Without those of which even the lower end of the 90 % interval is above the limit; all where that is unknown."""
-    measured = {row.local_batch for row in measurements if is_usable(row)}
-    limit = cluster.memory_limit_bytes
+    usable = [row for row in measurements if is_usable(row)]
+    measured = {row.local_batch for row in usable}
+    limit = memory_limit_bytes(cluster, (row.memory for row in usable if row.memory))
     if limit is None or len(measured) < TELL_MEMORY:
         return wanted
     largest = max(measured)

@@ -16,6 +16,7 @@ from tula_hpc.analysis.energy import NodePower
 from tula_hpc.analysis.evaluation import Evaluation
 from tula_hpc.analysis.grid import Grid
 from tula_hpc.analysis.memory import checkpoint_copy_bytes
+from tula_hpc.analysis.memory_limit import memory_limit_bytes
 from tula_hpc.analysis.pricing import FOREVER_S, Usage, bill, fixed_share
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, SweepSpec, TrainingSpec
 from tula_hpc.config.training import PASS_SHARE
@@ -52,6 +53,11 @@ class Part(NamedTuple):
     power: NodePower | None
     evaluation: Evaluation
     save: SaveCost | None = None  # as a training measured it
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit of one worker, by the cluster file and by what profiles measured; None where it is unknown."""
+        return memory_limit_bytes(self.cluster, self.summary.memory_uses)
 
 
 class CandidateTable(NamedTuple):
@@ -145,7 +151,8 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
 
 def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
     """The first reason against each; the user's own constraints come later (`constraints`)."""
-    allowed, alone = allowed_bytes(part.cluster), grid.nodes * grid.workers_per_node == 1
+    allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
+    alone = grid.nodes * grid.workers_per_node == 1
     bound = np.where(alone, *(part.summary.oom_bound(alone=is_alone) for is_alone in (True, False)))
     against = [
         (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
@@ -193,10 +200,9 @@ def checkpoint_copy(summary: Summary) -> int:
     return checkpoint_copy_bytes([row.memory for row in rows], [row.configuration.world_size for row in rows])
 
 
-def allowed_bytes(cluster: ClusterSpec) -> float:
+def allowed_bytes(limit: int | None, margin: float) -> float:
     """What a worker may use by plan: the limit less its margin; infinite where no limit is known."""
-    limit = cluster.memory_limit_bytes
-    return np.inf if limit is None else limit * (1.0 - cluster.memory_margin)
+    return np.inf if limit is None else limit * (1.0 - margin)
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
@@ -279,7 +285,7 @@ def _in_words(row: CandidateTable, part: Part) -> str:
         case Why.OUT_OF_MEMORY:
             return part.summary.oom_reason
         case Why.MEMORY:
-            return _too_much_memory(float(row.peak_bytes), part.cluster)
+            return _too_much_memory(float(row.peak_bytes), part)
         case Why.FOREVER:
             return "interruptions and restarts would leave no time for work"
         case Why.DEADLINE | Why.BUDGET | Why.BATCH as why:
@@ -287,8 +293,9 @@ def _in_words(row: CandidateTable, part: Part) -> str:
     return ""
 
 
-def _too_much_memory(peak: float, cluster: ClusterSpec) -> str:
-    limit, allowed = cluster.memory_limit_bytes or 0, allowed_bytes(cluster)
-    margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * cluster.memory_margin:.3g} %"
+def _too_much_memory(peak: float, part: Part) -> str:
+    limit, share = part.memory_limit_bytes or 0, part.cluster.memory_margin
+    allowed = allowed_bytes(limit, share)
+    margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
     updates = "" if peak > allowed else " and more while the gradient scale is updated and a checkpoint is written"
     return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"

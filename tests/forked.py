@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,15 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 
+from tula_hpc.env import SECRET_FILE
+
 ROOT = Path(__file__).parents[1]
 QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
+
+
+def give_secret(folder: Path) -> None:
+    """Make a folder what that of a submission is to its workers: the place of the secret by which they meet."""
+    (folder / SECRET_FILE).write_text(secrets.token_hex(32))
 
 
 def run_workers(program: str, *arguments: str | Path, timeout_s: float = 120, **environment: str) -> None:
@@ -40,15 +48,8 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
 
 
 def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 120) -> None:
-    """`work(rank, folder)` in as many processes of the test's own; all have to end well.
-
-    They are forked from it, so that none has to load torch. Not where torch's automatic differentiation has threads by
-    now, which no fork takes along: it starts them for GPUs, be they there or only made believe by an earlier test. Then
-    they are forked from a process that has loaded it for them all.
-    """
-    context: ForkServerContext | ForkContext
-    context = get_context("forkserver") if _differentiates_in_threads() else get_context("fork")
-    context.set_forkserver_preload(["torch", "tula_hpc.worker"])
+    """`work(rank, folder)` in as many processes of the test's own; all have to end well. See `context_of_workers`."""
+    context = context_of_workers()
     processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]
     for process in processes:
         process.start()
@@ -58,6 +59,20 @@ def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path,
     for process in processes:
         process.kill()
     assert ends == [0] * workers
+
+
+def context_of_workers() -> ForkServerContext | ForkContext:
+    """How processes are started from the test's own: they are forked from it, so that none has to load torch.
+
+    Not where torch's automatic differentiation has threads by now, which no fork takes along: it starts them for GPUs,
+    be they there or only made believe by an earlier test. Then they are forked from a process that has loaded it for
+    them all.
+    """
+    if not _differentiates_in_threads():
+        return get_context("fork")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tula_hpc.worker"])
+    return context
 
 
 def _differentiates_in_threads() -> bool:

@@ -145,7 +145,7 @@ def test_gpus_by_an_option_of_sbatch_are_billed_as_those_of_gres(
     ("sbatch", "said"),
     [
         ({"mem_per_gpu": "8G", "gpus": 8, "exclusive": True}, ["mem-per-gpu", "exclusive"]),
-        ({"cpus-per-gpu": 4, "tres-per-task": "gres/gpu:1", "exclusive": False}, ["cpus-per-gpu", "tres-per-task"]),
+        ({"cpus-per-task": 4, "tres-per-task": "gres/gpu:1", "exclusive": False}, ["cpus-per-task", "tres-per-task"]),
         ({"reservation": "mlperf", "switches": 1}, []),
     ],
 )

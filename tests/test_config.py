@@ -23,6 +23,7 @@ from tula_hpc.config import (
     SweepSpec,
     batches_timed_apart,
     check_together,
+    hidden_peers,
     load_cluster,
     load_sweep,
     load_together,
@@ -83,7 +84,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ("[search]\ncluster_sizes = [1, 0]", r"search\.cluster_sizes\.1: expected at least 1, got 0"),
         ("[search]\ncluster_sizes = [2, 2]", "search.cluster_sizes: expected each cluster size once"),
         ("[search]\nmin_batch = 64\nmax_batch = 32", "search.min_batch: 64 is above max_batch = 32"),
-        ("[search]\nmin_steps = 200", "search.min_steps: 200 is above max_steps = 100"),
+        ("[search]\nmin_steps = 300", "search.min_steps: 300 is above max_steps = 200"),
         ("[training]\ns_min = 2.0\ns_max = 1.0", "training.s_min: 2.0 is above s_max = 1.0"),
         ('[training]\nmethod = "lbt"\ntune_small_batch = [16]', r"training\.tune_small_batch: .lbt. has nothing"),
         ("[training]\ntune_delta = [0.1]", r'training\.tune_delta: with gate = "none" every step .*expected gate = "p'),
@@ -122,7 +123,7 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
     [
         ("max_nodes = 0", "max_nodes: expected at least 1, got 0"),
         ('device = "gpu"', "device: expected 'cpu' or 'cuda', got \"gpu\""),
-        ('device = "cuda"\nexecutor = "slurm"', 'gres: device = "cuda" on Slurm needs gres, for example'),
+        ('device = "cuda"\nexecutor = "slurm"', 'gres: device = "cuda" on Slurm needs gres = "gpu:1"'),
         (
             'device = "cuda"\nexecutor = "slurm"\ngres = "gpu:a100:2,nvme:8"\nworkers_per_node = 4',
             'gres: each of 4 workers_per_node needs a GPU of its own, but "gpu:a100:2,nvme:8" asks for 2',
@@ -238,16 +239,106 @@ def test_overrides_take_toml_and_bare_words(here: Path) -> None:
     assert sweep.search.cluster_sizes == (1, 4)
 
 
+FOUR_GPUS = 'device = "cuda"\nexecutor = "slurm"\nworkers_per_node = 4\n'
+EACH = "each of 4 workers_per_node needs a GPU of its own"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        'gres = "gpu:4"',
+        'gres = "gpu:v100:4,nvme:8"',
+        'gres = "gres:gpu:v100:4(S:0-1)"',
+        'gres = "gpu:8"',
+        'gres = "accelerator:4"',  # a name of the site's own
+        'gres = "none"',  # GPUs that Slurm does not know
+        'exclusive = true\ngres = "gpu:4"',
+        'exclusive = false\ngres = "gpu:4"',
+        'exclusive = true\nsrun_args = ["--gres=gpu:4"]',
+        '[sbatch]\ngres = "gpu:4"',
+        "[sbatch]\ngpus_per_node = 4",
+        '[sbatch]\ngpus-per-node = "v100:4"',
+        '[sbatch]\ngpus-per-node = "v100:2,p100:2"',
+        "[sbatch]\ngpus-per-task = 1",
+        '[sbatch]\ngpus_per_task = "v100:1"',
+        '[sbatch]\ntres-per-task = "cpu=8,gres/gpu=1"',
+        '[sbatch]\ntres-per-task = "gres/gpu:v100:1"',
+        'gres = "gpu:4"\n[sbatch]\ngpu-bind = "single:1"',
+        'gres = "gpu:4"\n[sbatch]\ngpu_bind = "verbose,closest"',
+        "max_nodes = 1\n[sbatch]\ngpus = 4",
+        "[sbatch]\ngpus-per-socket = 2\nsockets-per-node = 2",
+        'gres = "gpu:1"\n[sbatch]\ngpus-per-node = 4',  # which takes the place of the GPUs in gres
+    ],
+)
+def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: str) -> None:
+    Path("in.toml").write_text(NAME + FOUR_GPUS + asked)
+    assert load_cluster(Path("in.toml")).workers_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("", 'gres: device = "cuda" on Slurm needs gres = "gpu:4"'),
+        ("exclusive = true", 'gres: device = "cuda" on Slurm needs gres = "gpu:4", also with exclusive = true'),
+        ('gres = "gpu"', f'gres: {EACH}, but "gpu" asks for 1 a node'),
+        ('[sbatch]\ngres = "gpu:2"', f'sbatch.gres: {EACH}, but "gpu:2" asks for 2 a node'),
+        ("[sbatch]\ngpus-per-node = 1", f'sbatch.gpus-per-node: {EACH}, but "1" asks for 1 a node'),
+        ('gres = "gpu:4"\n[sbatch]\ngpus_per_node = "v100:2"', f"sbatch.gpus_per_node: {EACH}"),
+        ("[sbatch]\ngpus-per-task = 2", "sbatch.gpus-per-task: expected 1 GPU, since each worker uses one"),
+        ('[sbatch]\ntres-per-task = "gres/gpu:2"', "sbatch.tres-per-task: expected 1 GPU, since each worker uses one"),
+        ("[sbatch]\ngpus = 8", "sbatch.gpus: expected gpus-per-node = 4: jobs have 1 to 64 nodes"),
+        ("max_nodes = 1\n[sbatch]\ngpus = 3", f"sbatch.gpus: {EACH}"),
+        ("[sbatch]\ngpus-per-socket = 4", "sbatch.gpus-per-socket: Slurm wants sockets-per-node with it"),
+        ('gres = "gpu:4"\n[sbatch]\ngpu-bind = "single:2"', 'sbatch.gpu-bind: expected "single:1", one GPU for each'),
+        ('gres = "gpu:4"\nsrun_args = ["--gpu-bind=per_task:4"]', 'srun_args: expected "per_task:1"'),
+        ('gres = "gpu:4"\n[sbatch]\ncpus-per-gpu = 8', "sbatch: cpus-per-gpu is set by this program; see cpus_per_w"),
+    ],
+)
+def test_a_form_that_leaves_workers_without_a_gpu_of_their_own_is_one_line(here: Path, asked: str, said: str) -> None:
+    line = complaint(load_cluster, NAME + FOUR_GPUS + asked)
+    assert line.startswith(f"in.toml: {said}")
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys"),
+    [
+        ('gres = "gpu:4"', []),
+        ("[sbatch]\ngpus-per-node = 4", []),
+        ('gres = "gpu:4"\n[sbatch]\ngpu-bind = "none"', []),
+        ("[sbatch]\ngpus_per_task = 1", ["sbatch.gpus_per_task"]),
+        ('gres = "gpu:4"\n[sbatch]\ngpu-bind = "closest"', ["sbatch.gpu-bind"]),
+        ('gres = "gpu:4"\nsrun_args = ["--gpu-bind=v,single:1"]', ["srun_args"]),
+        ('[sbatch]\ngpus-per-task = 1\n[[partitions]]\npartition = "a"\nworkers_per_node = 1', []),
+    ],
+)
+def test_what_hides_the_gpus_of_a_node_from_each_other_is_warned_of(here: Path, asked: str, keys: list[str]) -> None:
+    """NCCL then has no peer-to-peer paths."""
+    Path("in.toml").write_text(NAME + FOUR_GPUS + asked)
+    found = list(hidden_peers(load_cluster(Path("in.toml"))))
+    assert [key for key, _ in found] == keys
+    assert all('gres = "gpu:4" in its place' in why for _, why in found)
+
+
 def test_a_controller_asks_for_nothing_that_workers_need() -> None:
     of_workers = {
         "gpus-per-node": 4,
+        "gpus_per_task": 1,
+        "gpu-bind": "single:1",
+        "gpus": 4,
+        "sockets-per-node": 2,
         "gres": "gpu:4",
         "tres_per_task": "gres/gpu:1",
         "mem-per-gpu": "8G",
         "exclusive": True,
     }
     anyway = {"reservation": "mlperf", "comment": "x", "nice": 10}
-    assert ClusterSpec.model_validate({"sbatch": of_workers | anyway}).controller().sbatch == anyway
+    srun_args = ["-K1", "--gres=gpu:4", "--gpu-bind=closest", "--mpi=pmix"]
+    spec = {"sbatch": of_workers | anyway, "srun_args": srun_args, "gres": "gpu:4", "device": "cuda"}
+    controller = ClusterSpec.model_validate(spec).controller()
+    assert controller.sbatch == anyway
+    assert controller.srun_args == ("-K1", "--mpi=pmix")
+    assert controller.gres is None
 
 
 TWO_PARTITIONS = """

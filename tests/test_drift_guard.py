@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain, cycle, repeat
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -231,14 +232,20 @@ def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns = cycle([0.005, 0.005, 0.005, 0.005, 0.045])
-    monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(turns))
+    pretend(monkeypatch, turns)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     batch = next(worker.batches())
     assert probe_parts(worker, *batch).parts.compute_time_s == pytest.approx(0.013, rel=0.1)
 
     pause = chain(repeat(0.005, 30), [5.0], repeat(0.005))
-    monkeypatch.setattr(drift_probe, "seconds_of", lambda *_: next(pause))
+    pretend(monkeypatch, pause)
     assert probe_parts(worker, *batch).parts.compute_time_s == pytest.approx(0.005)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, passes: Iterator[float]) -> None:
+    """Passes take so long, one after another."""
+    monkeypatch.setattr(drift_probe, "agreed_s", lambda *_: next(passes))
+    monkeypatch.setattr(drift_probe, "round_s", lambda _, __, count: fmean(next(passes) for _ in range(count)))
 
 
 def test_slow_steps_are_probed_for_some_seconds_only() -> None:

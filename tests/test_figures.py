@@ -435,6 +435,19 @@ def test_one_worker_exchanges_no_gradients(run: RunContents, rows: list[Measurem
     assert drawing.title == title
 
 
+@pytest.mark.parametrize(("wait_s", "decides"), [(0.09, False), (0.3, True)])
+def test_the_title_says_where_the_loader_decides_though_another_part_takes_more(
+    run: RunContents, wait_s: float, decides: bool
+) -> None:
+    slow, pair = profiled(ALONE, 0.0), profiled(PAIR, 0.6)
+    assert slow.times is not None
+    waiting = slow.times.model_copy(update={"data_time_s": wait_s, "compute_time_s": 0.9 - wait_s})
+    rows = [slow.model_copy(update={"times": waiting}), pair]
+    title = drawn(run._replace(measurements=rows, plan=None), "step_breakdown").title
+    says = "The data loader decides: waiting for data takes 30.0 % of a step at N = 1, B = 32"
+    assert (title == says) == ("loader" in title) == decides
+
+
 def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
     for where in (ALONE, PAIR):
         caption = drawn(run._replace(measurements=[profiled(where, 0.3)]), "step_breakdown").caption

@@ -321,5 +321,5 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
         "checkpoint.py",
         "records/writing.py",
         "resident.py",  # /proc/self/clear_refs
-        "workloads/decoded_cache.py",
+        "workloads/cache_folders.py",
     }

@@ -25,7 +25,7 @@ RULES: dict[str, set[str]] = {
     "nested": set(),
     "config": {"errors", "catalog", "files", "tres", "config"},
     "records": {"errors", "files", "records"},
-    "analysis": {"errors", "config", "files", "records", "analysis"},
+    "analysis": {"errors", "config", "files", "records", "tres", "analysis"},
     "workloads": {
         "errors", "catalog", "config", "files", "memory_errors", "nested", "records", "resident", "workloads",
     },
@@ -34,11 +34,14 @@ RULES: dict[str, set[str]] = {
     "checkpoint": {"errors", "files", "payload"},
     "schedule": {"config"},
     "timing": set(),
+    "loader_waits": set(),
     "resident": set(),
     "memory_errors": {"errors"},
     "slurm": {"env", "errors"},
     "job_ends": {"errors", "slurm"},
     "job_logs": {"env", "job_ends"},
+    "devices": {"errors", "records"},
+    "device_errors": {"env", "errors", "job_ends", "records", "slurm"},
     "local_alive": set(),
     "local_jobs": {"local_alive"},
     "submitit_controller": {"env"},
@@ -46,12 +49,14 @@ RULES: dict[str, set[str]] = {
     "drift": {"records"},
     "drift_start": {"analysis", "drift", "env", "errors", "jobs", "records", "worker"},
     "drift_probe": {"memory_errors", "nested", "profiler", "records", "timing", "worker"},
-    "drift_guard": {"drift", "drift_probe", "drift_start", "jobs", "optim", "records", "stopping", "worker"},
+    "drift_guard": {
+        "drift", "drift_probe", "drift_start", "jobs", "loader_waits", "optim", "records", "stopping", "worker",
+    },
     "noise_probe": {"memory_errors", "nested", "optim", "worker", "workloads"},
     "forward_probe": {"memory_errors", "nested", "timing", "worker"},
     "curvature_probe": {"memory_errors", "nested", "optim", "records", "worker"},
     "methods": {"config", "optim", "records", "workloads"},
-    "rendezvous": {"env", "errors"},
+    "rendezvous": {"env", "errors", "files"},
     "worker": {
         "config", "env", "errors", "methods", "nested", "records", "rendezvous", "optim", "resident", "workloads",
     },
@@ -59,7 +64,10 @@ RULES: dict[str, set[str]] = {
     "cadence": {"analysis", "config"},
     "snapshot": set(),
     "saving": {"cadence", "checkpoint", "errors", "files", "snapshot", "stopping"},
-    "jobs": {"agenda", "config", "detach", "env", "records", "session", "trainer", "stopping"},
+    "leaving": {"env"},
+    "jobs": {
+        "agenda", "config", "detach", "device_errors", "env", "leaving", "records", "session", "trainer", "stopping",
+    },
     "proposing": {"analysis", "config", "errors", "jobs", "records"},
     "agenda": {"env", "errors", "jobs", "proposing", "records"},
     "allocation": {"config", "env", "rendezvous", "worker"},
@@ -67,10 +75,10 @@ RULES: dict[str, set[str]] = {
         "agenda", "allocation", "env", "errors", "files", "jobs", "memory_errors", "profiler", "records",
     },
     "profiler": {
-        "config", "env", "errors", "forward_probe", "methods", "nested", "noise_probe", "power", "records", "resident",
-        "timing", "worker", "workloads",
+        "config", "env", "errors", "forward_probe", "loader_waits", "methods", "nested", "noise_probe", "power",
+        "records", "resident", "stopping", "timing", "worker", "workloads",
     },
-    "trainings": {"config", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
+    "trainings": {"config", "devices", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
     "tuner": set(),
     "tuning": {"checkpoint", "records", "tuner", "worker"},
     "trainer": {
@@ -79,19 +87,20 @@ RULES: dict[str, set[str]] = {
         "stopping", "tuning", "worker", "workloads",
     },
     "launch": {
-        "config", "env", "errors", "files", "job_ends", "job_logs", "local_alive", "local_jobs", "records", "sbatch",
-        "slurm", "waiting",
+        "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "local_alive", "local_jobs", "records",
+        "sbatch", "slurm", "waiting",
     },
     "sbatch": {"env", "errors", "slurm"},
     "progress": set(),
     "footprint": {"records"},
-    "stages": {"analysis", "config", "drift", "errors", "job_ends", "jobs", "launch", "progress", "records"},
+    "stages": {"analysis", "config", "devices", "drift", "errors", "job_ends", "jobs", "launch", "progress", "records"},
     "profile_stage": {
-        "analysis", "config", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
+        "analysis", "config", "devices", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
     },
     "submission": {"errors", "launch", "sbatch", "slurm"},
     "dry_run": {
-        "analysis", "changed_inputs", "config", "launch", "profile_stage", "records", "stages", "submission",
+        "analysis", "changed_inputs", "config", "footprint", "launch", "profile_stage", "records", "stages",
+        "submission",
     },
     "summary": {"analysis", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
@@ -111,13 +120,25 @@ RULES: dict[str, set[str]] = {
     "training_status": {"drift", "job_status", "records", "run_facts"},
     "run_cost": {"accounting", "analysis", "config", "job_status", "records", "run_facts", "training_status"},
     "run_state": {
-        "analysis", "config", "errors", "job_status", "records", "run_cost", "run_facts", "training_status",
+        "analysis", "config", "devices", "errors", "job_status", "records", "run_cost", "run_facts", "training_status",
         "trainings",
     },
-    "status_text": {"analysis", "job_status", "records", "run_cost", "run_state", "training_status"},
+    "status_text": {"analysis", "devices", "job_status", "records", "run_cost", "run_state", "training_status"},
     "status": {
         "accounting", "command", "config", "errors", "files", "job_status", "local_alive", "records", "run_facts",
         "run_state", "slurm", "status_text", "study_stage",
+    },
+    "check_job": {"check_probes", "config", "env", "jobs", "records", "stopping"},
+    "check_probes": {
+        "allocation", "check_job", "config", "env", "errors", "records", "rendezvous", "slurm", "stopping", "worker",
+        "workloads",
+    },
+    "check_site": {"config", "errors", "launch", "records", "sbatch", "slurm"},
+    "check_verdicts": {"analysis", "check_site", "config", "records"},
+    "check_rank_verdicts": {"analysis", "check_job", "check_verdicts", "config", "records"},
+    "check": {
+        "check_job", "check_rank_verdicts", "check_site", "check_verdicts", "command", "config", "errors", "files",
+        "job_logs", "launch", "records", "slurm", "waiting",
     },
     "study": {"command", "config", "errors", "pipeline", "records", "study_stage"},
     "sweep": {"command", "config", "dry_run", "errors", "pipeline", "study"},
@@ -128,6 +149,7 @@ TORCH_ROOMS = {
     "optim",
     "checkpoint",
     "payload",
+    "device_errors",
     "memory_errors",
     "methods",
     "rendezvous",
@@ -138,12 +160,14 @@ TORCH_ROOMS = {
     "profiler",
     "trainer",
     "allocation",
+    "check_probes",
     "session",
     "drift_guard",
     "drift_probe",
     "drift_start",
     "curvature_probe",
     "forward_probe",
+    "loader_waits",
     "noise_probe",
     "tuning",
 }
@@ -231,6 +255,7 @@ figures.FIGURES = {"memory": figures.FIGURES["memory"]}
 assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
 from tula_hpc import sweep, stages, dry_run, study, study_stage, status_text, run_state, run_facts, jobs as _, launch
+import tula_hpc.check, tula_hpc.check_rank_verdicts, tula_hpc.check_site
 from tula_hpc.analysis import study, figures_study
 check("everything", {"torch", "torchvision"})
 """

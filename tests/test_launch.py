@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,8 +35,8 @@ from tula_hpc.launch import (
     unsettled,
 )
 from tula_hpc.local_alive import is_alive
-from tula_hpc.records import RunDirectory
-from tula_hpc.sbatch import come_again, could_start, find_pickle
+from tula_hpc.records import Event, RunDirectory, append_record
+from tula_hpc.sbatch import PatientExecutor, come_again, could_start, find_pickle
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -186,6 +187,20 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
     assert """export WORDS='a b'"'"'c'""" in lines
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "lines"),
+    [({}, []), ({"wckey": "vision"}, ["#SBATCH --wckey=vision"]), ({"wckey": False}, [])],
+)
+def test_a_wckey_is_given_only_where_the_user_gives_one(
+    tmp_path: Path, sbatch: dict[str, object], lines: list[str]
+) -> None:
+    """submitit's own, which no site knows, would be refused where wckeys are enforced."""
+    script = launcher(tmp_path, executor="slurm", sbatch=sbatch).script(stage="train", nodes=1, minutes=20, tasks=1)
+    assert [line for line in script.splitlines() if line.startswith("#SBATCH --wckey")] == lines
+    submitted = PatientExecutor(tmp_path, max_num_timeout=1)._make_submission_file_text("true", "")
+    assert "#SBATCH --wckey" not in submitted
+
+
 @pytest.mark.parametrize("visible", ["2,3", "", None])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_local_jobs_see_the_gpus_that_the_command_sees(
@@ -236,6 +251,45 @@ def test_switches_that_are_off_are_left_out(tmp_path: Path) -> None:
         stage="train", nodes=1, minutes=1, tasks=1
     )
     assert "requeue" not in script
+
+
+def device_failed(run: RunDirectory, host: str, ago_s: float = 0.0) -> None:
+    where = {"failure": Failure.DEVICE_FAILED, "detail": "an ECC error", "data": {"hosts": [host]}}
+    append_record(run.events_file, Event(time=time.time() - ago_s, event="failed", stage="train", **where))
+
+
+@pytest.mark.parametrize(
+    ("own", "merged"),
+    [({}, "n2,n7"), ({"exclude": "n[4-5]"}, "n[4-5],n2,n7"), ({"exclude": "{folder}/bad"}, "n4,n5,n2,n7")],
+)
+def test_hosts_with_broken_devices_are_left_out_for_a_day_besides_those_that_the_user_excludes(
+    tmp_path: Path, own: dict[str, str], merged: str
+) -> None:
+    (tmp_path / "bad").write_text("n4\nn5\n")
+    sbatch = {key: value.format(folder=tmp_path) for key, value in own.items()}
+    there = launcher(tmp_path, executor="slurm", sbatch=sbatch)
+    device_failed(there.run, "n9", ago_s=25 * 3600)
+    device_failed(there.run, "n2", ago_s=23 * 3600)
+    device_failed(there.run, "n7")
+    device_failed(there.run, "n2; rm -r x")
+    for stage in ("profile", "train"):
+        assert f"#SBATCH --exclude={shlex.quote(merged)}\n" in there.script(stage=stage, nodes=1, minutes=9, tasks=1)
+    # its controllers need no device
+    assert "n7" not in there.script(stage=CONTROL, nodes=1, minutes=9, tasks=1)
+
+
+def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = launcher(tmp_path, executor="slurm")
+    device_failed(there.run, "n2")
+
+    def refuse(*_: object) -> None:
+        raise RefusedError("the scheduler refused the job: no such nodes")
+
+    monkeypatch.setattr(there, "_submit_array", refuse)
+    words = r"^the scheduler refused the job: no such nodes; .* left out: n2 said 'an ECC error'; .* tried again from"
+    with pytest.raises(RefusedError, match=words):
+        there.submit([touch(tmp_path / "x")], stage="train", nodes=1, minutes=9)
+    assert there.run.events()[-1].detail.startswith("the scheduler refused the job: no such nodes; nodes with broken")
 
 
 def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

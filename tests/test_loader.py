@@ -17,6 +17,7 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.workloads import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
 from tula_hpc.workloads.data import build_data
+from tula_hpc.workloads.pixels import prepared
 
 laws = settings(max_examples=50)
 Batch = tuple[Tensor, Tensor]
@@ -169,6 +170,17 @@ def test_small_images_are_augmented_reproducibly() -> None:
     assert one.dataset[(0, index)][0].tolist() != one.dataset[(1, index)][0].tolist() or (
         one.dataset[(2, index)][0].tolist() != one.dataset[(3, index)][0].tolist()
     )
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_a_gpu_is_given_bytes_and_a_cpu_what_the_model_takes() -> None:
+    train = build_data(WorkloadSpec(dataset="digits", image_size=12)).train
+    (floats, labels), *_ = take(loader(train, 32), 1)
+    (images, same_labels), *_ = take(loader(train, 32, pin_memory=True), 1)
+    assert (floats.dtype, images.dtype) == (torch.float32, torch.uint8)
+    assert (floats.shape, images.shape) == ((32, 3, 12, 12), (32, 3, 8, 8))
+    assert torch.equal(prepared(train, images), floats)
+    assert torch.equal(labels, same_labels)
 
 
 def test_loading_leaves_the_random_numbers_of_others_alone() -> None:

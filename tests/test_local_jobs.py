@@ -18,6 +18,7 @@ from tests import planning_data
 from tests.run_factory import measurement
 from tula_hpc import profile_stage
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import SECRET_FILE
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import ProfileJob
 from tula_hpc.launch import REFUSED, Launcher
@@ -153,7 +154,7 @@ def test_where_no_process_was_started_there_is_nothing_to_find_later(tmp_path: P
     kill(before_any_process, partial(command.submit, "01"))
     assert command.launcher.find_lost() == []
     (folder,) = command.run.slurm.iterdir()
-    assert [path.name for path in folder.iterdir()] == [REFUSED]
+    assert {path.name for path in folder.iterdir()} == {REFUSED, SECRET_FILE}
 
 
 @pytest.mark.parametrize("at", [after_the_first_process, before_the_first_event])

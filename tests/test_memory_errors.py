@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tula_hpc.errors import Failure
-from tula_hpc.memory_errors import out_of_memory
+from tula_hpc.memory_errors import free_device_share, out_of_memory
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
@@ -35,3 +35,50 @@ NCCL = (
 )
 def test_errors_are_told_apart(error: BaseException, failure: Failure | None) -> None:
     assert out_of_memory(error) is failure
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    ],
+)
+def test_where_little_memory_is_free_what_has_several_causes_is_want_of_memory(words: str) -> None:
+    error = RuntimeError(words)
+    assert out_of_memory(error, free_share=lambda: 0.01) is Failure.DEVICE_OOM
+    assert out_of_memory(error, free_share=lambda: 0.5) is None
+
+
+def test_other_errors_are_none_however_little_memory_is_free() -> None:
+    assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered"), free_share=lambda: 0.0) is None
+
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "allocated", "share"),
+    [(1, 0, 0, 1 / 32), (0, 30, 30, 0.0), (0, 30, 6, 24 / 32)],
+)
+def test_memory_that_the_allocator_holds_but_nobody_uses_is_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, allocated: int, share: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * GIB, 32 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated * GIB)
+    assert free_device_share() == pytest.approx(share)
+
+
+def test_of_a_gpu_that_answers_no_more_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[int, int]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+    assert out_of_memory(error) is None

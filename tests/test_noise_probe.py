@@ -15,6 +15,7 @@ from tula_hpc.noise_probe import NoiseEstimate, probe_noise
 from tula_hpc.profiler import measure
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker
+from tula_hpc.workloads.pixels import prepared
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 
@@ -32,7 +33,8 @@ def worker_of(local_batch: int = 64, model: str = "tests.examples.own_workload:p
 def true_noise_scale(worker: Worker) -> float:
     """tr(Σ)/|G|² over the whole training set."""
     samples = [worker.workload.train[index] for index in range(worker.samples)]
-    images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+    images = prepared(worker.workload.train, torch.stack([image for image, _ in samples]))
+    labels = torch.tensor([label for _, label in samples])
 
     def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
         return worker.workload.criterion.loss(functional_call(worker.model, parameters, (image[None],)), label[None])

@@ -247,7 +247,7 @@ def test_sparse_and_complex_gradients_are_refused_before_anything_changes(kind: 
     assert optimizer.steps == 0
 
 
-class _RefuseHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships no types for it
+class _RefuseHostSync(TorchDispatchMode):
     """Fails on every operator that hands a tensor's value to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -708,11 +708,11 @@ def test_a_refused_reference_changes_nothing() -> None:
 # cheap
 
 
-class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships no types for it
+class Count(TorchDispatchMode):
     """Notes operators, and the largest tensor that one makes anew."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()
         self.names: list[str] = []
         self.largest = 0
 

@@ -228,7 +228,6 @@ def warnings_of(rows: list[Measurement], objective: str = "time", samples: int =
         ({"exclusive": False}, "shared their nodes with other jobs: N=1 b=32"),
         ({"emulated": True}, "shared one machine between their nodes"),
         ({"dataset_samples": 5}, "data sets of different size"),
-        ({"times": times(1, 32, data_time_s=0.02)}, r"waiting for data takes up to 48% of a step at N=1 b=32"),
     ],
 )
 def test_doubts_about_a_measurement_become_warnings(changes: dict[str, object], message: str) -> None:

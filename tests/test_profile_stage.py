@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.footprint import Estimate
-from tula_hpc.jobs import counted
-from tula_hpc.profile_stage import _trusted_batch, allocated_nodes, first_wave, parts_of
+from tula_hpc.jobs import ProfileJob, counted
+from tula_hpc.launch import Ended, Submitted
+from tula_hpc.profile_stage import (
+    _broken_rounds,
+    _record_end,
+    _trusted_batch,
+    allocated_nodes,
+    first_wave,
+    parts_of,
+    profile_stage,
+)
 from tula_hpc.progress import LineProgress
-from tula_hpc.records import Configuration, Footprint, Measurement, RunDirectory, append_record
+from tula_hpc.records import (
+    Configuration,
+    Footprint,
+    JobNote,
+    Measurement,
+    RunDirectory,
+    append_record,
+    notes_file,
+)
 from tula_hpc.stages import Sweep
 
 PROPOSED = [Configuration(n, 1, b // n) for n in (4, 1, 2) for b in (32, 256)]
@@ -132,3 +152,80 @@ def test_no_estimate_without_a_limit_after_measurements_or_where_none_is_wanted(
     append_record(tmp_path / "profile" / "n1.jsonl", measurement(Configuration(1, 1, 32)))
     assert _trusted_batch(part_with_limit(tmp_path), Said()) is None
     assert asked == []
+
+
+class Scheduler:
+    """Ends every job with a broken device, in the midst of its first configuration."""
+
+    def __init__(self, run: RunDirectory, measures: bool) -> None:
+        self.run, self.measures = run, measures
+        self.wanted: list[list[Configuration]] = []
+
+    def submit(
+        self, jobs: Sequence[ProfileJob], *, data: Sequence[Mapping[str, object]], **_: object
+    ) -> list[Submitted]:
+        submitted = []
+        for job, said in zip(jobs, data, strict=True):
+            self.wanted.append(list(job.configurations))
+            job_id = str(len(self.wanted))
+            self.run.log_event("submitted", "profile", job_id=job_id, data={"folder": f"slurm/{job_id}", **said})
+            if self.measures and len(job.configurations) > 1:
+                append_record(job.output, measurement(job.configurations[0], job_id=job_id))
+            submitted.append(Submitted(job_id, self.run.slurm))
+        return submitted
+
+    def wait(self, jobs: Sequence[Submitted], tick: object) -> list[Ended]:
+        return [Ended(job, Failure.DEVICE_FAILED, "E: an ECC error", None, (f"node{job.job_id}",)) for job in jobs]
+
+
+def profile(monkeypatch: pytest.MonkeyPatch, folder: Path, *, measures: bool) -> tuple[Scheduler, Sweep]:
+    run = RunDirectory(folder).create()
+    search = {"cluster_sizes": [1], "min_batch": 32, "max_batch": 64, "mode": "full", "estimate": False}
+    scheduler = Scheduler(run, measures)
+    monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
+    return scheduler, Sweep(spec(**search), ClusterSpec(), run, time.time())
+
+
+def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_and_bounds_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=True)
+    profile_stage(sweep)
+    first, second = Configuration(1, 1, 32), Configuration(1, 1, 64)
+    # the first job measured one of two; three jobs met broken devices with the other, which is then left alone
+    assert scheduler.wanted == [[first, second], [second], [second]]
+    records = sweep.run.measurements().records
+    assert [(m.configuration, m.status, m.failure) for m in records] == [
+        (first, "ok", None),
+        (second, "failed", Failure.DEVICE_FAILED),
+    ]
+    # another command tries it again
+    assert [m.configuration for m in counted(records, "", time.time())] == [first]
+
+
+def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scheduler, sweep = profile(monkeypatch, tmp_path, measures=False)
+    with pytest.raises(StageError) as caught:
+        profile_stage(sweep)
+    assert len(scheduler.wanted) == 3
+    hosts = "; ".join(f"node{n} said 'E: an ECC error'" for n in (1, 2, 3))
+    assert str(caught.value) == f"profile: a device failed once more, in job 3: {hosts}; have these nodes repaired"
+
+
+@pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])
+def test_a_preemption_is_not_held_against_what_was_being_measured(tmp_path: Path, failure: Failure) -> None:
+    """Where it cancels the job another one measures that; a job that was killed may have died of it."""
+    part, output = part_with_limit(tmp_path), tmp_path / "profile" / "n1.jsonl"
+    small, large = Configuration(1, 1, 32), Configuration(1, 1, 64)
+    append_record(output, measurement(small))
+    append_record(notes_file(output), JobNote(note="measuring", time=1.0, job_id="7", configuration=large))
+    data = {"output": "profile/n1.jsonl", "configurations": [list(small), list(large)], "folder": "slurm/a"}
+    part.run.log_event("submitted", "profile", job_id="7", data=data)
+    end = Ended(Submitted("7", tmp_path / "slurm" / "a"), failure, "", None)
+    told = _record_end(part, part.run.events()[-1], end)
+    recorded = [m.configuration for m in part.run.measurements().records]
+    if failure is Failure.PREEMPTED:
+        assert (told, recorded, _broken_rounds(part)) == (False, [small], 0)
+    else:
+        assert (told, recorded, _broken_rounds(part)) == (True, [small, large], 1)
+    assert [event.failure for event in part.run.events() if event.event == "ended"] == [failure]

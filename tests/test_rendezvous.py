@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -15,11 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, though not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
 
-from tests.forked import QUICK_NAMES
 from tula_hpc import rendezvous
-from tula_hpc.env import RUN_MARK, WorkerEnvironment, join_job
+from tula_hpc.env import RUN_MARK, SECRET_FILE, WorkerEnvironment, join_job
 from tula_hpc.errors import InputError, MeetingError
 from tula_hpc.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
 
@@ -27,25 +27,10 @@ ENOUGH = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.2)
 
 
-@pytest.fixture(autouse=True)
-def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of addresses, and by torch strangers that hung up: a thread goes on with that while other tests run."""
-    monkeypatch.setenv("RES_OPTIONS", QUICK_NAMES)
-    monkeypatch.setattr(rendezvous, "LOOK_UP", timedelta(seconds=3))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def all_visits_are_over() -> Iterator[None]:
-    """At the end: a thread that comes back from torch while Python shuts down would end the process with an error."""
-    yield
-    for thread in threading.enumerate():
-        if isinstance(thread, rendezvous._Visit):
-            thread.join(timeout=30)
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> WorkerEnvironment:
-    """Rank 0 of three workers."""
+    """Rank 0 of three workers, whose submission has a secret."""
+    (tmp_path / SECRET_FILE).write_text(secrets.token_hex(32))
     return WorkerEnvironment(0, 3, 0, 0, "7", 0, ("here",), on_slurm=False, submission=str(tmp_path))
 
 
@@ -56,26 +41,30 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def begin(job: WorkerEnvironment, late: float = 0.0) -> list[Future[TCPStore]]:
+def begin(job: WorkerEnvironment, ranks: Iterable[int] | None = None, late: float = 0.0) -> list[Future[Store]]:
     """Every worker in a thread; rank 0 comes late."""
 
-    def come(rank: int) -> TCPStore:
+    def come(rank: int) -> Store:
         time.sleep(late if rank == 0 else 0.0)
         return meet(job._replace(rank=rank), ENOUGH)
 
     pool = ThreadPoolExecutor(job.world_size)
-    workers = [pool.submit(come, rank) for rank in range(job.world_size)]
+    workers = [pool.submit(come, rank) for rank in ranks or range(job.world_size)]
     pool.shutdown(wait=False)
     return workers
 
 
-def met(job: WorkerEnvironment, late: float = 0.0) -> list[TCPStore]:
+def met(job: WorkerEnvironment, late: float = 0.0) -> list[Store]:
     """The stores of all workers, once they have met: it is one."""
-    stores = [worker.result(timeout=60) for worker in begin(job, late)]
-    assert len({store.port for store in stores}) == 1
+    stores = [worker.result(timeout=60) for worker in begin(job, late=late)]
     stores[-1].set("word", job.job_id)
     assert all(store.get("word") == job.job_id.encode() for store in stores)
     return stores
+
+
+def port_of(store: Store) -> int:
+    """Where the TCPStore below listens."""
+    return int(store.underlying_store.port)  # type: ignore[attr-defined] # of PrefixStore
 
 
 def listen(stack: ExitStack, port: int, answer: Callable[[socket.socket], None] | None = None) -> None:
@@ -114,8 +103,8 @@ def test_all_workers_know_the_same_ports_below_those_of_connections(job_id: str,
         assert ports != candidate_ports(first._replace(**other))
 
 
-def test_workers_meet_on_the_first_port(job: WorkerEnvironment) -> None:
-    assert met(job)[0].port == candidate_ports(job)[0]
+def test_workers_meet(job: WorkerEnvironment) -> None:
+    assert met(job)
 
 
 def test_a_late_rank_0_is_waited_for(job: WorkerEnvironment) -> None:
@@ -124,41 +113,118 @@ def test_a_late_rank_0_is_waited_for(job: WorkerEnvironment) -> None:
 
 @pytest.mark.parametrize("answer", [None, answer_as_a_web_server, hang_up])
 def test_strangers_on_the_ports_are_passed_by(
-    job: WorkerEnvironment, stack: ExitStack, answer: Callable[[socket.socket], None] | None
+    job: WorkerEnvironment,
+    stack: ExitStack,
+    answer: Callable[[socket.socket], None] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One may say nothing, for ever."""
-    ports = candidate_ports(job)
-    for port in ports[:3]:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1.0)
+    for port in candidate_ports(job)[:3]:
         listen(stack, port, answer)
-    assert met(job)[0].port == ports[3]
+    assert met(job)
 
 
-def test_another_jobs_store_is_passed_by(job: WorkerEnvironment) -> None:
-    """It speaks as ours does, and has room for our rank; a plain store of torch's bears no mark at all."""
-    ports = candidate_ports(job)
-    other = job._replace(job_id="8", world_size=2, master_port=str(ports[0]))
-    stores = met(other)
-    plain = TCPStore(LOOPBACK, ports[1], is_master=True, wait_for_workers=False)
-    assert met(job)[0].port == ports[2]
-    assert [store.get("word") for store in stores] == [b"8", b"8"]
-    assert plain.num_keys() == 0  # nothing was left there
+def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvironment) -> None:
+    """It knows the protocol and all of the job but its secret, and opens its door on the job's first port."""
+    door = rendezvous._Door(job, secrets.token_bytes(32))
+    assert door.socket.getsockname()[1] == candidate_ports(job)[0]
+    with ThreadPoolExecutor() as pool:
+        played = pool.submit(door.gather, timedelta(seconds=3))
+        assert met(job)
+        with pytest.raises(MeetingError, match=r"^2 of 3 workers did not come"):
+            played.result()
 
 
-def test_a_job_that_meets_again_does_not_take_the_last_store(job: WorkerEnvironment) -> None:
-    """A quick worker comes while rank 0 still keeps it."""
+def test_whoever_takes_a_rank_without_the_secret_gets_no_seat(
+    job: WorkerEnvironment, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The job meets, and rank 0 says who was refused."""
+    port = candidate_ports(job)[0]
+    rank_0 = begin(job, ranks=[0])[0]
+    time.sleep(0.2)
+    with pytest.raises(rendezvous._StrangerError):  # it hears that this rank 0 is not one of its own
+        rendezvous._visit(job._replace(rank=1), secrets.token_bytes(32), port, time.monotonic() + 5)
+    with socket.create_connection((LOOPBACK, port), 5) as door:  # it does not care
+        door.sendall(bytes(32))
+        assert len(rendezvous._receive(door, 64)) == 64
+        door.sendall(bytes([0, 0, 0, 1]) + secrets.token_bytes(32))
+        assert door.recv(1) == b""
+    others = begin(job, ranks=[1, 2])
+    assert all(worker.result(timeout=60) for worker in [rank_0, *others])
+    assert "rank 0 refused a connection from 127.0.0.1: it did not prove that it" in capfd.readouterr().err
+
+
+def test_a_left_over_of_an_earlier_run_of_the_job_gets_no_seat(job: WorkerEnvironment) -> None:
+    """It knows the secret, and sits at the port on which the next run meets."""
+    port = str(candidate_ports(job)[0])
+    old = job._replace(rank=1, master_port=port)
+    new = job._replace(restart_count=1, master_port=port)
+    rank_0 = begin(new, ranks=[0])[0]
+    with pytest.raises(MeetingError):
+        meet(old, SHORT)
+    assert all(worker.result(timeout=60) for worker in [rank_0, *begin(new, ranks=[1, 2])])
+
+
+def test_a_seat_is_given_once(job: WorkerEnvironment) -> None:
+    """Also to one who knows the secret."""
+    rank_0, first = begin(job, ranks=[0, 1])
+    time.sleep(0.3)
+    with pytest.raises(MeetingError):
+        meet(job._replace(rank=1), SHORT)
+    assert all(worker.result(timeout=60) for worker in [rank_0, first, *begin(job, ranks=[2])])
+
+
+def test_a_recorded_handshake_is_worth_nothing(job: WorkerEnvironment) -> None:
+    proof = rendezvous._Proof(b"secret", "job", b"1" * 32, b"2" * 32)
+    assert proof.holds(proof.of("client", b"rank"), "client", b"rank")
+    for other in (proof._replace(server_nonce=b"3" * 32), proof._replace(job="other"), proof._replace(secret=b"x")):
+        assert not other.holds(proof.of("client", b"rank"), "client", b"rank")
+    assert not proof.holds(proof.of("server", b"rank"), "client", b"rank")
+    assert not proof.holds(proof.of("client", b"rank"), "client", b"other rank")
+
+
+def test_many_who_say_nothing_keep_nobody_out(job: WorkerEnvironment, stack: ExitStack) -> None:
+    rank_0 = begin(job, ranks=[0])[0]
+    time.sleep(0.2)
+    for _ in range(20):
+        stack.enter_context(socket.create_connection((LOOPBACK, candidate_ports(job)[0])))
+    assert all(worker.result(timeout=60) for worker in [rank_0, *begin(job, ranks=[1, 2])])
+
+
+def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: WorkerEnvironment) -> None:
+    """It listens on the loopback alone, and there to the workers' address alone."""
+    stores = met(job)
+    port = port_of(stores[0])
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+    assert [place for place in listening if place.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.2", 0))
+        stranger.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            stranger.connect((LOOPBACK, port))
+
+
+def test_a_job_without_a_secret_says_so(job: WorkerEnvironment) -> None:
+    (Path(job.submission) / SECRET_FILE).unlink()
+    with pytest.raises(MeetingError, match=rf"{SECRET_FILE}: cannot be read .* submit the job again"):
+        meet(job, ENOUGH)
+
+
+def test_a_job_that_meets_again_has_another_store(job: WorkerEnvironment) -> None:
+    """A quick worker comes while rank 0 still keeps the last one."""
     first = met(job)
     second = met(job)
     second[0].set("word", "second")
-    assert second[0].port != first[0].port
     assert first[0].get("word") == b"7"
 
 
 def test_a_port_that_is_given_is_the_one(job: WorkerEnvironment, stack: ExitStack) -> None:
     port = candidate_ports(job)[-1]
     given = job._replace(master_port=str(port))
-    stores = met(given)
-    assert {store.port for store in stores} == {port}
-    with pytest.raises(MeetingError, match=rf"^rank 0 cannot listen .* on port {port}; MASTER_PORT asks .*EADDRINUSE"):
+    assert met(given)
+    listen(stack, port)
+    with pytest.raises(MeetingError, match=rf"^rank 0 cannot listen .* on port {port}; MASTER_PORT asks .*in use"):
         meet(given, ENOUGH)
 
 
@@ -172,16 +238,15 @@ def test_rank_0_says_which_ports_are_all_taken(job: WorkerEnvironment, stack: Ex
     ports = candidate_ports(job)
     for port in ports:
         listen(stack, port)
-    with pytest.raises(MeetingError, match=f"on ports {', '.join(map(str, ports))}: .*EADDRINUSE"):
+    with pytest.raises(MeetingError, match=f"on ports {', '.join(map(str, ports))}: .*in use"):
         meet(job, ENOUGH)
 
 
-def test_rank_0_says_who_did_not_come(job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = rendezvous._listen(job)
-    store.set(rendezvous._seat(job, 1), "has come")
-    monkeypatch.setattr(rendezvous, "_listen", lambda _: store)
-    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* within 0 s, rank 2 for one"):
-        meet(job, SHORT)
+def test_rank_0_says_who_did_not_come(job: WorkerEnvironment) -> None:
+    came = begin(job, ranks=[1])[0]
+    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* within 2 s, rank 2 for one"):
+        meet(job, timedelta(seconds=2))
+    assert all(worker.result(timeout=60) for worker in [*begin(job, ranks=[0, 2]), came])
 
 
 @pytest.mark.parametrize(("on_slurm", "host"), [(False, LOOPBACK), (True, "localhost")])
@@ -212,11 +277,13 @@ def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.
     told = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
     for key in told:
         monkeypatch.setenv(key, "of the job that submitted this one")
+    for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(key, raising=False)
     before = dict(os.environ)
     assert join_job() == WorkerEnvironment(
         3, 4, 3, 0, "12", 0, (socket.gethostname(),), on_slurm=False, submission="/run/train", master_port="29500"
     )
-    assert dict(os.environ) == before | told
+    assert dict(os.environ) == before | told | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", ""), ("3", f"{RUN_MARK}2\n")])

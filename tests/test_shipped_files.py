@@ -11,7 +11,16 @@ import pytest
 from pydantic import BaseModel
 
 from tula_hpc.catalog import DATASETS
-from tula_hpc.config import ClusterSpec, Spec, SweepSpec, check_together, load_cluster, load_sweep, local_batches
+from tula_hpc.config import (
+    ClusterSpec,
+    Spec,
+    SweepSpec,
+    check_together,
+    load_cluster,
+    load_sweep,
+    loaders_without_cores,
+    local_batches,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
@@ -185,8 +194,29 @@ def test_the_papers_cluster() -> None:
     spec = cluster("v100")
     assert (spec.executor, spec.device, spec.max_nodes, spec.workers_per_node) == ("slurm", "cuda", 16, 1)
     assert spec.environment["NCCL_ALGO"] == "Ring"
-    assert spec.device_memory_gb == 32
+    assert spec.device_memory_gb == 31.75
     assert spec.pricing.usd_per_node_hour == 2.48
+
+
+def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account() -> None:
+    spec = cluster("v100")
+    for name in PAPER:
+        assert list(loaders_without_cores(sweep(name), spec)) == []
+    lines = (ROOT / "slurm_templates" / "v100.toml").read_text().splitlines()
+    open_ = [line.split()[1] for line in lines if ASSIGNMENT.match(line) and line.startswith("# ")]
+    assert open_ == ["partition", "account", "constraint", "NCCL_SOCKET_IFNAME"]
+
+
+def test_the_pinned_torch_has_kernels_for_a_v100() -> None:
+    """What the wheel was built for needs no GPU to be read."""
+    import torch
+
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    installed = torch.__version__.partition("+")[0]
+    if installed != pinned[1]:
+        pytest.skip(f"torch {installed} is installed, constraints.txt pins {pinned[1]}")
+    assert "sm_70" in (torch._C._cuda_getArchFlags() or "").split()
 
 
 def test_local_is_what_runs_without_a_cluster_file() -> None:

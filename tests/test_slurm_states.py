@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tula_hpc import slurm
-from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.device_errors import broken_device
+from tula_hpc.errors import Failure, InputError, LaunchError
 from tula_hpc.job_ends import classify, telling_line, without_chatter
+from tula_hpc.job_logs import complaining_nodes
 from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+SYSTEM = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, "
+    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5"
+)
+REMOTE = SYSTEM.replace(
+    "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    "remote process exited or there was a network error",
+)
+ECC = "uncorrectable ECC error encountered"
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f
     g()
@@ -66,10 +79,91 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{NCCL}CUDA error: an illegal memory access was encountered\nn1: task 1: Aborted", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 1: Aborted\n{FRAME}KeyError: 'x'", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 0: Segmentation fault", Failure.BUG),
+        # a broken device is told by the worker that met it; the others only lost a peer, or waited in vain
+        ([], f"{FRAME}RuntimeError: CUDA error: {ECC}\n{FRAME}E: Connection closed by peer", Failure.DEVICE_FAILED),
+        (rows(("7", "TIMEOUT", "0:0")), f"{FRAME}RuntimeError: CUDA error: {ECC}", Failure.DEVICE_FAILED),
+        (rows(("7", "FAILED", "1:0")), f"{FRAME}tula_hpc.errors.DeviceError: n1: as told", Failure.DEVICE_FAILED),
+        ([], f"{FRAME}torch.OutOfMemoryError: CUDA out of memory.\n{FRAME}E: {ECC}", Failure.DEVICE_OOM),
+        ([], f"{NCCL}CUDA error: {ECC}\nn1: task 1: Aborted", Failure.DEVICE_FAILED),
+        ([], f"{FRAME}{SYSTEM}\nn2: task 1: Killed", Failure.DEVICE_FAILED),
+        ([], f"{FRAME}{SYSTEM}\n{FRAME}KeyError: 'x'", Failure.BUG),
+        ([], f"{FRAME}{SYSTEM}\n{FRAME}tula_hpc.errors.InputError: no", Failure.BAD_INPUT),
+        ([], f"{FRAME}{REMOTE}\nn1: task 0: Killed", Failure.KILLED),
+        ([], f"{FRAME}{REMOTE}\n{FRAME}{REMOTE}", Failure.DEVICE_FAILED),
     ],
 )
 def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:
     assert classify(steps, log) is failure
+
+
+@pytest.mark.parametrize(
+    ("line", "failure"),
+    [
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", Failure.DEVICE_FAILED),
+        ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", Failure.DEVICE_FAILED),
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure", Failure.DEVICE_FAILED),
+        ("torch.AcceleratorError: CUDA error: unknown error", Failure.DEVICE_FAILED),
+        ("RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution", Failure.DEVICE_FAILED),
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", Failure.DEVICE_FAILED),
+        ("RuntimeError: CUDA driver initialization failed, you might not have a CUDA gpu.", Failure.DEVICE_FAILED),
+        (
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized",
+            Failure.DEVICE_FAILED,
+        ),
+        ("Failed to initialize NVML: Driver/library version mismatch", Failure.DEVICE_FAILED),
+        ("slurmstepd: error: NVML: Failed to get usage(15): GPU is lost", Failure.DEVICE_FAILED),
+        ("Unable to determine the device handle for GPU0000:0B:00.0: Unknown Error", Failure.DEVICE_FAILED),
+        ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus", Failure.DEVICE_FAILED),
+        ("NVRM: Xid (PCI:0000:44:00): 48, pid=7, An uncorrectable double bit error", Failure.DEVICE_FAILED),
+        # what a program's own mistakes lead to
+        ("NVRM: Xid (PCI:0000:44:00): 31, pid=7, Ch 00000028, MMU Fault", Failure.BUG),
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", Failure.BUG),
+        ("RuntimeError: CUDA error: device-side assert triggered", Failure.BUG),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", Failure.BUG),
+    ],
+)
+def test_a_broken_device_is_told_from_a_bug_on_it(line: str, failure: Failure) -> None:
+    assert classify([], FRAME + line) is failure
+    assert bool(broken_device(RuntimeError(line))) is (failure is Failure.DEVICE_FAILED)
+
+
+def test_a_gpu_that_nobody_asked_for_is_not_broken() -> None:
+    words = '"cuda", but torch sees no GPU on n1: no CUDA-capable device is detected'
+    assert broken_device(InputError(words, key="device")) == ""
+    assert classify([], f"{FRAME}tula_hpc.errors.InputError: device: {words}") is Failure.BAD_INPUT
+
+
+def test_an_error_of_nccl_alone_does_not_accuse_this_node() -> None:
+    """Any of its peers may be the one whose network failed."""
+    assert broken_device(RuntimeError(SYSTEM)) == ""
+    assert (
+        broken_device(RuntimeError(f"{SYSTEM}\nLast error:\nCuda failure 214 '{ECC}'")) == f"Cuda failure 214 '{ECC}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("logs", "nodes"),
+    [
+        # the worker that was aborted before it could say so itself, of four on two nodes
+        ({0: f"{NCCL}CUDA error: an error of a peer", 2: f"{NCCL}CUDA error: {ECC}", 3: ""}, [1]),
+        ({0: SYSTEM, 2: f"{NCCL}CUDA error: {ECC}"}, [1]),
+        ({0: "", 2: SYSTEM}, [1]),
+        # nccl alone accuses two nodes: nobody knows which one it is
+        ({0: SYSTEM, 2: SYSTEM}, []),
+        ({0: "", 2: ""}, []),
+    ],
+)
+def test_the_node_of_a_broken_device_is_found_by_its_tasks_logs(
+    logs: dict[int, str], nodes: list[int], tmp_path: Path
+) -> None:
+    for task, said in logs.items():
+        where = (
+            f"JobEnvironment(job_id=7, hostname=n{task // 2}, local_rank=0(2), node={task // 2}(2), global_rank=0(4))"
+        )
+        (tmp_path / f"7_{task}_log.out").write_text(f"submitit INFO (x) - Starting with {where}\n")
+        (tmp_path / f"7_{task}_log.err").write_text(f"{said}\n")
+    assert complaining_nodes(sorted(tmp_path.iterdir())) == nodes
 
 
 def test_requeued_and_suspended_jobs_are_not_over() -> None:

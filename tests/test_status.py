@@ -371,6 +371,18 @@ def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Pat
     assert str(log) in status_text(told)
 
 
+def test_hosts_that_jobs_are_kept_off_are_told_with_what_was_said_there(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "7", "train", label="main")
+    said = {"failure": Failure.DEVICE_FAILED, "job_id": "7", "data": {"hosts": ["n2"]}}
+    run.log_event("failed", "train", detail="CUDA error: an ECC error", **said)
+    run.log_event("ended", "train", **said)
+    told = status.status_of(run.root)
+    assert [each.host for each in told.avoided] == ["n2"]
+    assert "failed 7 train main: device failed: CUDA error: an ECC error" in text_of(told)
+    assert "avoids n2 for 1 d more, where a device failed: CUDA error: an ECC error" in text_of(told)
+
+
 CHATTER = "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl\n"
 RAISED = "Traceback (most recent call last):\n  File x\n"
 

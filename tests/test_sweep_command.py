@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,6 +273,22 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
         open_run(*other, run.root)
 
 
+@pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
+def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: Path, key: str) -> None:
+    """Which kernels were measured may not change afterwards."""
+    from tula_hpc.command import open_run
+    from tula_hpc.errors import RunDirectoryError
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    measure(run)
+    lines = run.sweep_file.read_text().splitlines(keepends=True)
+    run.sweep_file.write_text("".join(line for line in lines if not line.startswith(f"{key} =")))
+    assert run.sweep_file.read_text() != "".join(lines)
+    open_run(*inputs_of(sweep_file), run.root)
+    with pytest.raises(RunDirectoryError, match=rf"workload\.{key}: not set there, False now"):
+        open_run(*inputs_of(sweep_file, f"workload.{key}=false"), run.root)
+
+
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -524,6 +541,54 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
 ) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=adaptive", "--set", "search.max_batch=1024")
     assert "12 candidates; adaptive search starts with 3 and measures at most 8 of them" in out
+
+
+def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--set", "search.max_batch=65536", "--set", "search.mode=full"]
+    out = dry_run(sweep_file, capsys, *given, more='device = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 1.0\n')
+    trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)
+    assert trusted is not None
+    offered = [[int(batch) for batch in found.split(", ")] for found in re.findall(r"batches ([\d, ]+), in", out)]
+    assert {max(batches) for batches in offered} == {int(trusted[1])}
+    assert 32 < int(trusted[1]) < 65536
+
+
+def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--set", "search.mode=full", "--set", "workload.model=no_such_module:net"]
+    out = dry_run(sweep_file, capsys, *given, more="memory_gb = 1.0\n")
+    assert re.search(r"no estimate of memory \(.*no_such_module.*\): the search begins with all batches\n", out)
+    assert "N=2: local batches 16, 32, in one job" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ('device = "cuda"\ngres = "gpu:1"\ncpus_per_worker = 2\n', ["cpus_per_worker"]),
+        ('device = "cuda"\ngres = "gpu:1"\ncpus_per_worker = 3\n', []),
+        ("cpus_per_worker = 1\n", []),
+        (
+            'device = "cuda"\ngres = "gpu:1"\ncpus_per_worker = 3\n[[partitions]]\npartition = "old"\n'
+            '[[partitions]]\npartition = "new"\ncpus_per_worker = 1\n',
+            ["partitions.new.cpus_per_worker"],
+        ),
+    ],
+)
+def test_loaders_that_take_all_cores_of_a_gpus_worker_are_warned_of(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], more: str, named: list[str]
+) -> None:
+    from tula_hpc.command import load_inputs
+    from tula_hpc.sweep import _parser
+
+    cluster_file = sweep_file.parent / "c.toml"
+    cluster_file.write_text(f'executor = "slurm"\n{more}')
+    load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file)]))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in said] == named
+    assert all(f"warning: {cluster_file}: " in line and "expected at least 3, better 4" in line for line in said)
 
 
 def test_dry_run_of_a_cluster_with_parts(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

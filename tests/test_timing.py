@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.timing import StoppingRule, median_interval, time_steps
+from tula_hpc.timing import LEAST_ROUNDS, ROUND_S, StoppingRule, mean_interval, time_rounds
 
 seconds = st.floats(min_value=1e-6, max_value=1e3)
+RULE = StoppingRule(min_steps=15, max_steps=200, max_seconds=60, ci_width=0.02)
 
 
 class Alone:
@@ -21,44 +23,94 @@ class Alone:
         pass
 
 
+class BesideASlowOne(Alone):
+    """A worker whose peer has not measured enough before so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def agree(self, *values: float) -> list[float]:
+        self.looks -= 1
+        return [max(value, float(self.looks > 0)) for value in values]
+
+
 @given(st.lists(seconds, min_size=1, max_size=200))
-def test_interval_holds_the_median(samples: list[float]) -> None:
-    interval = median_interval(samples)
-    assert interval.low_s <= interval.median_s <= interval.high_s
+def test_interval_holds_the_mean_and_the_mean_lies_among_the_rounds(rounds: list[float]) -> None:
+    interval = mean_interval(rounds)
+    assert 0.0 <= interval.low_s <= interval.mean_s <= interval.high_s
+    assert min(rounds) <= interval.mean_s <= max(rounds)
 
 
 @given(st.lists(seconds, min_size=2, max_size=50), st.floats(min_value=0.1, max_value=10))
-def test_interval_scales_with_the_unit(samples: list[float], factor: float) -> None:
-    interval, scaled = median_interval(samples), median_interval([factor * s for s in samples])
-    assert scaled.median_s == pytest.approx(factor * interval.median_s)
-    assert scaled.relative_width == pytest.approx(interval.relative_width, rel=1e-9, abs=1e-9)
+def test_interval_scales_with_the_unit(rounds: list[float], factor: float) -> None:
+    interval, scaled = mean_interval(rounds), mean_interval([factor * s for s in rounds])
+    assert scaled.mean_s == pytest.approx(factor * interval.mean_s)
+    assert scaled.relative_width == pytest.approx(interval.relative_width, rel=1e-6, abs=1e-6)
 
 
-def test_interval_covers_the_true_median_about_95_percent_of_the_time() -> None:
+@pytest.mark.parametrize("rounds", [3, 5, 8, 25])
+def test_interval_covers_the_true_mean_about_95_percent_of_the_time(rounds: int) -> None:
     source = random.Random(0)
     hits = 0
-    for _ in range(1000):
-        interval = median_interval([source.expovariate(1.0) for _ in range(40)])
-        hits += interval.low_s <= 0.6931471805599453 <= interval.high_s
-    assert 930 <= hits <= 995
+    for _ in range(2000):
+        interval = mean_interval([source.gauss(0.1, 0.02) for _ in range(rounds)])
+        hits += interval.low_s <= 0.1 <= interval.high_s
+    assert 1860 <= hits <= 1960
 
 
-def test_stops_once_the_median_is_known() -> None:
+@given(st.lists(st.floats(0.9, 1.1), min_size=LEAST_ROUNDS - 1, max_size=30), st.floats(0.0, 1e6), st.integers(0, 30))
+def test_a_single_disturbance_moves_the_mean_by_no_more_than_an_ordinary_round(
+    rounds: list[float], disturbed: float, place: int
+) -> None:
+    rounds.insert(place % (len(rounds) + 1), disturbed)
+    assert 0.9 <= mean_interval(rounds).mean_s <= 1.1
+
+
+@pytest.mark.parametrize("rounds", [5, 10, 25])
+def test_what_happens_in_every_fourth_step_is_counted(rounds: int) -> None:
+    """Bursts of a loader with four processes: a median of steps would be 1."""
+    steps = [1.0, 1.0, 1.0, 5.0] * rounds
+    means = [sum(steps[at : at + 4]) / 4 for at in range(0, len(steps), 4)]
+    assert mean_interval(means).mean_s == 2.0
+
+
+@pytest.mark.parametrize("multiple_of", [1, 2, 8, 12])
+@given(about_s=st.floats(1e-5, 20.0))
+def test_a_round_holds_whole_turns_of_the_loader_and_lasts_long_enough(about_s: float, multiple_of: int) -> None:
+    steps = RULE.steps_per_round(about_s, multiple_of=multiple_of)
+    assert steps % multiple_of == 0
+    assert LEAST_ROUNDS * steps >= RULE.min_steps
+    assert steps < RULE.max_steps // 10 + multiple_of
+    assert steps * about_s >= min(ROUND_S, about_s * RULE.max_steps // 10)
+
+
+def test_stops_once_the_mean_is_known() -> None:
     rule = StoppingRule(min_steps=10, max_steps=100, max_seconds=60, ci_width=0.02)
-    assert not rule.done([1e-3] * 9)
-    assert rule.done([1e-3] * 10)
-    noisy = [1e-3, 2e-3] * 20
-    assert not rule.done(noisy)
+    assert not rule.done([1e-3] * 4, 2)
+    assert not rule.done([1e-3] * 4, 3)  # as many steps, but too few rounds for an interval to be believed
+    assert rule.done([1e-3] * 5, 2)
+    noisy = [1e-3, 2e-3] * 10
+    assert not rule.done(noisy, 2)
     assert not rule.converged(noisy)
 
 
-def test_never_exceeds_the_upper_bound() -> None:
+@pytest.mark.parametrize(("steps", "rounds"), [(1, 23), (4, 5), (8, 2), (40, 2)])
+def test_never_exceeds_the_upper_bound_but_for_two_rounds(steps: int, rounds: int) -> None:
     source = random.Random(1)
     rule = StoppingRule(min_steps=5, max_steps=23, max_seconds=60, ci_width=1e-9)
     calls: list[float] = []
-    samples = time_steps(Alone(), rule, lambda: calls.append(source.random()))
-    assert len(samples) == len(calls) == 23
+    samples = list(time_rounds(Alone(), rule, lambda: calls.append(source.random()), steps))
+    assert (len(samples), len(calls)) == (rounds, rounds * steps)
 
 
 def test_time_limit_ends_a_slow_measurement() -> None:
-    assert StoppingRule(min_steps=5, max_steps=1000, max_seconds=1.0, ci_width=1e-9).done([0.3, 0.1, 0.4, 0.3, 0.5])
+    rule = StoppingRule(min_steps=5, max_steps=1000, max_seconds=1.0, ci_width=1e-9)
+    assert rule.done([0.3, 0.1, 0.4, 0.3, 0.5], 1)
+    assert rule.done([0.2, 0.1], 5)
+    assert not rule.done([0.1, 0.09], 5)
+
+
+def test_all_workers_take_as_many_rounds_as_the_one_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    assert len(list(time_rounds(Alone(), RULE, lambda: None, 3))) == LEAST_ROUNDS
+    assert len(list(time_rounds(BesideASlowOne(looks=9), RULE, lambda: None, 3))) == 9

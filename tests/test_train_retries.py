@@ -90,6 +90,29 @@ def test_a_killed_training_that_gets_further_each_time_goes_on(monkeypatch: pyte
     assert scheduler.jobs == 7
 
 
+def test_a_training_that_meets_broken_devices_is_submitted_twice_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def end_of(n: int) -> Failure:
+        where = {"failure": Failure.DEVICE_FAILED, "data": {"hosts": [f"node{n}"]}}
+        run.log_event("failed", "train", job_id=str(n), detail="an ECC error", **where)
+        return Failure.BUG
+
+    scheduler, error = train(monkeypatch, tmp_path, end_of)
+    assert scheduler.jobs == 3
+    hosts = "; ".join(f"node{n} said 'an ECC error'" for n in (1, 2, 3))
+    assert error == f"train: a device failed once more, in job 3: {hosts}; have these nodes repaired"
+
+
+def test_a_training_that_gets_further_between_broken_devices_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scheduler, _ = train(monkeypatch, tmp_path, lambda _: Failure.DEVICE_FAILED, begun_at=lambda n: 64 * min(n, 8))
+    assert scheduler.jobs == 8 + 2
+
+
 def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scheduler, _ = train(monkeypatch, tmp_path, lambda n: Failure.PREEMPTED if n == 2 else Failure.KILLED)
     assert scheduler.jobs == 5

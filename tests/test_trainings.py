@@ -127,6 +127,7 @@ def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path
         (Failure.CANCELLED, 1),
         (Failure.PREEMPTED, 5),  # max_requeues + 1
         (Failure.NODE_FAILED, 5),
+        (Failure.DEVICE_FAILED, 3),
     ],
 )
 def test_a_failure_is_tried_again_as_often_as_it_may_help_and_holds_up_none(
@@ -146,6 +147,13 @@ def test_a_job_that_dies_once_costs_nothing_but_another_job(tmp_path: Path) -> N
     made, scheduler = trainings(tmp_path, lambda label, n: Failure.BUG if (label, n) == ("b", 1) else None, "abc")
     assert run_all(made) == {}
     assert [scheduler.submissions(label) for label in "abc"] == [1, 2, 1]
+
+
+def test_where_every_training_meets_broken_devices_the_others_are_not_tried(tmp_path: Path) -> None:
+    made, scheduler = trainings(tmp_path, lambda *_: Failure.DEVICE_FAILED, "abcdefgh", most=1)
+    with pytest.raises(StageError, match=r"^train: a device failed once more"):
+        run_all(made)
+    assert max(scheduler.submissions(label) for label in "abcdefgh") == 3
 
 
 def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) -> None:

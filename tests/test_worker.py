@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
-from tula_hpc.allocation import place_among
-from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
+from tests.planning_data import memory
+from tula_hpc.allocation import Allocation, place_among
+from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import DivergedError, InputError
+from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.forward_probe import PASSES, time_forward
 from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
@@ -26,13 +29,14 @@ from tula_hpc.profiler import (
     NodePower,
     SharedTimes,
     StepProfile,
+    _largest,
     _stopping_rule,
     _without_updates,
     measure,
 )
 from tula_hpc.records import Configuration, Measurement
 from tula_hpc.timing import StoppingRule
-from tula_hpc.worker import Worker, check_kernels, pick_device
+from tula_hpc.worker import Worker, check_kernels, check_precision, choose_kernels, pick_device, process_group
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -395,6 +399,38 @@ def test_a_node_without_a_gpu_is_the_users_mistake(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    ("visible", "seen", "words", "expected"),
+    [
+        ("0,1,2,3", 0, "No CUDA GPUs are available", DeviceError),
+        ("0,1,2,3", 3, "", DeviceError),
+        ("0", 0, "The NVIDIA driver on your system is too old (found version 11040).", InputError),  # as on all nodes
+        ("", 0, "No CUDA GPUs are available", InputError),
+        ("NoDevFiles", 0, "No CUDA GPUs are available", InputError),
+        ("MIG-1,MIG-2", 1, "", None),
+        ("0,1,2,3", 4, "", None),
+    ],
+)
+def test_gpus_that_slurm_granted_and_that_are_not_there_are_the_nodes_fault(
+    monkeypatch: pytest.MonkeyPatch, visible: str, seen: int, words: str, expected: type[Exception] | None
+) -> None:
+    def init() -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: seen > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
+    monkeypatch.setattr("torch.cuda.init", init)
+    cluster = ClusterSpec(device="cuda", executor="slurm", gres="gpu:4")
+    if expected is None:
+        assert pick_device(cluster, 0) == torch.device("cuda", 0)
+        return
+    with pytest.raises(expected):
+        pick_device(cluster, 0)
+
+
+@pytest.mark.parametrize(
     ("capability", "known", "fits"),
     [
         ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120"], False),  # a V100, and torch's build for CUDA 13
@@ -415,8 +451,121 @@ def test_a_gpu_without_kernels_is_named(
     if fits:
         check_kernels(torch.device("cuda", 0))
         return
-    with pytest.raises(InputError, match=f"no kernels for Tesla .*, only for {' '.join(known)}; install"):
+    with pytest.raises(InputError, match=rf"no kernels for Tesla .*, only for {' '.join(known)}; install torch 2\.10"):
         check_kernels(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gpu_without_kernels_is_named_before_workers_meet(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """No store and no peers are there: whoever looked for them would fail in other words."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: workers)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_80"])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Tesla")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("tula_hpc.worker.meet", lambda *_: pytest.fail("it looked for its peers"))
+    cluster = ClusterSpec(device="cuda", workers_per_node=workers)
+    env = ALONE._replace(world_size=workers)
+    with pytest.raises(InputError, match="no kernels for Tesla"), process_group(cluster, env):
+        pass
+
+
+def test_while_profiling_peers_are_waited_for_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job that has a few minutes, on all of its nodes."""
+    timeouts: list[timedelta] = []
+
+    def note(*_: object, timeout: timedelta, **__: object) -> None:
+        timeouts.append(timeout)
+
+    monkeypatch.setattr("torch.distributed.init_process_group", note)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    monkeypatch.setattr("tula_hpc.allocation.meet", lambda *_: HashStore())
+    pair, cluster = ALONE._replace(world_size=2), ClusterSpec(workers_per_node=2)
+    Allocation(cluster, pair, timedelta(minutes=1)).join(1)
+    with process_group(cluster, pair, HashStore()):
+        pass
+    profiling, training = timeouts
+    assert profiling <= timedelta(minutes=cluster.profile_minutes) / 5
+    assert profiling < training
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (12, 0)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_bf16_is_refused_where_a_gpu_has_no_units_for_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Tesla")
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    device = torch.device("cuda", 0)
+    if precision != "bf16" or capability >= (8, 0):
+        check_precision(device, precision)
+        return
+    with pytest.raises(InputError, match=r'^workload\.precision: Tesla \(sm_7.\) .*; use precision = "fp16"$'):
+        check_precision(device, precision)
+
+
+@pytest.fixture
+def kernels_as_before() -> Iterator[None]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+    yield
+    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("kernels_as_before")
+@pytest.mark.parametrize(("benchmark", "tf32"), [(True, False), (False, True)])
+def test_the_workload_chooses_kernels(benchmark: bool, tf32: bool) -> None:
+    choose_kernels(WorkloadSpec(cudnn_benchmark=benchmark, tf32=tf32))
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    assert (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32) == (benchmark, tf32, tf32)
+
+
+class FakeAllocator:
+    """Counts as torch's allocator does, on a device that it is told of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, free: int, reserved: int) -> None:
+        self.retries = self.ooms = 7
+        answers = {
+            "mem_get_info": lambda: (free, total),
+            "memory_reserved": lambda: reserved,
+            "max_memory_reserved": lambda: reserved,
+            "max_memory_allocated": lambda: reserved,
+            "reset_peak_memory_stats": lambda: None,
+            "memory_stats": lambda: {"num_alloc_retries": self.retries, "num_ooms": self.ooms},
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_what_lies_outside_the_allocator_and_its_retries_in_timed_steps_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    device = FakeAllocator(monkeypatch, total=1000, free=300, reserved=500)
+    meter = MemoryMeter(ClusterSpec(device="cuda"))
+    meter.start()
+    device.retries += 2
+    meter.stop()
+    device.retries += 1
+    use = meter.use(worker, 0)
+    assert (use.total_bytes, use.other_bytes) == (1000, 200)
+    assert (use.alloc_retries, use.ooms) == (2, 0)
+
+
+def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
+    uses = [memory(32, total_bytes=total, other_bytes=other) for total, other in ((1000, 1), (900, 2))]
+    told: list[tuple[float, ...]] = []
+
+    def agree(*values: float) -> list[float]:
+        told.append(values)
+        return [max(each) for each in zip(*told, strict=True)]
+
+    monkeypatch.setattr(worker, "agree", agree)
+    *_, both = [_largest(worker, use) for use in uses]
+    assert (both.total_bytes, both.other_bytes) == (900, 2)
 
 
 @pytest.mark.gpu
@@ -435,6 +584,12 @@ def test_a_profile_on_a_gpu(method: str, workload: dict[str, object]) -> None:
     assert (found.status, found.device) == ("ok", torch.cuda.get_device_name())
     assert found.memory is not None
     assert 0 < found.memory.parameter_bytes < found.memory.peak_bytes <= found.memory.reserved_bytes
+    total, other = found.memory.total_bytes, found.memory.other_bytes
+    assert total is not None
+    assert other is not None
+    assert 0 < other < total - found.memory.reserved_bytes
+    assert not found.memory.ran_short
+    assert torch.backends.cudnn.benchmark
     assert found.times is not None
     assert min(found.times.step_time_s, found.times.compute_time_s, found.times.optimizer_time_s) > 0
 

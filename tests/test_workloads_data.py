@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
@@ -24,7 +26,7 @@ from tula_hpc.workloads import decoded_cache
 from tula_hpc.workloads.data import Data, build_data
 from tula_hpc.workloads.decoding import open_rgb
 from tula_hpc.workloads.hashing import below, mix
-from tula_hpc.workloads.pixels import Bytes, Jitter, PixelDataset
+from tula_hpc.workloads.pixels import Bytes, Jitter, PixelDataset, Preprocessing, Scaling, prepared
 from tula_hpc.workloads.splits import random_order, stratified_split
 
 Paint = Callable[[int], np.ndarray[Any, Any]]
@@ -74,6 +76,12 @@ def items(dataset: Any) -> list[tuple[Tensor, int]]:
     return [dataset[i] for i in range(len(dataset))]
 
 
+def seen(dataset: Any, index: int) -> Tensor:
+    """An image as a model sees it."""
+    image: Tensor = prepared(dataset, dataset[index][0][None])[0]
+    return image
+
+
 def labels(dataset: Any) -> list[int]:
     return [label for _, label in items(dataset)]
 
@@ -85,12 +93,41 @@ def test_digits_are_real_images_split_by_class() -> None:
     data = build("digits", augment=False)
     train, test = items(data.train), items(data.test)
     assert (data.classes, data.image_size, len(train) + len(test)) == (10, 8, 1797)
-    images = torch.stack([image for image, _ in train])
+    images = prepared(data.train, torch.stack([image for image, _ in train]))
     assert images.shape[1:] == (3, 8, 8)
     assert (float(images.min()), float(images.max())) == (0, 1)
     assert torch.equal(images[:, 0], images[:, 2])
     share = np.bincount(labels(data.test)) / (np.bincount(labels(data.train)) + np.bincount(labels(data.test)))
     assert np.allclose(share, 0.2, atol=0.01)
+
+
+ALL_BYTES = torch.arange(256, dtype=torch.uint8).repeat(2, 3, 1).reshape(2, 3, 16, 16)
+SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_stepwise_scaling_has_the_bits_of_torchvisions_transforms() -> None:
+    floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(SCALING.mean, SCALING.deviation)])
+    assert torch.equal(SCALING._replace(stepwise=True).apply(ALL_BYTES), floats(ALL_BYTES))
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_bytes_are_scaled_by_channel_and_in_full_precision_whatever_surrounds_it(stepwise: bool) -> None:
+    mean, deviation = (np.array(part)[:, None, None] for part in (SCALING.mean, SCALING.deviation))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Preprocessing(SCALING._replace(stepwise=stepwise), 16).apply(ALL_BYTES)
+    assert found.dtype == torch.float32
+    assert np.allclose(found.numpy(), (ALL_BYTES.numpy() / 255 - mean) / deviation, atol=1e-6)
+
+
+@pytest.mark.parametrize("image_size", [16, 24])
+def test_a_batch_is_prepared_as_its_images_are(image_size: int) -> None:
+    preprocessing = Preprocessing(SCALING, image_size)
+    assert torch.equal(preprocessing.apply(ALL_BYTES)[1:], preprocessing.apply(ALL_BYTES[1:]))
+
+
+def test_bytes_of_a_users_own_data_stay_what_they_are() -> None:
+    own = TensorDataset(ALL_BYTES)
+    assert prepared(own, ALL_BYTES) is ALL_BYTES
 
 
 def test_no_digit_is_both_trained_and_tested_on() -> None:
@@ -112,8 +149,8 @@ def test_digits_are_shifted_and_never_mirrored() -> None:
 
 
 def test_another_image_size_is_resized_to() -> None:
-    image, _ = build("digits", image_size=32, augment=False).train[0]
-    small, _ = build("digits", augment=False).train[0]
+    image = seen(build("digits", image_size=32, augment=False).train, 0)
+    small = seen(build("digits", augment=False).train, 0)
     assert image.shape == (3, 32, 32)
     assert torch.allclose(image.mean(), small.mean(), atol=0.02)
 
@@ -121,7 +158,7 @@ def test_another_image_size_is_resized_to() -> None:
 def test_synthetic_images_can_be_learned() -> None:
     """By the nearest class mean of the training set, on images that were not trained on."""
     data = build("synthetic", samples=300, image_size=16)
-    train, test = items(data.train), items(data.test)
+    train, test = ([(image.float(), label) for image, label in items(part)] for part in (data.train, data.test))
     means = torch.stack([torch.stack([x for x, y in train if y == label]).mean(0) for label in range(data.classes)])
     guesses = [int((means - image).flatten(1).norm(dim=1).argmin()) for image, _ in test]
     assert np.mean([guess == label for guess, (_, label) in zip(guesses, test, strict=True)]) > 0.95
@@ -242,7 +279,7 @@ def test_binary_cifar100_is_read_as_it_lies(tmp_path: Path, folder: str) -> None
     assert (data.classes, data.image_size) == (100, 32)
     mean, deviation = np.array([0.5071, 0.4865, 0.4409]), np.array([0.2673, 0.2564, 0.2762])
     expected = (records[3, 2:].reshape(3, 32, 32) / 255 - mean[:, None, None]) / deviation[:, None, None]
-    assert np.allclose(data.train[3][0].numpy(), expected, atol=1e-5)
+    assert np.allclose(seen(data.train, 3).numpy(), expected, atol=1e-5)
 
 
 def test_binary_cifar10_is_five_files(tmp_path: Path) -> None:
@@ -251,7 +288,7 @@ def test_binary_cifar10_is_five_files(tmp_path: Path) -> None:
         (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
     data = build("cifar10", tmp_path, augment=False)
     assert labels(data.train) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert data.train[9][0][0, 0, 0] == pytest.approx((4 / 255 - 0.4914) / 0.2470, abs=1e-4)
+    assert seen(data.train, 9)[0, 0, 0] == pytest.approx((4 / 255 - 0.4914) / 0.2470, abs=1e-4)
 
 
 def test_the_data_set_travels_without_its_pixels(tmp_path: Path) -> None:
@@ -301,8 +338,8 @@ def test_cifar_as_a_folder_tree_equals_its_files(tmp_path: Path) -> None:
     assert labels(data.train) == list(range(100))
     pixels = np.asarray(Image.open(data_dir / "train" / "042" / "0.png"))
     green = (pixels[:, :, 1] / 255 - 0.4865) / 0.2564
-    assert np.allclose(data.train[42][0][1].numpy(), green, atol=1e-5)
-    assert build("cifar100", data_dir, image_size=64).train[0][0].shape == (3, 64, 64)
+    assert np.allclose(seen(data.train, 42)[1].numpy(), green, atol=1e-5)
+    assert seen(build("cifar100", data_dir, image_size=64).train, 0).shape == (3, 64, 64)
 
 
 # folder trees
@@ -379,13 +416,13 @@ def test_a_cache_folder_that_is_a_link_is_not_used(tmp_path: Path, cache: Path) 
 def test_no_room_anywhere_is_one_clear_line(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = write_both(tmp_path / "data", ["a", "b"])
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(decoded_cache, "_write_array", full)
     with pytest.raises(InputError, match=r"1 MB of decoded images.*No space left.*set XDG_CACHE_HOME"):
         build("imagefolder", data_dir, image_size=8)
-    assert not [file for file in cache.iterdir() if file.suffix != ".lock"]
+    assert not [file for file in cache.iterdir() if file.suffix not in (".lock", ".listing")]
 
 
 def test_large_images_are_decoded_when_read(tmp_path: Path, cache: Path) -> None:
@@ -394,7 +431,7 @@ def test_large_images_are_decoded_when_read(tmp_path: Path, cache: Path) -> None
     assert data.train[0][0].shape == (3, 72, 72)
     assert not torch.equal(data.train[0][0], data.train[0][0])
     assert torch.equal(data.test[0][0], data.test[0][0])
-    assert not cache.exists()
+    assert not list(cache.glob("*.npy"))
 
 
 def test_trees_too_large_to_be_kept_are_decoded_when_read(
@@ -403,7 +440,7 @@ def test_trees_too_large_to_be_kept_are_decoded_when_read(
     monkeypatch.setattr(decoded_cache, "MAX_BYTES", 100)
     data = build("imagefolder", write_both(tmp_path / "data", ["a", "b"]), image_size=8)
     assert data.train[0][0].shape == (3, 8, 8)
-    assert not cache.exists()
+    assert not list(cache.glob("*.npy"))
 
 
 @pytest.mark.parametrize("size", [8, 96])
@@ -429,7 +466,7 @@ def test_oblong_images_lose_their_ends(tmp_path: Path) -> None:
     stripes = np.zeros((8, 24, 3), np.uint8)
     stripes[:, 8:16] = 255
     Image.fromarray(stripes).save(data_dir / "test" / "a" / "0.png")
-    image, _ = build("imagefolder", data_dir, image_size=8).test[0]
+    image = seen(build("imagefolder", data_dir, image_size=8).test, 0)
     assert image[0].min() == pytest.approx((1 - 0.485) / 0.229, abs=1e-3)
 
 

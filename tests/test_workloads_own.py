@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tula_hpc.config import WorkloadSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
+from tula_hpc.records import Configuration
+from tula_hpc.worker import Worker
 from tula_hpc.workloads import Workload, build_workload, make_train_loader
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -90,7 +93,7 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ("import not_there", "mine cannot be imported: No module named 'not_there'"),
         ("f = (", "mine cannot be imported"),
         ("f = lambda c, s: nn.Sequential(nn.Flatten(), nn.Linear(s * s * 3, 99))", r"\(2, 99\).*expected.*\(2, 10\)"),
-        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: RuntimeError: mat1 and mat2"),
+        ("f = lambda c, s: nn.Linear(99, c)", r"cannot take inputs of 3×8×8: RuntimeError: .*mat1 and mat2"),
     ],
 )
 def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
@@ -101,6 +104,35 @@ def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
         build_workload(spec)
     assert raised.value.key == "workload.model"
     assert "\n" not in str(raised.value)
+
+
+CHOOSY = """
+class Choosy(nn.Linear):
+    def forward(self, images):
+        assert images.device == self.weight.device == torch.device("{wanted}"), images.device
+        return super().forward(images.flatten(1))
+f = lambda c, s: Choosy(3 * s * s, c)
+"""
+
+
+def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="meta"))
+    spec = WorkloadSpec(dataset="digits").model_copy(update={"model": "mine:f"})
+    build_workload(spec, torch.device("meta"))
+    with pytest.raises(InputError, match=r"mine:f cannot take inputs of 3×8×8: AssertionError: cpu") as raised:
+        build_workload(spec)
+    assert raised.value.key == "workload.model"
+
+
+def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="cpu"))
+    monkeypatch.setattr("tula_hpc.worker.pick_device", lambda *_: torch.device("meta"))
+    monkeypatch.setattr("tula_hpc.worker.check_kernels", lambda *_: None)
+    workload = WorkloadSpec(dataset="digits", loader_workers=0).model_copy(update={"model": "mine:f"})
+    alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+    with pytest.raises(InputError, match="mine:f cannot take inputs of 3×8×8: AssertionError: meta") as raised:
+        Worker(SweepSpec(name="x", workload=workload), ClusterSpec(), Configuration(1, 1, 8), alone)
+    assert raised.value.key == "workload.model"
 
 
 @pytest.mark.parametrize(

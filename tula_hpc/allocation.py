@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.rendezvous import meet
-from tula_hpc.worker import COLLECTIVE_TIMEOUT, process_group
+from tula_hpc.worker import COLLECTIVE_TIMEOUT, PROFILE_COLLECTIVE_TIMEOUT, process_group
 
 
 class Allocation:
@@ -58,7 +58,8 @@ class Allocation:
             self._nodes = nodes
             if place is not None:
                 store = None if self.store is None else PrefixStore(f"group/{self._words}", self.store)
-                self._group.enter_context(process_group(self.cluster, place, store))
+                group = process_group(self.cluster, place, store, PROFILE_COLLECTIVE_TIMEOUT)
+                self._group.enter_context(group)
         return place
 
     def leave(self) -> None:

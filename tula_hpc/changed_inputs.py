@@ -41,7 +41,10 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     if not path.exists():
         return {}
     old, new = _keys(_read(path)), _keys(freeze(inputs))
-    differing = (key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
+    # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
+    defaults = _keys(freeze(type(inputs)(name=inputs.name))) if old else {}
+    every = sorted(old.keys() | new.keys())
+    differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
     return {key: (old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 
 

@@ -93,7 +93,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
-    from tula_hpc.config import idle_keys, idle_reference, load_together
+    from tula_hpc.config import hidden_peers, idle_keys, idle_reference, load_together, loaders_without_cores
 
     dry = getattr(options, "dry_run", False)
     spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
@@ -101,6 +101,8 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
     for key, why in idle_reference(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
+    for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
+        sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
     if dry:
         _warn_of_paths(options)
     if getattr(options, "detach", False) and cluster.executor != "slurm":

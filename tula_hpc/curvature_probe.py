@@ -33,7 +33,7 @@ def fixed_batch(worker: Worker, samples: int) -> tuple[Batch, Batch]:
     order = torch.randperm(worker.samples, generator=generator).tolist()
     own = order[rank * part : (rank + 1) * part]
     inputs, targets = default_collate([worker.loader.dataset[(0, index)] for index in own])
-    return worker.to_device(inputs), worker.to_device(targets)
+    return worker.to_device(inputs, targets)
 
 
 def samples_of_a_worker(worker: Worker, samples: int) -> int:

@@ -143,7 +143,10 @@ class Look(NamedTuple):
 
 
 class Watch:
-    """Groups looks into windows and holds each window's median against the prediction.
+    """Groups looks into windows and holds each window's mean against the prediction, which is of means too.
+
+    Loader processes that started together deliver in bursts, which may be longer than a look. A pause of the machine
+    spoils one window, which is no alarm.
 
     Args:
         detector: Where windows go.
@@ -169,7 +172,9 @@ class Watch:
         self.open.append(look)
         if sum(look.steps * look.step_time_s for look in self.open) < 0.9 * self.window_s:
             return None
-        step_time_s, data_time_s = (median(look[which] for look in self.open) for which in (1, 2))
+        steps = sum(look.steps for look in self.open)
+        step_time_s = sum(look.steps * look.step_time_s for look in self.open) / steps
+        data_time_s = sum(look.steps * look.data_time_s for look in self.open) / steps
         self.open = []
         self.waits.append(data_time_s)
         return self.detector.observe(step_time_s)
@@ -188,8 +193,8 @@ def window_seconds(drift_minutes: float) -> float:
 def expected_parts(measurements: Iterable[Measurement], configuration: Configuration) -> StepParts:
     """What the profile says of the parts of a step at a configuration.
 
-    Where it was measured, medians. Elsewhere straight lines: data wait and compute over the local batch, the all-reduce
-    over the number of workers, through the two nearest measured values.
+    Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and compute over the local
+    batch, the all-reduce over the number of workers, through the two nearest measured values.
     """
     rows = [
         (m, m.times)

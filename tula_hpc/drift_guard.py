@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,6 +13,7 @@ from tula_hpc.drift import Detector, Look, Verdict, Watch, attribute, expected_p
 from tula_hpc.drift_probe import Probe, probe_parts
 from tula_hpc.drift_start import DriftStart
 from tula_hpc.jobs import TrainJob
+from tula_hpc.loader_waits import LoaderWaits
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Drift, RunDirectory, StepParts, write_atomically
 from tula_hpc.stopping import CHECK_EVERY_S
@@ -21,10 +23,10 @@ from tula_hpc.worker import Worker
 class StepClock:
     """Seconds of the steps since the last reading, without what lies between steps (evaluation, checkpoints)."""
 
-    def __init__(self, *, first_wait_only: bool = False) -> None:
-        self.first_wait_only = first_wait_only
+    def __init__(self, device: torch.device) -> None:
+        self.waits = LoaderWaits(device)
         self.steps = 0
-        self.busy_s = self.waited_s = 0.0
+        self.busy_s = 0.0
         self.started: float | None = None
 
     def start(self) -> None:
@@ -32,30 +34,23 @@ class StepClock:
         self.started = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
-        """So long the step waited for its batch.
-
-        Where the device works behind the host's back only the first wait after a reading is one that the device felt,
-        as in a profile, where every step is waited for.
-        """
-        if not self.first_wait_only:
-            self.waited_s += seconds
-        elif self.steps == 0:
-            self.waited_s = seconds
+        """So long the step waited for its batch, which is there now."""
+        self.waits.arrived(seconds)
 
     def stop(self) -> None:
         """The step is over; nothing happens if a reading has closed it already."""
         if self.started is not None:
+            self.waits.launched()
             self.busy_s += time.perf_counter() - self.started
             self.steps += 1
             self.started = None
 
     def read(self) -> Look:
-        """Means over the steps since the last reading, the current one included."""
+        """Means over the steps since the last reading, the current one included; the device must be waited for."""
         self.stop()
         steps = max(1, self.steps)
-        waits = 1 if self.first_wait_only else steps
-        look = Look(float(self.steps), self.busy_s / steps, self.waited_s / waits)
-        self.steps, self.busy_s, self.waited_s = 0, 0.0, 0.0
+        look = Look(float(self.steps), self.busy_s / steps, self.waits.take() / steps)
+        self.steps, self.busy_s = 0, 0.0
         return look
 
 
@@ -71,7 +66,8 @@ class DriftGuard:
     def __init__(self, worker: Worker, job: TrainJob, start: DriftStart) -> None:
         self.worker, self.job = worker, job
         self.run = RunDirectory(job.root)
-        self.clock = StepClock(first_wait_only=worker.device.type != "cpu")
+        # without a watch nobody reads the clock, and it must not keep an event of each step
+        self.clock = StepClock(torch.device("cpu") if start.prediction is None else worker.device)
         self.update_s = start.update_time_s
         self.updates = 0
         self.watch: Watch | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.nested import Batch, split
 from tula_hpc.profiler import bare_all_reduce
 from tula_hpc.records import StepParts
-from tula_hpc.timing import seconds_of
+from tula_hpc.timing import agreed_s, round_s
 from tula_hpc.worker import Worker
 
 BLOCKS = 5  # the median over blocks sheds a pause
@@ -63,14 +63,26 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
 
 
 def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
-    """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out."""
+    """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out on any worker.
+
+    All take as many passes: a model may exchange something in its forward pass, as SyncBatchNorm does.
+    """
     parts = split((inputs, targets), worker.parts)
+
+    def compute() -> None:
+        for part in parts:
+            worker.local_gradient(*part)
+
     try:
-        return _pass_s(worker, lambda: [worker.local_gradient(*part) for part in parts])
+        compute()
+        fits = True
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    return -1.0
+        fits = False
+    # whoever went on alone would wait for ever
+    (missing,) = worker.agree(float(not fits))
+    return -1.0 if missing else _pass_s(worker, compute)
 
 
 def _all_reduce_s(worker: Worker) -> float | None:
@@ -86,23 +98,20 @@ def _all_reduce_s(worker: Worker) -> float | None:
     (missing,) = worker.agree(float(step is None))  # whoever went on alone would wait for ever
     if missing or step is None:
         return None
-    (slowest_s,) = worker.agree(_pass_s(worker, step, together=True))
+    step()
+    (slowest_s,) = worker.agree(_pass_s(worker, step))
     return slowest_s
 
 
-def _pass_s(worker: Worker, step: Callable[[], object], *, together: bool = False) -> float:
-    """Seconds of one pass: the median over blocks of their means, after passes that warm up and tell how many to take.
+def _pass_s(worker: Worker, step: Callable[[], object]) -> float:
+    """Seconds of one pass: the median over blocks of their means. Collective: all workers take as many passes.
 
     Args:
         worker: Whose device is waited for.
-        step: A pass.
-        together: Whether it takes all workers, who have to take as many.
+        step: A pass; one has been taken, as the first may have something to set up.
     """
-    _, about_s = seconds_of(worker, step), seconds_of(worker, step)
-    if together:
-        (about_s,) = worker.agree(about_s)
-    extent = extent_of(about_s)
-    return median(fmean(seconds_of(worker, step) for _ in range(extent.passes)) for _ in range(extent.blocks))
+    extent = extent_of(agreed_s(worker, step))
+    return median(round_s(worker, step, extent.passes) for _ in range(extent.blocks))
 
 
 def _by_rank(worker: Worker, mine: float) -> list[float]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
-from tula_hpc.changed_inputs import changes_of, is_always_free
+from tula_hpc.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.footprint import Estimate, estimate
 from tula_hpc.launch import unsettled
-from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on
-from tula_hpc.records import Candidate, Configuration, RunDirectory
+from tula_hpc.profile_stage import allocated_nodes, first_wave, parts_of, propose_on, wants_estimate
+from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
 from tula_hpc.stages import Sweep, next_candidate, plan_is_good, training_began
 from tula_hpc.submission import Preview, Script, script_of
 
@@ -25,6 +28,14 @@ class Wave(NamedTuple):
     tasks: int
 
 
+class Beginning(NamedTuple):
+    """What is profiled first on a part of the cluster."""
+
+    part: Sweep
+    estimate: Estimate | None  # of memory, where the profile stage would make one
+    waves: list[Wave]
+
+
 def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
     """What a sweep would submit next; nothing is created.
 
@@ -35,11 +46,11 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     sweep = Sweep(spec, cluster, RunDirectory(root), started_at=time.time())  # what failed before is tried again
     if sweep.run.train().result_file.exists():
         return Preview([head, "the training is over: nothing is submitted, and the report is written again"], [])
-    waves = [] if training_began(sweep.run) else [(part, _waves(part)) for part in parts_of(sweep)]
+    begun = [] if training_began(sweep.run) else [_beginning(part) for part in parts_of(sweep)]
     lines = [head, *_on_their_way(sweep)]
-    lines += [line for part, first in waves for line in _profiling(part, first)]
-    scripts = [script for part, first in waves for script in _profile_scripts(part, first)]
-    chosen = None if any(first for _, first in waves) else _chosen(sweep)
+    lines += [line for beginning in begun for line in _profiling(beginning)]
+    scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
+    chosen = None if any(each.waves for each in begun) else _chosen(sweep)
     if chosen is not None:
         there = sweep.on(chosen.partition)
         return Preview([*lines, _planned_training(there, chosen)], [*scripts, *_train_script(there, chosen.nodes)])
@@ -65,19 +76,38 @@ def _chosen(sweep: Sweep) -> Candidate | None:
     return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
 
 
-def _waves(part: Sweep) -> list[Wave]:
+def _beginning(part: Sweep) -> Beginning:
     """What the search proposes first, by size of allocation, as if all could be submitted together."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
-    return [
+    made = _estimate(part)
+    proposed = propose_on(part, None if made is None else made.trusted_batch)
+    waves = [
         Wave(allocated_nodes(part.spec, group), group, 1 if packed else len(group))
-        for group in first_wave(part.spec, everything, propose_on(part))
+        for group in first_wave(part.spec, everything, proposed)
     ]
+    return Beginning(part, made, waves)
 
 
-def _profiling(part: Sweep, waves: Sequence[Wave]) -> Iterator[str]:
+def _estimate(part: Sweep) -> Estimate | None:
+    """The estimate of memory that the profile stage has made or would make; it is not kept."""
+    stored = part.run.footprints([part.partition]).get(part.partition)
+    if stored is not None:
+        return Estimate(stored)
+    if not wants_estimate(part):
+        return None
+    sys.stderr.write("estimating which batches fit into memory (search.estimate) ...\n")
+    with tempfile.TemporaryDirectory() as folder:
+        sweep_file, cluster_file = Path(folder, "sweep.toml"), Path(folder, "cluster.toml")
+        write_atomically(sweep_file, freeze(part.spec))
+        write_atomically(cluster_file, freeze(part.cluster))
+        return estimate(sweep_file, cluster_file)
+
+
+def _profiling(beginning: Beginning) -> Iterator[str]:
     from tula_hpc.analysis.search import candidates
 
+    part, waves = beginning.part, beginning.waves
     search, minutes = part.spec.search, part.cluster.profile_minutes
     every = len(candidates(search, part.cluster.workers_per_node))
     first = sum(len(wave.configurations) for wave in waves)
@@ -86,6 +116,8 @@ def _profiling(part: Sweep, waves: Sequence[Wave]) -> Iterator[str]:
     if not waves:
         yield f"{count}, and nothing is left to profile"
         return
+    if beginning.estimate is not None:
+        yield f"{where}{beginning.estimate.describe()}"
     if search.mode == "adaptive":
         most = min(search.max_profiles, every)
         yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"

@@ -1,4 +1,4 @@
-"""The only reader of SLURM_*, SUBMITIT_* and MASTER_PORT: who this process is among its peers."""
+"""The only reader of SLURM_*, SUBMITIT_*, MASTER_PORT and *_SOCKET_IFNAME: who this process is among its peers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import NamedTuple
 RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
 CONTROLLER = "TULA_CONTROLLER"  # number of the process that starts a local job's workers
 PR_SET_PDEATHSIG = 1
+# in a submission's folder: workers show each other that they know it before they meet
+SECRET_FILE = "secret"  # noqa: S105 - the file's name
 USERS_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
 
 
@@ -47,6 +49,10 @@ def join_job() -> WorkerEnvironment:
     if _started_by_slurm() and job.global_rank > 0:  # rank 0's log begins with what the batch script says
         sys.stderr.write(f"{RUN_MARK}{restart_count()}\n")
         sys.stderr.flush()
+    if not _started_by_slurm():
+        # the sockets of gloo and NCCL ask nobody who he is; workers on one machine need no network
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
     os.environ |= {"RANK": str(job.global_rank), "LOCAL_RANK": str(job.local_rank), "WORLD_SIZE": str(job.num_tasks)}
     return WorkerEnvironment(
         rank=job.global_rank,
@@ -60,6 +66,11 @@ def join_job() -> WorkerEnvironment:
         submission=str(job.paths.folder),
         master_port=os.environ.get("MASTER_PORT", ""),
     )
+
+
+def has_peers() -> bool:
+    """Whether the job that this process has joined has other workers."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def be_controller() -> None:
@@ -90,6 +101,33 @@ def _process_started_at() -> float:
 def restart_count() -> int:
     """How often Slurm has requeued this job; 0 outside Slurm."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0")) if _started_by_slurm() else 0
+
+
+def node_name() -> str:
+    """Return this node's name as the scheduler has it, else the machine's."""
+    name = os.environ.get("SLURMD_NODENAME") if _started_by_slurm() else None
+    return name or os.uname().nodename
+
+
+def submitted_job_id() -> str:
+    """Return this job's id as the events have it: a task of an array is `12_3`."""
+    from submitit import JobEnvironment
+
+    return str(JobEnvironment().job_id)
+
+
+def array_job_id() -> str | None:
+    """Return the id of the array that this job is a task of, or None."""
+    return os.environ.get("SLURM_ARRAY_JOB_ID") if _started_by_slurm() else None
+
+
+def granted_gpus() -> int:
+    """Count the GPUs that this process should see in a job of Slurm; 0 where that is not said."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _started_by_slurm() else ""
+    if visible in ("", "NoDevFiles"):
+        return 0
+    # CUDA shows a process one part of a divided GPU, however many it has been given
+    return 1 if "MIG-" in visible else len(visible.split(","))
 
 
 def slurm_job_id() -> str | None:
@@ -129,6 +167,11 @@ def gpus_as_here() -> str:
     if visible is None:
         return "unset CUDA_VISIBLE_DEVICES"
     return f"export CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
+
+
+def socket_interface(backend: str) -> str:
+    """Return the interfaces that this process's environment names for a collective library; "" for none."""
+    return os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
 
 
 def without_filters() -> dict[str, str]:

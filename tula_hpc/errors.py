@@ -8,6 +8,7 @@
     │   │   └── RefusedError            the scheduler said no
     │   │       └── SubmitLimitError        because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
+    │   ├── DeviceError         a device of a node, or its driver, is broken
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
@@ -66,6 +67,10 @@ class MeetingError(StageError):
     """The workers of a job did not find each other."""
 
 
+class DeviceError(StageError):
+    """A device of a node, or its driver, is broken: nobody's mistake, and other nodes can do the work."""
+
+
 class StorageError(StageError):
     """A file cannot be written; nothing half-written is left, and the message says which file and why."""
 
@@ -94,6 +99,7 @@ class Failure(StrEnum):
     PREEMPTED = "preempted"
     TIMED_OUT = "timed_out"
     NODE_FAILED = "node_failed"
+    DEVICE_FAILED = "device_failed"  # a GPU, its driver or NCCL's network is broken, not the program
     KILLED = "killed"  # a process vanished without a word: SIGKILL from outside, or its node went down
     NO_SPACE = "no_space"  # a disk is full, or a quota or file size limit reached
     CANCELLED = "cancelled"

@@ -25,6 +25,14 @@ class Estimate(NamedTuple):
         """Largest local batch that the estimate lets fit, 0 where none does; None where it says nothing."""
         return None if self.footprint is None else self.footprint.largest_local_batch
 
+    def describe(self) -> str:
+        """Say which local batches it lets fit, or why it says nothing, in a sentence."""
+        if self.footprint is None:
+            return f"no estimate of memory ({self.reason}): the search begins with all batches"
+        if self.trusted_batch == 0:
+            return "by an estimate, no local batch fits into memory: the search begins with the smallest"
+        return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
+
 
 def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = "") -> Estimate:
     """Run `python -m tula_hpc.workloads.footprint`. It never raises for what goes wrong there.

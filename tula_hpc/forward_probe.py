@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tula_hpc.memory_errors import out_of_memory
 from tula_hpc.nested import Batch, map_tensors
-from tula_hpc.timing import seconds_of
+from tula_hpc.timing import round_s
 from tula_hpc.worker import Worker
 
 PASSES = 3  # each takes about a quarter of a training step; the median sheds a first one that has something to set up
@@ -31,15 +31,12 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
     gpus = [worker.device.index or 0] if worker.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), worker.evaluating():
-            batch = map_tensors(_as_loaded, (inputs, targets))
-            return [seconds_of(worker, lambda: worker.score(*batch)) for _ in range(PASSES)]
+            # The way to the device, and into the model's memory format, is part of a pass.
+            batch = worker.as_loaded(inputs, targets)
+            if gpus:
+                batch = map_tensors(Tensor.pin_memory, batch)
+            return [round_s(worker, lambda: worker.score(*batch)) for _ in range(PASSES)]
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
     return []
-
-
-def _as_loaded(tensor: Tensor) -> Tensor:
-    """As the loader gives it: the way to the device, and into the model's memory format, is part of a pass."""
-    loaded = tensor.cpu().contiguous()
-    return loaded.pin_memory() if tensor.is_cuda else loaded

@@ -9,6 +9,7 @@ from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
+from tula_hpc.leaving import leaving_at_once
 from tula_hpc.records import Configuration, Measurement, RunDirectory, read_records, with_rank_files
 
 
@@ -62,9 +63,11 @@ class ProfileJob(Requeueable):
 
         env = join_job()
         agenda = Agenda(self, env)  # says that the job began, before torch is imported, which takes seconds
+        from tula_hpc.device_errors import telling_broken_devices
         from tula_hpc.session import run_profile
 
-        return run_profile(self, env, agenda)
+        with leaving_at_once(), telling_broken_devices(self.output.parent.parent, "profile"):
+            return run_profile(self, env, agenda)
 
     def recorded(self) -> list[Measurement]:
         """What this job has written so far."""
@@ -111,14 +114,21 @@ class TrainJob(Requeueable):
         return [m for m in everything if m.partition in ("", self.partition)]
 
     def __call__(self) -> str:
-        """Train; every worker calls this. Returns `finished`, or `stopped` if a stop came and a requeue was refused."""
+        """Train; every worker calls this.
+
+        Returns:
+            `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or `preempted` if the job is
+            on its way out.
+        """
         from tula_hpc.stopping import StopRequest
 
         stop = StopRequest().install()  # before torch is imported, which takes seconds
         RunDirectory(self.root).make_train(self.label)  # it may have been deleted while this job waited
+        from tula_hpc.device_errors import telling_broken_devices
         from tula_hpc.trainer import run_training
 
-        return run_training(self, stop)
+        with leaving_at_once(), telling_broken_devices(self.root, "train"):
+            return run_training(self, stop)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import shlex
+import subprocess
 import sys
 import time
 import uuid
@@ -15,11 +17,12 @@ from typing import Any, NamedTuple
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import RUN_MARK, gpus_as_here, slurm_job_id
-from tula_hpc.errors import Failure, LaunchError, RefusedError, StorageError, SubmitLimitError
+from tula_hpc.devices import BrokenHost, broken_hosts, hosts_in, list_hosts
+from tula_hpc.env import RUN_MARK, SECRET_FILE, gpus_as_here, slurm_job_id
+from tula_hpc.errors import Failure, InputError, LaunchError, RefusedError, StorageError, SubmitLimitError
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
-from tula_hpc.job_logs import ends, read_logs
+from tula_hpc.job_logs import complaining_nodes, ends, read_logs
 from tula_hpc.local_alive import is_alive, was_killed
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 from tula_hpc.waiting import explain
@@ -82,6 +85,7 @@ class Ended(NamedTuple):
     failure: Failure  # meaningful only where the records are missing
     log_tail: str
     log_file: Path | None
+    hosts: tuple[str, ...] = ()  # in which a device failed, as far as known
 
 
 def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
@@ -183,10 +187,27 @@ class Launcher:
         request = Request(stage, nodes, minutes, tuple(after))
         try:
             return self._submit_in_pieces(todo, request, patient)
-        except RefusedError as error:
+        except RefusedError as refusal:
+            error = self._with_avoided(refusal, stage)
             if patient:
                 self.run.log_event("failed", stage, detail=str(error)[:2000])
-            raise
+            raise error from None
+
+    def _with_avoided(self, error: RefusedError, stage: str) -> RefusedError:
+        """Add to a refusal which hosts were left out of the request, since that may be the reason."""
+        avoided = self.avoided(stage)
+        if not avoided or isinstance(error, SubmitLimitError):
+            return error
+        again = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(each.until for each in avoided)))
+        told = f"nodes with broken devices are left out: {list_hosts(avoided)}"
+        return RefusedError(f"{error}; {told}; the first of them is tried again from {again} on")
+
+    def avoided(self, stage: str) -> list[BrokenHost]:
+        """Return the hosts that jobs of this stage are kept off because a device failed there."""
+        # controllers need no device, and one machine has no other hosts
+        if self.cluster.executor == "local" or stage == CONTROL:
+            return []
+        return broken_hosts(self.run.events(), time.time())
 
     def _submit_in_pieces(self, todo: Sequence[Task], request: Request, patient: bool) -> list[Submitted]:
         most = self._largest_array(len(todo))
@@ -250,6 +271,7 @@ class Launcher:
             tasks=[{"nodes": request.nodes, **data} for _, data in tasks],
         )
         executor = self._executor(folder, request)
+        write_atomically(folder / SECRET_FILE, secrets.token_hex(32))
         write_atomically(folder / NOTICE, notice.model_dump_json())
         parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
         executor.update_parameters(**self._own(parameters, notice.name, folder, request))
@@ -359,6 +381,19 @@ class Launcher:
             return "scancel " + " ".join(job.job_id for job in jobs)
         return "; ".join(f"pkill -KILL -f {shlex.quote(str(job.folder))}" for job in jobs)
 
+    def cancel(self, jobs: Sequence[Submitted]) -> None:
+        """Cancel these jobs, as a user would; those that are over do not matter.
+
+        Raises:
+            LaunchError: Slurm does not answer.
+        """
+        if self.cluster.executor == "slurm":
+            slurm.cancel(job.job_id for job in jobs)
+            return
+        for job in jobs:
+            with contextlib.suppress(FileNotFoundError):
+                subprocess.run(["pkill", "-KILL", "-f", str(job.folder)], check=False)
+
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         rows = self._steps(jobs)
         ended, full = [], None
@@ -369,8 +404,18 @@ class Launcher:
             if failure is Failure.BUG:  # or it could not even write down that there is no space
                 full = full_disk(self.run.root) if full is None else full
                 failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
-            ended.append(Ended(job, failure, tail, log_file))
+            hosts = self._broken_hosts(job) if failure is Failure.DEVICE_FAILED else ()
+            ended.append(Ended(job, failure, tail, log_file, hosts))
         return ended
+
+    def _broken_hosts(self, job: Submitted) -> tuple[str, ...]:
+        """Return the hosts whose workers say that a device failed, or whose logs do where no worker could."""
+        own = [host for event in events_of(self.run, job.job_id) for host in hosts_in(event)]
+        if own or self.cluster.executor == "local":
+            return tuple(dict.fromkeys(own))
+        numbers = complaining_nodes(job.log_files())
+        hosts = slurm.hosts_of(job.job_id) if numbers else []
+        return tuple(hosts[number] for number in numbers if number < len(hosts))
 
     def _steps(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[slurm.StepState]]:
         """What is known of their ends. Accounting is asked once for all of them: thousands may end together."""
@@ -432,8 +477,22 @@ class Launcher:
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
             "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', *self.setup_lines()],
-            "slurm_additional_parameters": _without_false({"requeue": True, **cluster.sbatch}),
+            "slurm_additional_parameters": _without_false({"requeue": True, **cluster.sbatch, **self._exclude(stage)}),
         }
+
+    def _exclude(self, stage: str) -> dict[str, str]:
+        """Return sbatch's option with the hosts to avoid, and those that the user excludes."""
+        avoided = [each.host for each in self.avoided(stage)]
+        if not avoided:
+            return {}
+        own = str(self.cluster.sbatch.get("exclude", ""))
+        if "/" in own:
+            # sbatch takes that for a file with the names
+            try:
+                own = ",".join(Path(own).read_text().split())
+            except OSError as error:
+                raise InputError(f"{own}: {in_words(error)}", key="sbatch.exclude") from None
+        return {"exclude": ",".join(filter(None, [own, *avoided]))}
 
     def setup_lines(self) -> list[str]:
         """Shell lines before the task: the template's own, then its environment."""
@@ -445,10 +504,10 @@ class Launcher:
         """The sbatch script that `submit` would hand in; for --dry-run, without Slurm."""
         from submitit.slurm import slurm as submitit_slurm
 
-        from tula_hpc.sbatch import find_pickle
+        from tula_hpc.sbatch import DEFAULTS, find_pickle
 
         plain = {"name": "job_name", "timeout_min": "time", "tasks_per_node": "ntasks_per_node"}
-        parameters: dict[str, Any] = {}
+        parameters = dict(DEFAULTS)
         for key, value in self.parameters(stage=stage, nodes=nodes, minutes=minutes).items():
             parameters[plain.get(key, key.removeprefix("slurm_"))] = value
         if "mem_gb" in parameters:

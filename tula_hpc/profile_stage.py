@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.errors import StageError
+from tula_hpc.devices import RETRIES, profiled_in_vain, why_given_up
+from tula_hpc.errors import Failure, StageError
 from tula_hpc.footprint import estimate
 from tula_hpc.jobs import ProfileJob, counted
 from tula_hpc.launch import Ended, unsettled
@@ -25,7 +26,7 @@ from tula_hpc.records import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.stages import Sweep, failed_measurement, submission_of, why
+from tula_hpc.stages import Sweep, failed_measurement, last_line, submission_of, why
 
 HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
 
@@ -41,6 +42,9 @@ def profile_stage(sweep: Sweep) -> None:
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
         progress.update(tried if good else 0, tried, plural(good, "measurement") if good else "nothing was measured")
+    if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
+        job_id = failures[-1].job.job_id
+        raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, time.time())}")
     if not good:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 
@@ -82,11 +86,12 @@ def _measured_anything(part: Sweep) -> bool:
 
 
 def _broken_rounds(part: Sweep) -> int:
-    """Submissions of this command in which a job failed for another reason than memory."""
+    """Submissions of this command in which a job failed, for another reason than memory or a preemption."""
     events = [event for event in part.run.events() if event.stage == "profile"]
     folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
     ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
-    return len({folders.get(e.job_id) for e in ended if e.failure and not e.failure.is_oom} - {None})
+    broken = (e for e in ended if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED)
+    return len({folders.get(e.job_id) for e in broken} - {None})
 
 
 def _is_of(part: Sweep, event: Event) -> bool:
@@ -98,17 +103,20 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return stored.largest_local_batch
-    measured = any(m.partition == part.partition for m in part.run.measurements().records)
-    if measured or not part.spec.search.estimate or part.cluster.memory_limit_bytes is None:
+    if not wants_estimate(part):
         return None
     progress.update(0, 1, "estimating which batches fit into memory")
     made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
-    if made.footprint is None:
-        progress.update(0, 1, f"no estimate of memory ({made.reason}): the search begins with all batches")
-        return None
-    write_atomically(part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1))
-    progress.update(0, 1, f"by an estimate, local batches up to {made.trusted_batch} fit into memory")
+    if made.footprint is not None:
+        write_atomically(part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1))
+    progress.update(0, 1, made.describe())
     return made.trusted_batch
+
+
+def wants_estimate(part: Sweep) -> bool:
+    """Whether the first profile waits for an estimate of memory, which needs a limit to be of use."""
+    measured = any(m.partition == part.partition for m in part.run.measurements().records)
+    return part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
 
 
 def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
@@ -143,17 +151,30 @@ def _configurations(event: Event) -> list[Configuration]:
 
 
 def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
-    """Whether the job died while it measured something; then that is on record."""
+    """Whether the job died of what it measured; then that is on record. A preemption says nothing of it."""
     output = part.run.root / str(event.data.get("output", ""))
     blamed = died_of(_configurations(event), output) if output.is_file() else None
-    if blamed is not None:
+    preempted = end.failure is Failure.PREEMPTED
+    if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         if event.time < part.started_at:  # what made an earlier command's job fail may have been mended
             record = record.model_copy(update={"finished_at": event.time})
         append_record(output, record)
+    if blamed is not None and end.failure is Failure.DEVICE_FAILED:
+        data = {"hosts": list(end.hosts), "configuration": list(blamed), "partition": part.partition}
+        detail = last_line(end.log_tail)
+        part.run.log_event("ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data)
+        return True
     failure = end.failure if blamed is not None else None
     part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
-    return blamed is not None
+    return blamed is not None and not preempted
+
+
+def _is_tried_again(part: Sweep, blamed: Configuration, end: Ended) -> bool:
+    """Tell whether a configuration is measured once more: a broken device says nothing of it."""
+    if end.failure is not Failure.DEVICE_FAILED:
+        return False
+    return profiled_in_vain(part.run.events(), blamed, part.partition, part.started_at) < RETRIES
 
 
 def first_wave(

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from pydantic import Field
+
 from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
+from tula_hpc.devices import BrokenHost, broken_hosts
 from tula_hpc.errors import Failure
 from tula_hpc.job_status import MAIN_LABEL, Answer, JobPhase, JobStatus, job_statuses
 from tula_hpc.records import Event, Plan, Record, is_usable
 from tula_hpc.run_cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.run_facts import Facts
 from tula_hpc.training_status import TrainingStatus, training_statuses
-from tula_hpc.trainings import ATTEMPTS, INTERRUPTIONS
+from tula_hpc.trainings import ATTEMPTS, INTERRUPTIONS, is_tried_again
 
 State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
 Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
@@ -128,6 +131,7 @@ class RunStatus(Record):
     failures: list[JobStatus]  # those of them that nothing has made up for
     cost: CostStatus
     doubts: list[str]  # what could not be read
+    avoided: list[BrokenHost] = Field(default=[])  # hosts that its jobs are kept off
 
 
 class _Parts(NamedTuple):
@@ -190,6 +194,7 @@ def describe(
         failures=_failures(facts, jobs),
         cost=cost_so_far(facts, jobs, accounted),
         doubts=facts.doubts,
+        avoided=broken_hosts(facts.events, facts.now) if facts.executor == "slurm" else [],
     )
 
 
@@ -346,11 +351,15 @@ def _failed_for_good(
     if facts.spec is None or not _is_at_work(facts, jobs):
         return last
     most = facts.spec.training.max_requeues
-    return {label: job for label, job in last.items() if not _is_tried_again(job, known[label].jobs, most)}
+    return {
+        label: job for label, job in last.items() if not _is_tried_again(facts.events, job, known[label].jobs, most)
+    }
 
 
-def _is_tried_again(job: JobStatus, jobs: int, max_requeues: int) -> bool:
+def _is_tried_again(events: Sequence[Event], job: JobStatus, jobs: int, max_requeues: int) -> bool:
     """Whether the sweep submits a failed training of a study once more."""
+    if job.failure is Failure.DEVICE_FAILED:
+        return is_tried_again(events, job.label)
     if job.failure in INTERRUPTIONS:
         return jobs <= max_requeues
     return job.failure in (Failure.BUG, Failure.KILLED, None) and jobs < ATTEMPTS

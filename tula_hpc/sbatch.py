@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from submitit import Job
-from submitit.core.utils import DelayedSubmission, FailedJobError
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from tula_hpc import slurm
@@ -30,7 +30,11 @@ NO: dict[type[RefusedError], str] = {
     RefusedError: "the scheduler refused the job",
     SubmitLimitError: "a limit of the cluster on submitted jobs is reached",
 }
+# submitit would write --wckey=submitit, which is refused where wckeys are enforced
+DEFAULTS: dict[str, Any] = {"wckey": None}
 REVIVALS = 3  # of a job whose process is killed, see `come_again`
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)\b", re.MULTILINE)  # perhaps "… on cluster a"
+_ID_ALONE = re.compile(r"^(\d+)(?:;\S+)?\s*$", re.MULTILINE)  # of a site's sbatch that is told --parsable
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
 
@@ -71,6 +75,10 @@ class PatientExecutor(SlurmExecutor):
         LaunchError: It did not answer for minutes; whether there is a job is open.
     """
 
+    def __init__(self, folder: Path, max_num_timeout: int) -> None:
+        super().__init__(folder, max_num_timeout=max_num_timeout)
+        self.parameters |= DEFAULTS
+
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         for index, delayed in enumerate(delayed_submissions):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
@@ -81,6 +89,15 @@ class PatientExecutor(SlurmExecutor):
         ids = slurm.task_ids(self._submit_once(), count)
         return [SlurmJob(self.folder, task, list(range(self._num_tasks()))) for task in ids]
 
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        """Return the id from sbatch's words; a site's own words around them may speak of jobs too."""
+        text = string if isinstance(string, str) else string.decode(errors="replace")
+        found = _SUBMITTED.findall(text) or _ID_ALONE.findall(text)
+        if not found:
+            raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
+        return str(found[-1])
+
     def _submit_once(self) -> str:
         """One array under this name, and its id."""
         words, tried = "", False
@@ -88,7 +105,8 @@ class PatientExecutor(SlurmExecutor):
             if tried and (found := submissions_named(self.parameters["job_name"])):
                 return found[0]
             try:
-                with outside_of_job([*self.parameters, *self.parameters.get("additional_parameters", {})]):
+                given = [name for name, value in self.parameters.items() if value is not None]
+                with outside_of_job([*given, *self.parameters.get("additional_parameters", {})]):
                     job_id = str(self._submit_command(self._submitit_command_str).job_id)
             except FailedJobError as error:
                 words, tried = _last_line(str(error)), True
@@ -97,6 +115,11 @@ class PatientExecutor(SlurmExecutor):
                 slurm.say(f"sbatch: {words}; looking for the job, then trying again")
                 time.sleep(pause_s)
                 continue
+            except FailedSubmissionError:
+                found = submissions_named(self.parameters["job_name"])
+                if not found:
+                    raise
+                return found[0]
             if tried:
                 self._cancel_others(job_id)
             return job_id

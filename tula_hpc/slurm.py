@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import re
 import shutil
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.env import without_filters
+from tula_hpc.env import restart_count, without_filters
 from tula_hpc.errors import LaunchError
 
 COMMAND_TIMEOUT_S = 60
@@ -112,6 +114,7 @@ _UNANSWERED = re.compile(
     r"Socket timed out|Unable to contact slurm controller|temporarily unable to accept|Connection refused|"
     r"Connection timed out|Zero Bytes were transmitted|Transport endpoint|Resource temporarily unavailable|"
     r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller|"
+    r"Message (receive|send) failure|Connection reset by peer|in standby mode|"
     r"Could not establish a configuration source",  # where clients have their configuration from the controller
     re.IGNORECASE,
 )
@@ -119,7 +122,10 @@ _SUBMIT_LIMIT = re.compile(
     r"MaxSubmitJob|job submit limit|Job violates accounting/QOS policy|maximum number of jobs", re.IGNORECASE
 )
 
-
+_PARENT = re.compile(r"^(\d+)", re.MULTILINE)  # of 12, of 12_3 and 12_[4-6%2], of 12+0 and 12.batch
+_TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")  # of an array that waits, where they are not shown one by one
+# of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
+_FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
 
 
@@ -148,13 +154,13 @@ def named(name: str) -> list[str]:
     Raises:
         LaunchError: The controller does not answer.
     """
-    ids = set(run_command(["squeue", "-h", "-t", "all", "-n", name, "-o", "%F"]).split())
+    ids = set(_PARENT.findall(run_command(["squeue", "-h", "-t", "all", "-n", name, "-o", "%F"])))
     if not ids:
         try:
             text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID"])
         except LaunchError:  # no accounting
             text = ""
-        ids = {line.partition("_")[0] for line in text.split()}
+        ids = set(_PARENT.findall(text))
     return sorted(ids, key=int)
 
 
@@ -178,6 +184,27 @@ def let_follow(job_id: str, after: str) -> None:
     run_command(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{after}"])
 
 
+def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None:
+    """Keep the tasks of an array that still wait off a host, besides those that one of its tasks was kept off.
+
+    Raises:
+        LaunchError: Slurm does not answer, or no task waits.
+    """
+    told = run_command(["scontrol", "show", "job", "--oneliner", task_id], timeout_s)
+    found = re.search(r"\bExcNodeList=(\S+)", told)
+    excluded = [found[1]] if found and found[1] != "(null)" else []
+    run_command(["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"], timeout_s)
+
+
+def hosts_of(job_id: str) -> list[str]:
+    """Return the nodes of a job's last run, in the order of their numbers; none where nobody knows them."""
+    with contextlib.suppress(LaunchError):
+        told = run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "NodeList"]).strip()
+        if told and told != "None assigned":
+            return run_command(["scontrol", "show", "hostnames", told]).split()
+    return []
+
+
 def available() -> bool:
     """Whether Slurm's commands are here."""
     return shutil.which("sbatch") is not None
@@ -195,8 +222,25 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
         if "Invalid job id" in str(error):  # squeue's answer when it knows none of them
             return {}
         raise
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 2)
-    return {job_id: JobState(state, reason) for job_id, state, reason in rows if job_id in wanted}
+    found: dict[str, JobState] = {}
+    for line in text.splitlines():
+        shown, _, said = line.partition("|")
+        state, bar, reason = said.partition("|")
+        if bar:
+            found |= dict.fromkeys(_ids_shown(shown), JobState(state, reason))
+    return {job_id: state for job_id, state in found.items() if job_id in wanted}
+
+
+def _ids_shown(shown: str) -> list[str]:
+    """Return the ids that squeue shows in one: of the tasks of an array that wait together, else that one."""
+    match = _TASKS.fullmatch(shown)
+    if match is None:
+        return [shown]
+    ids = []
+    for item in match[2].split(","):
+        first, _, last = item.partition("-")
+        ids += [f"{match[1]}_{index}" for index in range(int(first), int(last or first) + 1)]
+    return ids
 
 
 def largest_array() -> int:
@@ -210,7 +254,7 @@ def largest_array() -> int:
 
 
 def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
-    """The jobs and their steps as accounting has them; where there is no accounting the controller's last words.
+    """The jobs and their steps as accounting has them; where it has not heard of an end, the controller's last words.
 
     A job of which nobody knows anything is missing.
     """
@@ -225,7 +269,9 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
         if line.count("|") == 2:
             row = StepState(*line.split("|"))
             found.setdefault(row.job_id.partition(".")[0], []).append(row._replace(state=row.state.split(" ")[0]))
-    return found or {job_id: rows for job_id in job_ids if (rows := _last_words(job_id))}
+    ended = {row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over}
+    late = [job_id for job_id in job_ids if job_id not in ended]
+    return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
 
 
 def _last_words(job_id: str) -> list[StepState]:
@@ -233,25 +279,39 @@ def _last_words(job_id: str) -> list[StepState]:
 
     DerivedExitCode is the highest of the steps: 0:125 where one was killed for its memory.
     """
-    try:
-        text = run_command(["scontrol", "show", "job", "--oneliner", job_id])
-    except LaunchError:
-        return []
-    fields = dict(word.split("=", 1) for word in text.splitlines()[0].split() if "=" in word)
-    state = fields.get("JobState", "")
+    fields = _job_fields(job_id)
+    state = fields.get("JobState", "").partition(" ")[0]
     return [StepState(job_id, state, fields.get(key, "")) for key in ("ExitCode", "DerivedExitCode") if state]
 
 
-def is_being_cancelled(job_id: str) -> bool:
-    """Whether a running process's job is on its way out for good: scancel sends TERM as a preemption does.
+class Leaving(StrEnum):
+    """Why a running process's job is on its way out."""
+
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"  # without any time of grace, or after it; or requeued
+
+
+def leaving(job_id: str) -> Leaving | None:
+    """Return why a running process's job is on its way out, or None if it is not: TERM comes for several reasons.
 
     A job that is preempted or near its time limit is still RUNNING during its grace time.
     """
+    fields = _job_fields(job_id)
+    if fields.get("JobState", "RUNNING") == "RUNNING":
+        return None  # also where it is unknown: a needless requeue does less harm than lost work
+    # a job that is being requeued shows no time of a preemption, but its next restart
+    requeued = int(fields.get("Restarts", "0")) > restart_count()
+    preempted = fields.get("PreemptTime", "None") != "None"
+    return Leaving.PREEMPTED if requeued or preempted else Leaving.CANCELLED
+
+
+def _job_fields(job_id: str) -> dict[str, str]:
+    """Return what the controller knows of a job, by `scontrol show job`'s names; empty where it does not answer."""
     try:
         text = run_command(["scontrol", "show", "job", "--oneliner", job_id])
     except LaunchError:
-        return False  # unknown: a needless requeue does less harm than lost work
-    return "JobState=RUNNING" not in text
+        return {}
+    return dict(_FIELD.findall(text.partition("\n")[0]))
 
 
 def requeue(job_id: str) -> str | None:

@@ -90,7 +90,7 @@ class Gpu:
                 target.copy_(source, non_blocking=True)
         # whoever waits for it leaves the core to the training
         copied: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's
-        self.stream.record_event(copied)
+        self.stream.record_event(copied)  # type: ignore[no-untyped-call] # torch's
         if block:
             training.wait_event(copied)
         return copied

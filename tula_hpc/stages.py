@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import format_score
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.devices import RETRIES, in_vain, why_given_up
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, InfeasibleError, StageError
 from tula_hpc.job_ends import telling_line, without_chatter
@@ -252,7 +253,8 @@ def _note_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequen
     """Write down why training ended."""
     if not end.failure.is_oom:
         detail = reason(events, end)
-        sweep.run.log_event("failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail)
+        hosts = {"hosts": list(end.hosts)} if end.hosts else {}
+        sweep.run.log_event("failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail, data=hosts)
     elif not any(event.event == "oom" for event in events):  # killed before it could say so
         _record_training_oom(sweep, in_force(candidate, events), end)
 
@@ -270,6 +272,10 @@ def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Seque
         return
     if REQUEUES_USED_UP in detail:
         raise StageError(f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved")
+    if failure is Failure.DEVICE_FAILED:
+        if in_vain(sweep.run.events(), failure, sweep.started_at) > RETRIES:
+            raise StageError(f"train: {why_given_up(sweep.run.events(), end.job.job_id, time.time())}")
+        return
     again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
     if not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep):
         raise StageError(f"train: {why([end], failure)}")
@@ -277,14 +283,7 @@ def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Seque
 
 def _is_stuck(sweep: Sweep) -> bool:
     """Whether the last jobs of this command were all killed, and had all begun at the same sample."""
-    begun: dict[str, int] = {}
-    starts: list[int] = []
-    for event in (event for event in sweep.run.events() if event.time >= sweep.started_at):
-        if event.event == "resumed":
-            begun[event.job_id] = event.data["samples_seen"]
-        elif event.event == "ended" and event.stage == "train":
-            starts = [*starts, begun.get(event.job_id, 0)] if event.failure is Failure.KILLED else []
-    return len(starts) >= KILLS and len(set(starts[-KILLS:])) == 1
+    return in_vain(sweep.run.events(), Failure.KILLED, sweep.started_at) >= KILLS
 
 
 def _attempts(sweep: Sweep) -> int:
@@ -298,6 +297,8 @@ def training_failure(events: Sequence[Event], end: Ended) -> Failure:
     own = [event.failure for event in events if event.event == "oom" and event.failure]
     if own:
         return own[-1]
+    if any(event.failure is Failure.DEVICE_FAILED for event in events):
+        return Failure.DEVICE_FAILED
     stopped = any(words in reason(events, end) for words in ("requeue refused", REQUEUES_USED_UP))
     return Failure.PREEMPTED if stopped else end.failure
 

@@ -30,6 +30,7 @@ its commands are; where they are not, or do not answer in seconds, the files alo
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
                     measurements, events, steps), queue_s
     doubts          what could not be read
+    avoided         hosts that later jobs are kept off because a device failed there: host, said, until
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tula_hpc.analysis.formatting import (
     format_score,
     plural,
 )
+from tula_hpc.devices import first_line
 from tula_hpc.job_status import JobPhase, JobStatus
 from tula_hpc.records import Configuration
 from tula_hpc.run_cost import CostStatus, StageCost
@@ -44,6 +45,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         width: Columns of the terminal.
     """
     lines = [*_head(status), *_stages(status), *_job_lines(status), *_failure_lines(status.failures)]
+    lines += [*_avoided_lines(status)]
     lines += [*_cost_lines(status.cost), *(("note", doubt) for doubt in status.doubts)]
     return "\n".join([f"{status.name} in {status.run_directory}", *(_wrapped(*line, width) for line in lines)]) + "\n"
 
@@ -263,6 +265,14 @@ def _failure_lines(failures: Sequence[JobStatus]) -> Iterator[Line]:
             yield "", f"log: {job.log_file}"
     if len(failures) > MOST_FAILURES:
         yield "", f"and {len(failures) - MOST_FAILURES} before them"
+
+
+def _avoided_lines(status: RunStatus) -> Iterator[Line]:
+    label = "avoids"
+    for each in status.avoided:
+        until = format_duration(round(each.until - status.asked_at))
+        yield label, f"{each.host} for {until} more, where a device failed: {first_line(each.said)}"
+        label = ""
 
 
 def _how(job: JobStatus) -> str:

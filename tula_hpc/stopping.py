@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tula_hpc.timing import Agreement
 
 CHECK_EVERY_S = 1.0  # a preempted job has at least some seconds of grace; one small collective a second costs nothing
 FIRST_CHECKS = 10  # look at every step until the step time is known
+T = TypeVar("T")
+
+
+class Suspensions:
+    """Remembers that this process was stopped and told to go on: what was timed meanwhile says nothing.
+
+    Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT also precedes
+    the TERM of a cancellation, when nothing is timed any more.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def install(self) -> Suspensions:
+        """Take over CONT, from submitit in a job. Call it in the main thread."""
+        signal.signal(signal.SIGCONT, self._remember)
+        return self
+
+    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+        self._seen = True
+
+    def take(self) -> bool:
+        """Return whether there was one since the last call."""
+        seen, self._seen = self._seen, False
+        return seen
 
 
 class StopRequest:
@@ -86,3 +111,32 @@ class Agreed:
         if self.steps >= FIRST_CHECKS:
             self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
         return Decision(bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
+
+
+class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
+    """All workers agreed to stop before an evaluation was over; its sums are lost, nothing else."""
+
+
+def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T]:
+    """Yield batches of an evaluation, and look between them whether anyone must stop.
+
+    Args:
+        batches: This worker's.
+        most: Batches of the worker that has most of them: all have to look as often.
+        agreed: Asked for each.
+
+    Raises:
+        EvaluationStopped: On every worker.
+    """
+    looks = 0
+    for batch in batches:
+        _look(agreed)
+        looks += 1
+        yield batch
+    for _ in range(looks, most):
+        _look(agreed)
+
+
+def _look(agreed: Agreed) -> None:
+    if agreed.decide().stop:
+        raise EvaluationStopped

@@ -40,10 +40,18 @@ from tula_hpc.records import (
 )
 from tula_hpc.saving import Saving
 from tula_hpc.schedule import learning_rate
-from tula_hpc.stopping import Agreed, Decision, StopRequest
+from tula_hpc.stopping import (
+    Agreed,
+    Decision,
+    EvaluationStopped,
+    StopRequest,
+    Suspensions,
+    Wish,
+    until_stopped,
+)
 from tula_hpc.tuning import Tuning
 from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import make_test_loader, training_samples, validation_samples
+from tula_hpc.workloads import make_test_loader, most_batches, training_samples, validation_samples
 
 REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
 
@@ -131,6 +139,7 @@ class Trainer:
         self.local_states = LocalStates(self.files.checkpoints, self.worker)
         self.guard = DriftGuard(self.worker, job, start)
         self.window = StepWindow()
+        self.suspensions = Suspensions().install()
         self.critical_batch = CriticalBatch()  # rank 0 alone reads the noise
         if job.sweep.training.scale_histogram and env.rank == 0 and isinstance(self.worker.optimizer, TulaOptimizer):
             self.worker.optimizer.histogram = ScaleHistogram()
@@ -150,7 +159,8 @@ class Trainer:
         if not training.tunes:
             return None
         samples = validation_samples(self.job.sweep.workload, training.tune_holdout)
-        return Tuning(self.worker, self.run_directory, self.job.label, self._loader(samples))
+        loader = self._loader(samples)
+        return Tuning(self.worker, self.run_directory, self.job.label, loader, self._until_stopped)
 
     def _start_saving(self) -> Saving:
         training, pricing, progress = self.job.sweep.training, self.job.cluster.pricing, self.progress
@@ -176,7 +186,7 @@ class Trainer:
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""
         try:
-            return self._train()
+            return self._train_or_leave()
         except DivergedError as error:
             if self.study is None:
                 raise
@@ -190,6 +200,14 @@ class Trainer:
         if error is not None:
             with contextlib.suppress(StorageError):  # a full disk: what has ended the training must not get lost
                 self._event("checkpoint", f"not saved: {error}", {})
+
+    def _train_or_leave(self) -> str:
+        with contextlib.suppress(EvaluationStopped):
+            return self._train()
+        # an evaluation changes nothing of the training: whoever resumes here begins with it
+        self.progress.stopped = True
+        self._save(wait=True)
+        return self._leave()
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
@@ -283,6 +301,10 @@ class Trainer:
         if decision.save or landed:
             self.worker.synchronize_device()
         seconds = time.perf_counter() - started
+        if self.suspensions.take():
+            # the step says nothing of what steps and saves take
+            self.window.started += seconds
+            seconds = 0.0
         self.progress.epoch_time_s += seconds
         self.saving.cadence.worked(seconds)
         if landed:
@@ -415,10 +437,16 @@ class Trainer:
         self.worker.share_buffers()
         sums = torch.zeros(4, dtype=torch.float64, device=self.worker.device)
         with self.worker.evaluating():
-            for inputs, targets in loader:
+            for inputs, targets in self._until_stopped(loader):
                 sums += self.worker.score(inputs, targets)
         loss, count, right, among_best = self.worker.total(*sums.tolist())
         return Evaluation(loss / count, _finite(right / count), _finite(among_best / count))
+
+    def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader that `_loader` made, until all workers agree to stop."""
+        # a checkpoint that is due, or has failed, can wait for the end of the evaluation
+        agreed = Agreed(self.worker, self.stop, lambda: Wish.NOTHING)
+        return until_stopped(loader, most_batches(loader, self.env.world_size), agreed)
 
     def _end_epoch(self, evaluation: Evaluation) -> None:
         progress = self.progress
@@ -496,6 +524,7 @@ class Trainer:
             "optimizer": optimizer_state,
             "scaler": self.worker.scaler.state_dict(),
             "progress": asdict(self.progress),
+            "critical_batch": self.critical_batch.state_dict(),
             "global_batch": self.job.configuration.global_batch,
             **({"tuning": self.tuning.state_dict()} if self.tuning is not None else {}),
             **({"observer": observer.state_dict()} if observer is not None else {}),
@@ -519,6 +548,8 @@ class Trainer:
         self.worker.load_own_state(self.local_states.load(loaded))
         if self.worker.observer is not None:
             self.worker.observer.load_state_dict(loaded.state.get("observer"))
+        if "critical_batch" in loaded.state:
+            self.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])
@@ -539,7 +570,7 @@ class Trainer:
     def _throw_away_one_pass(self) -> None:
         first = self.worker.loader.dataset[(0, 0)]
         inputs, targets = default_collate([first] * self.job.configuration.local_batch)
-        self.worker.forward_backward(self.worker.to_device(inputs), self.worker.to_device(targets))
+        self.worker.forward_backward(*self.worker.to_device(inputs, targets))
         self.worker.optimizer.zero_grad(set_to_none=True)
 
     def _log_resume(self, progress: Progress, loaded: LoadedCheckpoint) -> None:
@@ -566,10 +597,14 @@ class Trainer:
 
     def _requeue(self) -> str:
         job_id = slurm_job_id() or ""
-        if self.env.on_slurm and self._any(slurm.is_being_cancelled(job_id) if self.env.rank == 0 else False):
+        leaving = slurm.leaving(job_id) if self.env.on_slurm and self.env.rank == 0 else None
+        if self._any(leaving is slurm.Leaving.CANCELLED):
             if self.env.rank == 0:
                 self._event("failed", "cancelled; what was done is saved", {})
             return "cancelled"
+        if self._any(leaving is slurm.Leaving.PREEMPTED):
+            # Slurm requeues it by itself, or has ended it: then the command submits another job
+            return "preempted"
         if not self.env.on_slurm:
             from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 

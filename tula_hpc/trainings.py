@@ -7,11 +7,13 @@ it has cores for.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
+from tula_hpc.devices import RETRIES, in_vain, why_given_up
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Submitted, events_of, unsettled
@@ -144,8 +146,8 @@ class Trainings:
         failure, detail = training_failure(events, end), reason(events, end)
         # before the end counts as seen to: a command that is killed in between writes it down once more
         self._log("failed", label, end, failure, detail)
-        self._log("ended", label, end, end.failure)
-        self._refuse_hopeless(end, failure)
+        self._log("ended", label, end, failure)
+        self._refuse_hopeless(end, failure, label)
         if self._may_try_again(label, failure, detail):
             self.waiting.append(label)
         else:
@@ -153,10 +155,13 @@ class Trainings:
             self.failures[label] = _in_words(failure, detail) + log
 
     def _log(self, event: str, label: str, end: Ended, failure: Failure | None = None, detail: str = "") -> None:
-        said = {"failure": failure, "detail": detail, "data": {"label": label}}
+        hosts = {"hosts": list(end.hosts)} if failure is Failure.DEVICE_FAILED and end.hosts else {}
+        said = {"failure": failure, "detail": detail, "data": {"label": label, **hosts}}
         self.run_directory.log_event(event, "train", job_id=end.job.job_id, **said)
 
     def _may_try_again(self, label: str, failure: Failure, detail: str) -> bool:
+        if failure is Failure.DEVICE_FAILED:
+            return is_tried_again(self.run_directory.events(), label, self.sweep.started_at)
         return REQUEUES_USED_UP not in detail and self.attempts[label] < self._allowed(failure)
 
     def _allowed(self, failure: Failure) -> int:
@@ -165,11 +170,19 @@ class Trainings:
             return self.sweep.spec.training.max_requeues + 1
         return ATTEMPTS if failure in (Failure.BUG, Failure.KILLED) else 1
 
-    def _refuse_hopeless(self, end: Ended, failure: Failure) -> None:
-        logged = (self.run_directory.train(label).metrics_file.exists() for label in self.jobs)
+    def _refuse_hopeless(self, end: Ended, failure: Failure, label: str) -> None:
+        logged = [self.run_directory.train(label).metrics_file.exists() for label in self.jobs]
+        if failure is Failure.DEVICE_FAILED and not any(logged) and not self._may_try_again(label, failure, ""):
+            raise StageError(f"train: {why_given_up(self.run_directory.events(), end.job.job_id, time.time())}")
         wrong = failure in (Failure.BUG, Failure.BAD_INPUT)
         if wrong and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
             raise StageError(f"train: nothing gets as far as its first logged step; {why([end], failure)}")
+
+
+def is_tried_again(events: Sequence[Event], label: str, since: float = 0.0) -> bool:
+    """Tell whether a training whose last job met a broken device is submitted once more."""
+    submitted = {e.job_id for e in events if e.event == "submitted" and e.data.get("label") == label}
+    return in_vain((e for e in events if e.job_id in submitted), Failure.DEVICE_FAILED, since) <= RETRIES
 
 
 def _in_words(failure: Failure, detail: str) -> str:

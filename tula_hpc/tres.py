@@ -1,4 +1,4 @@
-"""Billing weights of Slurm's trackable resources (TRES), as slurm.conf's TRESBillingWeights writes them.
+"""Slurm's trackable resources (TRES) as text: what a job asks for, and slurm.conf's TRESBillingWeights.
 
 "CPU=1.0,Mem=0.25G,GRES/gpu=2.0" bills each core with 1, each GiB with 0.25 and each GPU with 2. Weights count per base
 unit: one core, one GPU, one node, and for memory (also "vmem" and burst buffers "bb/…") one MiB. A suffix K, M, G, T or
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 SUFFIXES = "KMGTP"
 MIB_BASED = ("mem", "vmem", "bb")  # types whose base unit is MiB, the second suffix
 _WEIGHT = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
 _NAME = re.compile(r"[a-z]\w*(/[\w.:-]+)?")
+_SOCKETS = re.compile(r"\([^()]*\)")  # behind a count, as Slurm shows them: gpu:4(S:0-1)
 
 
 def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
@@ -56,3 +57,15 @@ def _weight(key: str, value: object) -> float:
     unit = SUFFIXES.index(match[2].upper()) + 1 if match[2] else 0
     base = SUFFIXES.index("M") + 1 if key.partition("/")[0] in MIB_BASED else 0
     return float(match[1]) / 1024.0 ** max(0, unit - base)
+
+
+def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
+    """Yield name, type ("" for none) and count of each item of `name[[:type]:count],…`, in lower case.
+
+    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of digits alone.
+    """
+    for item in _SOCKETS.sub("", gres).lower().split(","):
+        name, *fields = item.removeprefix("gres:").split(":")
+        count = float(fields.pop()) if fields and fields[-1].isdecimal() else 1.0
+        if name:
+            yield name, ":".join(filter(None, fields)), count

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -29,11 +29,20 @@ class Tuning:
         run: For events.
         label: Of the training.
         samples: The held-out ones, this worker's share of them.
+        watched: Gives the batches of such a loader, and may raise between two of them.
     """
 
-    def __init__(self, worker: Worker, run: RunDirectory, label: str, samples: DataLoader[Any]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        run: RunDirectory,
+        label: str,
+        samples: DataLoader[Any],
+        watched: Callable[[DataLoader[Any]], Iterable[Any]] = iter,
+    ) -> None:
         training = worker.sweep.training
         self.worker, self.run, self.label, self.samples = worker, run, label, samples
+        self._watched = watched
         self.every_epochs, self.last_epoch = training.tune_every_epochs, worker.sweep.workload.epochs
         small_batch = training.reference_batch(worker.configuration.global_batch)
         configured = Setting(training.ags.delta, small_batch)
@@ -123,7 +132,7 @@ class Tuning:
         worker.share_buffers()
         own: list[float] = []
         with worker.evaluating():
-            for inputs, targets in self.samples:
+            for inputs, targets in self._watched(self.samples):
                 own += worker.losses(inputs, targets).tolist()
         every = [0.0] * len(self.samples.dataset)  # type: ignore[arg-type] # it has a length: it was split off by index
         every[worker.env.rank :: worker.env.world_size] = own

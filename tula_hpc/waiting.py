@@ -32,7 +32,7 @@ _KINDS = (
     _Kind("DependencyNeverSatisfied", "the job that it was to follow did not end as it should", stuck=True),
     _Kind("Dependency", "the job that it follows is not over"),
     _Kind("BeginTime", "its start is set for later; after a requeue about two minutes"),
-    _Kind("JobHeldUser|held state|.*requeued held", "held; `scontrol release JOB` lets it go", stuck=True),
+    _Kind("JobHeldUser|.*held state|.*requeued held", "held; `scontrol release JOB` lets it go", stuck=True),
     _Kind("JobHeldAdmin", "held by an administrator", stuck=True),
     _Kind("JobHoldMaxRequeue", "held after too many requeues; `scontrol release JOB` lets it go", stuck=True),
     _Kind("JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"),
@@ -43,6 +43,8 @@ _KINDS = (
     _Kind("PartitionNodeLimit", "asks for more nodes than its partition allows, or some of its nodes are down"),
     _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
     _Kind("PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"),
+    _Kind("MaxMemPerLimit", "asks for more memory than its partition allows", stuck=True),
+    _Kind("DeadLine", "it cannot end before its deadline", stuck=True),
     _Kind("BadConstraints", "no node is as it asks for", stuck=True),
     _Kind("(Invalid|AccountNotAllowed|QOSNotAllowed).*", "its account or QOS may not be used here", stuck=True),
     _Kind("Reservation", "its reservation has not begun"),
@@ -68,6 +70,11 @@ _STATES = {
     "SUSPENDED": Wait("suspended, so that other jobs can run", False),
     "STOPPED": Wait("stopped; it keeps its nodes", False),
     "REQUEUED": Wait("requeued", False),
+    "REQUEUE_FED": Wait("requeued", False),
+    "EXPEDITING": Wait("requeued ahead of others", False),
+    "LAUNCH_FAILED": Wait("its nodes could not start it", False),
+    "RECONFIG_FAIL": Wait("its nodes could not be set up for it", False),
+    "REVOKED": Wait("another cluster of the federation runs it", False),
 }
 WAITING = {"PENDING", *_STATES}  # all other states of a job that is not over are kinds of running
 

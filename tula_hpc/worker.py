@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc import resident
-from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import InputError
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.env import WorkerEnvironment, granted_gpus
+from tula_hpc.errors import DeviceError, InputError
 from tula_hpc.methods import build_optimizer, pass_interval, reference_after, reference_share, scaled_batches
 from tula_hpc.nested import Batch, map_tensors, samples_in, take
 from tula_hpc.optim import (
@@ -37,11 +38,17 @@ from tula_hpc.optim.post_local import PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.rendezvous import meet
 from tula_hpc.workloads import build_workload, make_train_loader, without_validation
+from tula_hpc.workloads.copy_ahead import StreamCopies, one_ahead
 from tula_hpc.workloads.optimizers import consolidate
+from tula_hpc.workloads.pixels import ImageDataset, prepared
 
-# A peer that died is noticed by gloo at once and by srun -K1; this bounds the wait where neither helps.
+# A peer that died is noticed by gloo at once and by srun -K1; these bound the wait where neither helps.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# a profile job has minutes, and all of its nodes would wait
+PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
 T = TypeVar("T")
+# compute capability of the first GPUs with bf16 units, A100's 8.0
+BF16_FROM_MAJOR = 8
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -64,7 +71,9 @@ class Worker:
             resident.keep_freed()
         else:
             check_kernels(self.device)
-        workload = build_workload(sweep.workload)
+            check_precision(self.device, sweep.workload.precision)
+            choose_kernels(sweep.workload)
+        workload = build_workload(sweep.workload, self.device)
         if sweep.training.tunes:
             share = sweep.training.tune_holdout
             workload = workload._replace(train=without_validation(workload.train, share))
@@ -134,17 +143,33 @@ class Worker:
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
         """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
-        for inputs, targets in self.loader.stream(epoch, offset):
-            yield self.to_device(inputs), self.to_device(targets)
+        stream: Iterator[Batch] = self.loader.stream(epoch, offset)
+        if self.device.type == "cuda":
+            stream = one_ahead(stream, StreamCopies(self.device))
+        # A generator of ours would hold the batch as it was loaded during the step.
+        return itertools.starmap(self.to_device, stream)
 
-    def to_device(self, batch: Batch) -> Batch:
-        """A batch on the device, images in the model's memory format."""
-        return map_tensors(self._tensor_to_device, batch)
+    def to_device(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
+        """Bring a batch to the device as the model takes it: bytes of images scaled, images in its memory format."""
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets))
+        inputs, targets = map_tensors(self._laid_out, (prepared(self.workload.train, inputs), targets))
+        return inputs, targets
 
-    def _tensor_to_device(self, tensor: Tensor) -> Tensor:
+    def _laid_out(self, tensor: Tensor) -> Tensor:
         if self.sweep.workload.channels_last and tensor.dim() == 4:
-            return tensor.to(self.device, non_blocking=True, memory_format=torch.channels_last)
-        return tensor.to(self.device, non_blocking=True)
+            return tensor.to(memory_format=torch.channels_last)
+        return tensor
+
+    def as_loaded(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
+        """A batch on the host as loaders give it, of the size and kind of one on the device.
+
+        Of images that travel as bytes it is one of the test set's, again and again.
+        """
+        inputs, targets = map_tensors(lambda tensor: tensor.cpu().contiguous(), (inputs, targets))
+        if self.device.type == "cuda" and isinstance(self.workload.test, ImageDataset):
+            image, _ = self.workload.test[0]
+            inputs = image.repeat(len(inputs), 1, 1, 1)
+        return inputs, targets
 
     def autocast(self) -> AbstractContextManager[object]:
         """The workload's precision for a forward pass."""
@@ -213,9 +238,10 @@ class Worker:
         As in training it is called within autocast; outputs that are a tensor are in full precision.
         """
         with self.autocast():
-            outputs = self.model(self.to_device(inputs))
+            inputs, targets = self.to_device(inputs, targets)
+            outputs = self.model(inputs)
             outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
-            return judges(outputs, self.to_device(targets))
+            return judges(outputs, targets)
 
     def losses(self, inputs: Batch, targets: Batch) -> Tensor:
         """Of each of a batch of samples as loaded, (batch,) of float64."""
@@ -398,26 +424,35 @@ class Worker:
 
 
 @contextlib.contextmanager
-def process_group(cluster: ClusterSpec, env: WorkerEnvironment, store: Store | None = None) -> Iterator[None]:
+def process_group(
+    cluster: ClusterSpec,
+    env: WorkerEnvironment,
+    store: Store | None = None,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> Iterator[None]:
     """torch.distributed for the length of a job: nccl on GPUs, gloo on CPUs; nothing for a single worker.
 
     Args:
         cluster: The device.
         env: Who this worker is among those of the group.
         store: That the workers of the group share; None: they meet in one of their own.
+        timeout: Of a collective.
+
+    Raises:
+        InputError: This worker has no GPU of its own, or one that this build of torch has no kernels for.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
+    device = pick_device(cluster, env.local_rank)
+    if device.type == "cuda":
+        # before any collective, which would fail in nccl's words
+        check_kernels(device)
+        torch.cuda.set_device(device)
     if env.world_size == 1:
         yield
         return
-    device = pick_device(cluster, env.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if store is None:
         store = PrefixStore("group", meet(env, COLLECTIVE_TIMEOUT))
-    dist.init_process_group(
-        backend_of(cluster), timeout=COLLECTIVE_TIMEOUT, store=store, rank=env.rank, world_size=env.world_size
-    )
+    dist.init_process_group(backend_of(cluster), timeout=timeout, store=store, rank=env.rank, world_size=env.world_size)
     yield
     leave_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
 
@@ -441,13 +476,19 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
     """The worker's own GPU, whether the scheduler shows it all of the node's or only one; or the CPU.
 
     Raises:
+        DeviceError: The scheduler gave this job GPUs that are not there.
         InputError: There is no GPU, or it would be another worker's too, which nccl refuses.
     """
     if cluster.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        # without kernels for CUDA, or for the nodes' driver, no other node would do
+        if granted_gpus() and torch.version.cuda is not None and "is too old" not in _why_no_gpu():
+            raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}")
         raise InputError(f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device")
     count = torch.cuda.device_count()
+    if count < granted_gpus():
+        raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
     # where Slurm binds each task to one GPU, all of them see one
     if local_rank >= count and (cluster.executor == "local" or count > 1):
         message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
@@ -474,7 +515,34 @@ def check_kernels(device: torch.device) -> None:
     if torch.version.cuda is None or any(_runs_on(name, major, minor) for name in known):
         return
     message = f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-    raise InputError(f"{message}, only for {' '.join(known)}; install its build for an older CUDA", key="device")
+    remedy = "install torch 2.10.0 (constraints.txt), which has them from sm_70 (V100) to sm_120"
+    raise InputError(f"{message}, only for {' '.join(known)}; {remedy}", key="device")
+
+
+def check_precision(device: torch.device, precision: str) -> None:
+    """Refuse bf16 on a GPU without units for it.
+
+    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, several times slower than fp32;
+    `torch.cuda.is_bf16_supported` counts the emulation as support.
+
+    Raises:
+        InputError: Names the GPU and the precision to use instead.
+    """
+    if precision != "bf16" or torch.version.cuda is None:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= BF16_FROM_MAJOR:
+        return
+    name = torch.cuda.get_device_name(device)
+    message = f"{name} (sm_{major}{minor}) has no bf16 units, which GPUs have from sm_80 (A100) on"
+    raise InputError(f'{message}; use precision = "fp16"', key="workload.precision")
+
+
+def choose_kernels(workload: WorkloadSpec) -> None:
+    """Tell cuDNN and cuBLAS which kernels they may choose, by the workload's keys."""
+    torch.backends.cudnn.benchmark = workload.cudnn_benchmark
+    torch.backends.cudnn.allow_tf32 = workload.tf32
+    torch.backends.cuda.matmul.allow_tf32 = workload.tf32
 
 
 def _runs_on(name: str, major: int, minor: int) -> bool:

@@ -13,16 +13,20 @@ from tula_hpc.workloads.compact import compact_cnn
 PACE_FILE = "PACE_FILE"  # environment variable: a file with the seconds that a training pass takes; it may change
 
 
+EVALUATION_PACES = 10  # an evaluation pass takes as long as so many training passes, where it takes time
+
+
 class Slow(nn.Module):
     """A small network with dropout and BatchNorm that sleeps in every training pass; its numbers know nothing of it."""
 
-    def __init__(self, classes: int, image_size: int) -> None:
+    def __init__(self, classes: int, image_size: int, evaluation_paces: int = 0) -> None:
         super().__init__()
+        self.evaluation_paces = evaluation_paces
         self.network, self.dropout = compact_cnn(classes, image_size), nn.Dropout(0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(float(Path(os.environ[PACE_FILE]).read_text()))
+        paces = 1 if self.training else self.evaluation_paces
+        time.sleep(paces * float(Path(os.environ[PACE_FILE]).read_text()))
         output: Tensor = self.network(self.dropout(images))
         return output
 
@@ -30,3 +34,8 @@ class Slow(nn.Module):
 def build(classes: int, image_size: int) -> nn.Module:
     """For `model = "tests.examples.slow:build"`."""
     return Slow(classes, image_size)
+
+
+def build_slow_to_evaluate(classes: int, image_size: int) -> nn.Module:
+    """Sleeps in evaluation passes too."""
+    return Slow(classes, image_size, EVALUATION_PACES)

@@ -1,4 +1,4 @@
-"""A worker of a job on this machine that fails takes the others with it, after a while for their own words."""
+"""A worker of a job on this machine that fails ends at once, and takes the others with it after a while."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from tests.test_launch import launcher, processes_of, sleeper
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.errors import Failure
-from tula_hpc.launch import Submitted
+from tula_hpc.jobs import ProfileJob, TrainJob
+from tula_hpc.launch import Ended, Launcher, Submitted
+from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages import why
 
 
@@ -101,3 +105,67 @@ def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tm
     for end in ended:
         assert "submitit" not in why([end])
     assert "its log does not say why" in why(ended[2:])
+
+
+LINGERING = SweepSpec.model_validate(
+    {
+        "name": "lingering",
+        "workload": {
+            "model": "tests.examples.lingering:build",
+            "dataset": "digits",
+            "samples": 512,
+            "epochs": 1,
+            "loader_workers": 1,
+        },
+        "search": {"min_steps": 5, "max_steps": 5},
+        "training": {"method": "lbt"},
+    }
+)
+PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
+
+
+def end_of_lingering_worker(
+    run: RunDirectory, stage: Literal["profile", "train"], environment: dict[str, str]
+) -> Ended:
+    """Let a job's second worker fail; all of the job's processes must be gone long before they would wake up."""
+    cluster = ClusterSpec(workers_per_node=2, environment=environment)
+    job: ProfileJob | TrainJob
+    if stage == "profile":
+        job = ProfileJob(LINGERING, cluster, (PAIR,), run.profile / "job.jsonl", nodes=1)
+    else:
+        run.train().root.mkdir()
+        job = TrainJob(LINGERING, cluster, PAIR, run.root)
+    local = Launcher(cluster, run, "tula-test")
+    (submitted,) = local.submit([job], stage=stage, nodes=1, minutes=4)
+    deadline = time.monotonic() + 240
+    try:
+        while processes := processes_of(submitted):
+            assert time.monotonic() < deadline, "the job does not end"
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    (end,) = local.wait([submitted])
+    return end
+
+
+def log_of_second_worker(end: Ended) -> str:
+    (path,) = end.job.folder.glob("*_1_log.err")
+    return path.read_text()
+
+
+def test_a_worker_that_has_recorded_its_failure_is_gone_whatever_its_destructors_want(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    end = end_of_lingering_worker(run, "profile", {"LINGERS": "destructor", "RAISES": "MemoryError"})
+    (record,) = run.measurements().records
+    assert (record.status, record.failure, record.detail) == ("oom", Failure.HOST_OOM, "rank 1")
+    assert "out of memory (host_oom)" in log_of_second_worker(end)
+
+
+def test_a_worker_that_has_raised_is_gone_whatever_its_threads_do(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    end = end_of_lingering_worker(run, "train", {"LINGERS": "thread", "RAISES": "KeyError"})
+    assert end.failure is Failure.BUG
+    assert "Traceback (most recent call last)" in log_of_second_worker(end)
+    assert "KeyError: 'of rank 1'" in log_of_second_worker(end)

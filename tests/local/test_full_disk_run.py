@@ -111,9 +111,11 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert resumed.data["samples_seen"] == loaded.samples_seen > 0
 
 
-STEPS = 500  # of which every time is written down: 40 kB and more in one line
+STEPS = 500
 PROFILED = SPEC.model_copy(
     update={
+        # its record is a line of 40 kB and more
+        "workload": SPEC.workload.model_copy(update={"model": "tests.examples.wordy:build"}),
         "search": SPEC.search.model_copy(
             update={
                 "cluster_sizes": (1,),
@@ -124,7 +126,7 @@ PROFILED = SPEC.model_copy(
                 "min_steps": STEPS,
                 "max_steps": STEPS,
             }
-        )
+        ),
     }
 )
 LEFT_TO_SAY_SO = 24_000  # bytes: too little for that line, enough for the log, if not for a second attempt
@@ -149,4 +151,4 @@ def test_a_profile_that_runs_out_of_space_is_said_to_and_measured_later(disk: Pa
     profile(run)
     measured = run.measurements()
     (good,) = [row for row in measured.records if row.status == "ok"]
-    assert (len(good.samples["step"]), measured.skipped) == (STEPS, 0)
+    assert (good.steps, measured.skipped) == (STEPS, 0)

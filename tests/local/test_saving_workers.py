@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import fork_workers, run_workers
+from tests.forked import fork_workers, give_secret, run_workers
 from tula_hpc import checkpoint, stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -80,7 +80,7 @@ def ended(action: Callable[[], object]) -> int:
 def train(
     root: Path, *, rank: int = 0, workers: int = 1, strike: Callable[[], None] | None = None, note: bool = False
 ) -> None:
-    env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(root))
+    env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(root.parent))
     patch = pytest.MonkeyPatch()
     patch.setattr(trainer, "join_job", lambda: env)
     patch.setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
@@ -173,6 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saving")
     for name in (*STRIKES, "whole", "stopped", "full disk"):
         RunDirectory(folder / name).create().train().root.mkdir()
+    give_secret(folder)
     run_workers(__file__, folder)
     return folder
 

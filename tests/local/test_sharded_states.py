@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.forked import fork_workers, run_workers
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker, process_group
 from tula_hpc.workloads.optimizers import own_states
@@ -78,6 +80,7 @@ def work(rank: int, folder: Path) -> None:
     with process_group(ClusterSpec(), env, FileStore(str(folder / "store"), WORKERS)):
         for name in OPTIMIZERS:
             seen[name] = trained(name, CheckpointStore(folder / name), rank)
+        seen["refused"] = consolidated_with_a_hostile_peer(rank, folder)
     torch.save(seen, folder / f"{rank}.pt")
 
 
@@ -86,6 +89,31 @@ def trained(name: str, store: CheckpointStore, rank: int) -> dict[str, Any]:
     resumed = train(restored(new_worker(name, 1, rank), store), SAVED_AFTER)
     states = [_state_elements(worker) for worker in (plain, sharded)]
     return {"plain": weights(plain), "sharded": weights(sharded), "resumed": weights(resumed), "states": states}
+
+
+class Hostile:
+    """Runs code of a stranger's when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.folder / "ran",))
+
+
+def consolidated_with_a_hostile_peer(rank: int, folder: Path) -> str:
+    """Rank 1 sends what torch's own way of bringing states together would unpickle; what rank 0 says of it."""
+    optimizer = train(new_worker("sgd", 1, rank), 0).optimizer
+    base = optimizer.base if isinstance(optimizer, TulaOptimizer) else optimizer
+    assert isinstance(base, ZeroRedundancyOptimizer)
+    if rank == 1:
+        # what a stranger would do
+        base.optim.state_dict = lambda: Hostile(folder)
+        ZeroRedundancyOptimizer.consolidate_state_dict(base)
+        return ""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the words are looked at below
+        base.consolidate_state_dict()
+    return str(raised.value)
 
 
 def _state_elements(worker: Worker) -> int:
@@ -110,6 +138,11 @@ def test_divided_states_train_the_same_weights(ranks: list[dict[str, Any]], name
     for seen in ranks:
         torch.testing.assert_close(seen[name]["sharded"], seen[name]["plain"], rtol=1e-6, atol=1e-7)
     assert torch.equal(ranks[0][name]["sharded"], ranks[1][name]["sharded"])
+
+
+def test_what_a_peer_sends_is_never_unpickled(ranks: list[dict[str, Any]], folder: Path) -> None:
+    assert ranks[0]["refused"]
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

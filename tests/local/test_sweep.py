@@ -12,15 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.slow import PACE_FILE
 from tests.run_factory import LATE_SWEEP, late_plan
-from tula_hpc.config import ClusterSpec, load_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Launcher
-from tula_hpc.records import RunDirectory, TrainResult, read_metrics
+from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
 from tula_hpc.stages import Sweep, train_stage
 
 ROOT = Path(__file__).resolve().parents[2]
+UNEVEN = 179  # of a test set of 359, two workers have 180 and 179 samples: two batches, and one
+SLOW_TO_EVALUATE = {
+    "model": "tests.examples.slow:build_slow_to_evaluate",
+    "dataset": "digits",
+    "loader_workers": 0,
+}
 SWEEP = """
 name = "small"
 [workload]
@@ -140,6 +147,44 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
         os.kill(process, signal.SIGUSR2)
     for process in (*helpers, *controllers):
         os.kill(process, signal.SIGTERM)
+
+
+def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path) -> None:
+    """Two workers, of which the first has a batch more to evaluate; USR2 reaches the second alone."""
+    workload = {**SLOW_TO_EVALUATE, "samples": 3 * 2 * UNEVEN, "epochs": 2}
+    training = {"method": "lbt", "log_interval_steps": 1}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
+    pace = tmp_path / "pace"
+    cluster = ClusterSpec(workers_per_node=2, environment={PACE_FILE: str(pace)})
+    ends = []
+    for name in ("whole", "cut"):
+        run = RunDirectory(tmp_path / name).create()
+        run.train().root.mkdir()
+        pace.write_text("0.6" if name == "cut" else "0")
+        launcher = Launcher(cluster, run, "tula-stop")
+        job = TrainJob(spec, cluster, Configuration(1, 2, UNEVEN), run.root)
+        jobs = launcher.submit([job], stage="train", nodes=1, minutes=5)
+        if name == "cut":
+            stop_second_worker_when_first_epoch_is_evaluated(run, int(jobs[0].job_id))
+            pace.write_text("0")
+        ended = launcher.wait(jobs)
+        assert run.train().result_file.exists(), ended[0].log_tail
+        result = TrainResult.model_validate_json(run.train().result_file.read_text())
+        epochs = [(row.epoch, row.step, row.test_loss) for row in read_metrics(run.train().metrics_file).epochs]
+        ends.append((result.final_loss, result.test_accuracy, result.steps, epochs))
+    assert ends[0] == ends[1]
+    events = {event.event: event for event in RunDirectory(tmp_path / "cut").events()}
+    assert events["preempted"].data["step"] == events["resumed"].data["step"] == 3
+    assert run.train().metrics_file.read_text().count('"test_loss"') == 2
+
+
+def stop_second_worker_when_first_epoch_is_evaluated(run: RunDirectory, shell: int) -> None:
+    deadline = time.monotonic() + 240
+    while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < 3:
+        assert time.monotonic() < deadline, "training did not get that far"
+        time.sleep(0.02)
+    workers = [worker for controller in children_of(shell) for worker in children_of(controller)]
+    os.kill(max(workers), signal.SIGUSR2)
 
 
 def children_of(process: int) -> list[int]:

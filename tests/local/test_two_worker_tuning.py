@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import fork_workers, run_workers
+from tests.forked import fork_workers, give_secret, run_workers
 from tula_hpc import stopping, trainer
 from tula_hpc.checkpoint import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -97,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuning")
     for name in ("whole", "stopped"):
         RunDirectory(folder / name).create().train().root.mkdir()
+    give_secret(folder)
     run_workers(__file__, folder)
     return folder
 

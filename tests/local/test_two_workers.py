@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.forked import fork_workers, run_workers
+from tests.examples.exchanging import Centred
+from tests.forked import fork_workers, give_secret, run_workers
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc import drift_probe, noise_probe, trainer
 from tula_hpc import worker as worker_module
@@ -24,6 +27,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.jobs import TrainJob
 from tula_hpc.optim import local_gradient
+from tula_hpc.profiler import measure
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.rendezvous import LOOPBACK, candidate_ports
 from tula_hpc.stopping import StopRequest
@@ -35,8 +39,8 @@ CONFIGURATION = Configuration(nodes=WORKERS, workers_per_node=1, local_batch=16)
 RUNS = ("watched", "unwatched")
 
 
-def sweep(drift: bool = True) -> SweepSpec:
-    workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0}
+def sweep(drift: bool = True, model: str = "tests.examples.own_workload:perceptron") -> SweepSpec:
+    workload = {"model": model, "dataset": "digits", "loader_workers": 0}
     options = {
         "preset": "paper",
         "small_batch": 8,
@@ -45,6 +49,7 @@ def sweep(drift: bool = True) -> SweepSpec:
         "drift": drift,
     }
     fields = {"name": "x", "workload": {**workload, "samples": 256, "epochs": 4}, "training": options}
+    fields["search"] = {"max_steps": 20, "min_steps": 5, "mode": "full"}
     return SweepSpec.model_validate(fields)
 
 
@@ -60,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_plan(run, plan([known] * 4, chosen=chosen))
     taken = candidate_ports(environment(0, folder))[0]
     with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word
+        give_secret(folder)
         run_workers(__file__, folder)
     return folder
 
@@ -100,6 +106,15 @@ def test_workers_find_the_same_noise_scale_and_the_slowest_of_them(folder: Path)
     assert first["out of memory"] == second["out of memory"] == [None, [0.0, 0, []]]
 
 
+def test_a_model_that_exchanges_in_its_forward_pass_is_profiled_and_probed(folder: Path) -> None:
+    """One worker is much slower: by its own time each would take another number of passes, and both would hang."""
+    first, second = (json.loads((folder / f"{rank}.json").read_text())["exchanging"] for rank in range(WORKERS))
+    assert first["passes"] == second["passes"]
+    assert first["round_steps"] == second["round_steps"]
+    assert first["steps"] == second["steps"] > 0
+    assert min(first["compute_s"], second["compute_s"]) > 0
+
+
 def work(rank: int, folder: Path) -> None:
     """One worker. Only rank 0 sees the run directory as it is: what it finds there must hold for both."""
     env = environment(rank, folder)
@@ -116,6 +131,8 @@ def work(rank: int, folder: Path) -> None:
         assert run_training(job, StopRequest()) == "finished"
     with process_group(ClusterSpec(), env):
         seen = probe(env)  # in a function of its own: its DDP has to go before the process group does
+        gc.collect()
+        seen["exchanging"] = exchange(env)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
@@ -132,7 +149,31 @@ def probe(env: WorkerEnvironment) -> dict[str, Any]:
     return seen
 
 
-def stand_in(module: ModuleType, name: str, value: object) -> None:
+def exchange(env: WorkerEnvironment) -> dict[str, Any]:
+    """Profile and probe a model that exchanges something in each forward pass; the second worker's passes are slow."""
+    spec, passes = sweep(model="tests.examples.exchanging:exchanging"), 0
+    if env.rank == 1:
+        stand_in(worker_module, "local_gradient", slow_gradient)
+    forward = Centred.forward
+
+    def counting(self: Centred, scores: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return forward(self, scores)
+
+    stand_in(Centred, "forward", counting)
+    measured = measure(spec, ClusterSpec(), CONFIGURATION, env)
+    worker = Worker(spec, ClusterSpec(), CONFIGURATION, env)
+    compute_s = drift_probe.probe_parts(worker, *next(worker.batches())).parts.compute_time_s
+    return {
+        "passes": passes,
+        "round_steps": measured.round_steps,
+        "steps": measured.steps,
+        "compute_s": compute_s,
+    }
+
+
+def stand_in(module: ModuleType | type, name: str, value: object) -> None:
     """This process ends soon: nothing has to be put back."""
     setattr(module, name, value)
 

@@ -39,10 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
 LOOK_PAUSE_S = 0.5  # between two looks at files or the queue: many stories look, and the jobs need the processors
+STEPS_PER_EPOCH = 8
 EARLY_STEP = 12  # of 64: in the second epoch, after several checkpoints
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 WORKLOAD = {
-    "model": "tests.examples.slow:build",
     "dataset": "digits",
     "samples": 512,
     "epochs": 8,
@@ -65,6 +65,7 @@ class Settings(NamedTuple):
     training: Mapping[str, object] = {}  # keys of [training]
     cluster: Mapping[str, object] = {}  # keys of the cluster file
     loader_workers: int = 0  # each is a process that imports torch
+    model: str = "tests.examples.slow:build"
     pace_s: float = 0.4  # of a training pass, until the training hurries
     spec: SweepSpec | None = None  # another sweep, with another plan
     plan: Plan | None = None
@@ -101,7 +102,7 @@ class Training:
         self.run = RunDirectory(folder / "run").create()
         self.files = self.run.train()
         self.set_pace(settings.pace_s)
-        workload = {**WORKLOAD, "loader_workers": settings.loader_workers}
+        workload = {**WORKLOAD, "loader_workers": settings.loader_workers, "model": settings.model}
         training = SweepSpec.model_validate({"name": "faults", "workload": workload, "training": TRAINING})
         self.spec = settings.spec or _with_training(training, settings.training)
         self.plan = settings.plan or only(settings.configuration)
@@ -172,6 +173,11 @@ class Training:
             return bool(steps) and steps[-1].step >= before + more and len(self.store.paths()) > 1
 
         self.wait_for(reached, f"step {before + more} in {self.run.root}")
+
+    def evaluates_second_epoch(self) -> bool:
+        """Whether its steps are logged, and nothing of its evaluation."""
+        metrics = read_metrics(self.files.metrics_file)
+        return bool(metrics.steps) and metrics.steps[-1].step == 2 * STEPS_PER_EPOCH and len(metrics.epochs) == 1
 
     def strike(self, cause: Callable[[], object]) -> None:
         """Cause a fault, and remember when and what was saved by then."""

@@ -18,12 +18,16 @@ from tula_hpc.records import Configuration, Plan
 
 PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 TWO_NODES = Configuration(nodes=2, workers_per_node=1, local_batch=32)
+SUSPENDED_S = 20.0
 PAUSE_S = 15.0  # squeue gives up after 10 s
 SETTINGS = threading.Lock()  # of the cluster: one change at a time
 OTHERS_ARE_OVER = threading.Event()
 
 ALONE: Mapping[str, object] = {"exclusive": True, "memory_gb": 4.0}
 NO_REQUEUE: Mapping[str, object] = {"sbatch": {"requeue": False, "no-requeue": True}}
+CANCELS: Mapping[str, object] = {**ALONE, "partition": "cancel"}  # what a preemption does there
+KILLS: Mapping[str, object] = {**ALONE, "partition": "abrupt"}
+SUSPENDS: Mapping[str, object] = {"partition": "suspend"}
 SITE_DECIDES: Mapping[str, object] = {"sbatch": {"requeue": False}}
 HUNGRY = SweepSpec.model_validate(
     {
@@ -70,6 +74,16 @@ def requeue_refused(training: Training) -> None:
     """The job may not be requeued, and gets the signal of a time limit."""
     training.start()
     training.wait_for_steps()
+    training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
+    training.wait_for_event("resumed")
+    training.hurry()
+    training.end()
+
+
+def stopped_in_evaluation(training: Training) -> None:
+    """USR2 while the second epoch is evaluated, which takes many times a step."""
+    training.start()
+    training.wait_for(training.evaluates_second_epoch, "the evaluation of the second epoch")
     training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
     training.wait_for_event("resumed")
     training.hurry()
@@ -168,6 +182,38 @@ def preempted_with_user_signal(training: Training) -> None:
     preempted(training, training.cluster.changed(user_signal=True))
 
 
+def preempted_for_good(training: Training) -> None:
+    """The same where Slurm leaves no time, or must not requeue the job, or cancels it."""
+    training.start()
+    training.wait_for_steps()
+    first = training.job_id
+    training.strike(lambda: training.cluster.preempt(first))
+    training.wait_for_event("resumed")
+    training.seen["state"] = training.cluster.job_state(first)
+    training.hurry()
+    training.end()
+
+
+def suspended(training: Training) -> None:
+    """The same where the partition suspends: the job's processes are stopped until the other job is over."""
+    training.start()
+    training.wait_for_steps()
+    training.strike(lambda: training.cluster.preempt(training.job_id, SUSPENDED_S))
+    state = training.cluster.job_state
+    training.wait_for(lambda: state(training.job_id) == "SUSPENDED", "the job to be suspended")
+
+    def stands_still() -> bool:
+        before = training.losses()[-1]
+        time.sleep(2)  # several steps
+        return training.losses()[-1] == before
+
+    training.wait_for(stands_still, "the processes to be stopped")
+    training.seen["state"] = state(training.job_id)
+    training.wait_for(lambda: state(training.job_id) == "RUNNING", "the job to go on")
+    training.hurry()
+    training.end()
+
+
 def cancelled(training: Training) -> None:
     """scancel, which sends TERM as a preemption does; then the same command again."""
     training.start()
@@ -241,9 +287,15 @@ STORIES: dict[str, Story] = {
     ),
     "two": Story(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
     "one": Story(undisturbed, Settings(pace_s=0.0)),
+    "stopped in evaluation": Story(
+        stopped_in_evaluation, Settings(PAIR, pace_s=0.3, model="tests.examples.slow:build_slow_to_evaluate"), "two"
+    ),
     "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
     "preempted": Story(preempted, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
     "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=ALONE, loader_workers=1)),
+    "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
+    "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
+    "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
     "damaged checkpoint": Story(damaged_checkpoint, Settings()),
     "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE, loader_workers=1)),
     "job killed": Story(job_killed, Settings()),
@@ -255,5 +307,8 @@ STORIES: dict[str, Story] = {
         disturbs=True,
     ),
     "no accounting": Story(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
+    "preempted, JobRequeue=0": Story(
+        preempted_for_good, Settings(PAIR, cluster={**ALONE, **SITE_DECIDES}), "two", disturbs=True
+    ),
     "controller gone": Story(controller_gone, Settings(), disturbs=True),
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.slurm.faulty_training import Training
+from tests.slurm.faulty_training import STEPS_PER_EPOCH, Training
 from tests.slurm.telling import Stories, about
 from tula_hpc.errors import Failure
+from tula_hpc.records import EpochMetrics, read_records
 
 KILLED = ("rank killed", "second node killed", "stale writer", "job killed")
-STOPPED = ("time limit", "requeue refused")  # by a signal, so that everything is saved
+STOPPED = ("time limit", "requeue refused", "stopped in evaluation")  # by a signal, so that everything is saved
 OTHERS = ("damaged checkpoint", "no accounting", "controller gone")
 
 
@@ -39,6 +40,14 @@ def test_time_limits_end_a_training_when_its_requeues_are_used_up(told: Training
     assert second.result is not None
     (requeued,), (stopped, used_up) = told.events("requeued"), told.events("preempted")
     assert requeued.job_id == stopped.job_id == used_up.job_id
+
+
+@about("stopped in evaluation")
+def test_a_stop_in_mid_evaluation_does_not_wait_for_its_end(told: Training) -> None:
+    (preempted,) = told.events("preempted")
+    assert preempted.data["step"] == 2 * STEPS_PER_EPOCH
+    lines = read_records(EpochMetrics, [told.files.metrics_file]).records
+    assert [line.epoch for line in lines] == list(range(1, 9))
 
 
 @about("requeue refused")

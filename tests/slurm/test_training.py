@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.slurm.faulty_training import Training
+from tests.slurm.stories import SUSPENDED_S
 from tests.slurm.telling import Stories, about
 from tula_hpc.errors import Failure
 from tula_hpc.records import read_metrics
@@ -23,6 +24,46 @@ def test_a_preempted_job_resumes_where_it_stopped(told: Training) -> None:
     assert ("SIGUSR2" if "user signal" in told.name else "SIGTERM") in preempted.detail
     assert preempted.job_id == resumed.job_id
     assert told.result().restarts == 1
+    assert told.redone_steps() == 0
+
+
+@about("preempted, CANCEL")
+def test_a_job_that_a_preemption_cancels_is_followed_by_another(told: Training) -> None:
+    """Slurm ends it as scancel does, but nobody wanted the training to stop."""
+    assert told.seen["state"] == "PREEMPTED"
+    (failed,) = told.events("failed")
+    assert failed.failure is Failure.PREEMPTED
+    first, second = (event.job_id for event in told.events("submitted"))
+    assert (failed.job_id, told.events("resumed")[0].job_id) == (first, second)
+
+
+@about("preempted, no grace")
+def test_a_job_that_is_preempted_without_grace_is_requeued_by_slurm(told: Training) -> None:
+    (submitted,), (resumed,) = told.events("submitted"), told.events("resumed")
+    assert submitted.job_id == resumed.job_id
+    assert told.events("failed") == []
+
+
+@about("preempted, CANCEL", "preempted, no grace")
+def test_nothing_is_lost_beyond_the_last_checkpoint(told: Training) -> None:
+    (strike,), resumed = told.strikes, told.events("resumed")[0]
+    assert resumed.data["samples_seen"] >= strike.saved > 0
+
+
+@about("suspended")
+def test_a_suspended_training_goes_on_as_if_nothing_had_happened(told: Training) -> None:
+    assert told.seen["state"] == "SUSPENDED"
+    assert {event.event for event in told.events()} <= {"submitted", "checkpoint", "finished", "ended"}
+    assert told.redone_steps() == 0
+    result = told.result()
+    assert result.train_time_s < result.wall_time_s - SUSPENDED_S / 2
+
+
+@about("preempted, JobRequeue=0")
+def test_a_preempted_job_that_may_not_be_requeued_is_followed_by_another(told: Training) -> None:
+    assert any("requeue refused" in event.detail for event in told.events("failed"))
+    assert told.events("failed")[-1].failure is Failure.PREEMPTED
+    assert len(told.events("submitted")) == 2
     assert told.redone_steps() == 0
 
 
@@ -48,6 +89,14 @@ def test_a_cancelled_training_stays_cancelled_and_goes_on_when_asked_again(told:
     assert told.redone_steps() == 0
 
 
-@about("preempted", "preempted, user signal", "cancelled")
+@about(
+    "preempted",
+    "preempted, user signal",
+    "preempted, CANCEL",
+    "preempted, no grace",
+    "preempted, JobRequeue=0",
+    "suspended",
+    "cancelled",
+)
 def test_the_end_is_that_of_the_uninterrupted_run(told: Training, stories: Stories) -> None:
     told.check_equal(stories.reference(told.name))

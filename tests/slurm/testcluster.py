@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ __all__ = ["STATE", "ClusterError", "MiniCluster", "main", "running_cluster"]
 
 STATE = Path("/var/tmp/tula-testcluster")
 TEMPLATES = Path(__file__).resolve().parent / "conf"
+NULL_DEVICE = os.makedev(1, 3)  # what stands for a GPU: Slurm takes nothing but a device
 DATABASE_PORT, ACCOUNTING_PORT = 16806, 16819
 
 # Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
@@ -84,6 +86,8 @@ class MiniCluster:
     grace_s: int = 10  # between a preempted job's TERM and its KILL
     requeue: bool = True  # whether jobs may be requeued when they do not say
     submit_limit: int = 0  # jobs that a user may have in the queue; 0: no limit
+    cpus: int = 2  # that Slurm counts on a node; it binds nothing to them
+    gpus: int = 4  # that Slurm counts on a node: files that stand for devices
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
@@ -92,6 +96,8 @@ class MiniCluster:
         check(self.node_memory_mb >= 100, f"node_memory_mb: expected at least 100, got {self.node_memory_mb}")
         check(self.max_array_size >= 2, f"max_array_size: expected at least 2, got {self.max_array_size}")
         check(self.grace_s >= 0, f"grace_s: expected at least 0, got {self.grace_s}")
+        check(1 <= self.cpus <= 1000, f"cpus: expected 1 to 1000, got {self.cpus}")
+        check(1 <= self.gpus <= 64, f"gpus: expected 1 to 64, got {self.gpus}")
 
     def __enter__(self) -> MiniCluster:
         self.up(owner_pid=os.getpid())
@@ -191,19 +197,27 @@ class MiniCluster:
         check(bool(states), f"no job {job_id}")
         return states[0]
 
-    def preempt(self, job_id: str | int) -> str:
+    def preempt(self, job_id: str | int, hold_s: float = 1.0) -> str:
         """Preempt a running job by a small one in the partition `urgent` on the same nodes.
 
-        Slurm sends TERM at once (with `user_signal`, the signal of --signal instead, where the job asked for one). It
-        looks every KillWait + MessageTimeout = 15 s whether the grace time is over, and then kills and requeues.
+        What Slurm does then is up to the partition of the running job. In `batch` it sends TERM at once (with
+        `user_signal`, the signal of --signal instead, where the job asked for one). It looks every KillWait +
+        MessageTimeout = 15 s whether the grace time is over, and then kills and requeues. A job in `suspend` must have
+        all of its nodes' CPUs, but not be exclusive: Slurm suspends none of those.
+
+        Args:
+            job_id: Of the running job.
+            hold_s: For which the new job keeps the nodes.
 
         Returns:
             The id of the new job.
         """
-        nodes = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%D %N").split()
-        check(bool(nodes), f"job {job_id} does not run")
-        place = ["--nodes", nodes[0], "--nodelist", nodes[1], "--exclusive"]
-        task = ["--job-name", "preemptor", "--chdir", "/", "--output", "/dev/null", "--wrap", "sleep 1"]
+        running = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%P %D %N").split()
+        check(bool(running), f"job {job_id} does not run")
+        partition, count, names = running
+        place = ["--nodes", count, "--nodelist", names, "--mem", "100"]
+        place += ["--ntasks-per-node=1", f"--cpus-per-task={self.cpus}"] if partition == "suspend" else ["--exclusive"]
+        task = ["--job-name", "preemptor", "--chdir", "/", "--output", "/dev/null", "--wrap", f"sleep {hold_s}"]
         return self.run("sbatch", "--parsable", "--partition", "urgent", *place, *task).strip()
 
     def signal(self, job_id: str | int, name: str) -> None:
@@ -297,9 +311,10 @@ class MiniCluster:
         """The running cluster with other settings of its controller, until the block ends; jobs and accounting survive.
 
         Args:
-            settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue, submit_limit.
+            settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue, submit_limit, cpus
+                (while no job runs).
         """
-        restart = {"accounting", "max_array_size", "submit_limit"}
+        restart = {"accounting", "max_array_size", "submit_limit", "cpus"}
         possible = {*restart, "user_signal", "grace_s", "requeue"}
         check(settings.keys() <= possible, f"only these can change while it is up: {', '.join(sorted(possible))}")
         check(self.accounting or not settings.get("accounting"), "the cluster was brought up without accounting")
@@ -308,18 +323,29 @@ class MiniCluster:
         other._write_config()
         refresh()
         other._limit_submissions(self.submit_limit)
+        other._tell_nodes(self.cpus)
         try:
             yield other
         finally:
             self._limit_submissions(other.submit_limit)
             self._write_config()
             refresh()
+            self._tell_nodes(other.cpus)
 
     def _limit_submissions(self, before: int) -> None:
         """Tell accounting, which tells the controller, how many jobs a user may have."""
         if self.submit_limit != before:
             limit = f"MaxSubmitJobsPerUser={self.submit_limit or -1}"
             self.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", limit)
+
+    def _tell_nodes(self, cpus_before: int) -> None:
+        """Start the nodes' daemons anew where the number of CPUs has changed: they read it at their start."""
+        if self.cpus == cpus_before:
+            return
+        for host in self.hosts:
+            self._stop(f"slurmd-{host}", SIGTERM)
+            self.start_slurmd(host)
+        machine.wait_for(self._all_idle, 30, f"{self.nodes} idle nodes")
 
     def logs(self, lines: int = 5) -> str:
         """The last lines of every daemon's log, for error messages."""
@@ -329,8 +355,10 @@ class MiniCluster:
 
     def _write_state(self, owner_pid: int | None) -> None:
         STATE.mkdir(mode=0o755)
-        for folder in ("etc", "log", "run", "spool", "state"):
+        for folder in ("devices", "etc", "log", "run", "spool", "state"):
             (STATE / folder).mkdir()
+        for number in range(self.gpus):
+            os.mknod(STATE / f"devices/gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
         self._write_config()
         _write(STATE / "munge.key", secrets.token_bytes(128), 0o600)
         names = [f"{HEAD} ttc-head", *(f"{SUBNET}.{i} {host}" for i, host in enumerate(self.hosts, start=1))]
@@ -353,10 +381,11 @@ class MiniCluster:
             "optional": "\n".join(optional),
             "cgroup_plugin": CGROUP_V2 if machine.has_cgroup_v2() else CGROUP_V1,
             "requeue": int(self.requeue),
-            "default_memory_mb": self.node_memory_mb * 3 // 10,  # per CPU, of which a node has 2
+            "default_memory_mb": self.node_memory_mb * 6 // 10 // self.cpus,
+            "last_gpu": self.gpus - 1,
             "first_job_id": int(time.time()) // 10 % 60_000_000 + 1,
         }
-        for name in ("slurm.conf", "cgroup.conf"):
+        for name in ("slurm.conf", "cgroup.conf", "gres.conf"):
             _fill_in(name, values)
 
     def _start(self) -> None:

@@ -6,7 +6,8 @@ expected.
 
 from tula_hpc.config.ags import AgsOptions, Gate, Granularity, LrScaling
 from tula_hpc.config.cluster import ClusterSpec
-from tula_hpc.config.fitting import check_together, cluster_sizes, study_part, sweep_for
+from tula_hpc.config.fitting import check_together, cluster_sizes, loaders_without_cores, study_part, sweep_for
+from tula_hpc.config.gpus import hidden_peers
 from tula_hpc.config.idle_keys import idle_keys, idle_reference
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
@@ -47,11 +48,13 @@ __all__ = [
     "batches_timed_apart",
     "check_together",
     "cluster_sizes",
+    "hidden_peers",
     "idle_keys",
     "idle_reference",
     "load_cluster",
     "load_sweep",
     "load_together",
+    "loaders_without_cores",
     "local_batches",
     "split_overrides",
     "study_column",

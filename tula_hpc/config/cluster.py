@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from tula_hpc.config.gpus import check_gpus
 from tula_hpc.config.mistakes import fields_at, nearest, shown, words_of
 from tula_hpc.config.partition import PartitionSpec, SlurmWord
 from tula_hpc.config.pricing import PricingSpec
@@ -23,12 +24,15 @@ SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 _OWN_OPTIONS = {
     "array": "array_parallelism",
     "chdir": "",
+    "clusters": "the variable SLURM_CLUSTERS, which squeue and its like heed too",
+    "cpus-per-gpu": "cpus_per_worker",
     "dependency": "",
     "error": "",
     "input": "",
     "job-name": "the sweep's name",
     "nodes": "search.cluster_sizes",
     "ntasks": "workers_per_node",
+    "ntasks-per-gpu": "workers_per_node",
     "ntasks-per-node": "workers_per_node",
     "open-mode": "",
     "output": "",
@@ -43,7 +47,7 @@ _OWN_OPTIONS = {
 
 
 _OF_WORKERS = frozenset({
-    "constraint", "cpus-per-gpu", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "ntasks-per-gpu",
+    "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node", "tres-bind",
     "tres-per-task",
 })  # fmt: skip
 
@@ -124,17 +128,8 @@ class ClusterSpec(Spec):
         if self.partitions:
             _check_partitions(self)
             return self
-        if (
-            self.device == "cuda"
-            and self.executor == "slurm"
-            and self.gres is None
-            and "gpus-per-node" not in self.sbatch
-        ):
-            raise ValueError('gres: device = "cuda" on Slurm needs gres, for example gres = "gpu:1"')
-        gpus = _gpus(self.gres or "") if self.device == "cuda" and self.executor == "slurm" else None
-        if gpus is not None and gpus < self.workers_per_node and not any(key.startswith("gpu") for key in self.sbatch):
-            wanted = f"each of {self.workers_per_node} workers_per_node needs a GPU of its own"
-            raise ValueError(f"gres: {wanted}, but {shown(self.gres)} asks for {gpus}")
+        if self.device == "cuda" and self.executor == "slurm":
+            check_gpus(self)
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
             raise ValueError(f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s")
@@ -162,6 +157,9 @@ class ClusterSpec(Spec):
             "account": first.account,
             "qos": first.qos,
             "sbatch": {key: value for key, value in self.sbatch.items() if not _is_for_workers(key)},
+            "srun_args": tuple(
+                word for word in self.srun_args if not _is_for_workers(word.lstrip("-").partition("=")[0])
+            ),
         }
         return self.model_copy(update=fields)
 
@@ -189,14 +187,6 @@ class ClusterSpec(Spec):
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
         return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
-
-
-def _gpus(gres: str) -> int | None:
-    """How many GPUs of a node Slurm's `name[[:type]:count],…` asks for; None where it names none."""
-    items = re.sub(r"\([^)]*\)", "", gres).lower().split(",")
-    gpus = [item for item in items if re.match(r"(gres:)?gpu(:|$)", item)]
-    counts = [item.rpartition(":")[2] for item in gpus]
-    return sum(int(count) if count.isdecimal() else 1 for count in counts) if gpus else None
 
 
 def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:

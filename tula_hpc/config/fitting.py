@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from tula_hpc.config.cluster import ClusterSpec
@@ -46,6 +47,25 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
                     f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
                 )
                 raise InputError(message, source=sweep_file, key="search.min_batch")
+
+
+def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Name each key cpus_per_worker, dotted, that leaves no core to the training process of a GPU.
+
+    Slurm binds a worker and its loader processes to its own cores; where these are all taken by loaders, each step
+    waits for them. On CPUs one core for both is a choice, on a GPU it leaves the GPU idle.
+    """
+    loaders = sweep.workload.loader_workers
+    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+        bound = part.executor == "slurm" and part.device == "cuda"
+        if bound and part.cpus_per_worker <= loaders:
+            table = f"partitions.{name}." if name else ""
+            yield (
+                f"{table}cpus_per_worker",
+                f"{part.cpus_per_worker} for the training process and its {loaders} loader processes "
+                f"(workload.loader_workers), which would wait for one another; expected at least {loaders + 1}, "
+                f"better {loaders + 2}, or fewer loader processes",
+            )
 
 
 def _check_study(

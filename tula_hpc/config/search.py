@@ -26,9 +26,9 @@ class SearchSpec(Spec):
     estimate: bool = True  # of memory, without running a step, before the first profile where a limit is known
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)
-    max_steps: int = Field(default=100, ge=5, le=100_000)
+    max_steps: int = Field(default=200, ge=5, le=100_000)
     max_seconds: float = Field(default=60.0, gt=0, le=1e6)  # per configuration and timed quantity
-    ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the median's 95 % interval is narrower, relative
+    ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the mean's 95 % interval is narrower, relative
     noise_steps: int = Field(default=0, ge=0, le=10_000)  # train so many before the gradient noise is measured
 
     @field_validator("cluster_sizes")

@@ -29,6 +29,8 @@ class WorkloadSpec(Spec):
     classes: int | None = Field(default=None, ge=2, le=10**6)  # the first so many classes only; None = all
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    tf32: bool = True
+    cudnn_benchmark: bool = True
     channels_last: bool = False
     activation_checkpointing: bool = False  # keep only the blocks' inputs, compute the rest again in the backward pass
     zero_stage: Literal[0, 1] = 0  # 1: each worker keeps its share of the optimizer's states

@@ -7,6 +7,7 @@ their single estimates are unbiased and that of their ratio is not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tula_hpc.optim.noise_scale import NoiseReading, noise_scale
 
@@ -28,6 +29,14 @@ class CriticalBatch:
             self._square += weight * reading.recent_square
             self._trace += weight * reading.recent_trace
             self._weight += weight
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the sums, for a checkpoint."""
+        return {"square": self._square, "trace": self._trace, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with what `state_dict` gave."""
+        self._square, self._trace, self._weight = (state[name] for name in ("square", "trace", "weight"))
 
     def take(self) -> float:
         """tr(Σ)/|G|² in samples, and start anew; NaN without readings, or where noise hides the gradient."""

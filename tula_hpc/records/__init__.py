@@ -7,7 +7,15 @@ from tula_hpc.records.beside import notes_file, rank_file, with_rank_files
 from tula_hpc.records.drift import Drift, StepParts
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import CREDIBLE_S, Measurement, MemoryUse, StepTimes, compute_of, is_usable
+from tula_hpc.records.measurement import (
+    CREDIBLE_S,
+    Measurement,
+    MemoryUse,
+    ProcessorUse,
+    StepTimes,
+    compute_of,
+    is_usable,
+)
 from tula_hpc.records.metrics import (
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
@@ -50,6 +58,7 @@ __all__ = [
     "Metrics",
     "Nodes",
     "Plan",
+    "ProcessorUse",
     "RateTrial",
     "ReadResult",
     "Record",

@@ -18,17 +18,21 @@ SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)
 
 
 class StepTimes(Record):
-    """Medians over the timed steps, seconds; the slowest worker where workers differ."""
+    """Means over rounds of free-running steps or passes, seconds; the slowest worker where workers differ.
+
+    Records of earlier versions hold medians of steps that were timed one by one.
+    """
 
     step_time_s: float  # a whole training step: data wait, forward, backward with all-reduce, optimizer
-    step_time_low_s: float  # 95 % interval of the median
+    step_time_low_s: float  # 95 % interval of the mean
     step_time_high_s: float
-    data_time_s: float  # part of step_time_s: waiting for the loader
+    # part of step_time_s: what waiting for the loader adds to it, as far as the device has nothing to do meanwhile
+    data_time_s: float
     compute_time_s: float  # forward and backward without synchronization (no_sync), measured apart
     optimizer_time_s: float  # the optimizer's step alone, measured apart
     allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
     update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
-    forward_time_s: float | None = None  # a local batch as evaluation takes it, measured apart; None: unknown
+    forward_time_s: float | None = None  # a local batch as evaluation takes it, median of passes; None: unknown
 
     @property
     def are_credible(self) -> bool:
@@ -49,12 +53,37 @@ class MemoryUse(Record):
     optimizer_bytes: int
     batch_bytes: int  # the loader's prefetched batches on the host
     sharded_bytes: int = 0  # part of optimizer_bytes that the workers divide among them (ZeRO)
+    # what follows is CUDA's alone: memory of the device, the least of any worker's; None: unknown
+    total_bytes: int | None = None
+    # of it outside of torch's allocator after the timed steps: CUDA context, NCCL, cuDNN, others
+    other_bytes: int | None = None
+    # how often in the timed steps the allocator, finding no memory, freed what it kept to try again
+    alloc_retries: int = 0
+    # and how often that did not help
+    ooms: int = 0
 
     @property
     def is_credible(self) -> bool:
         """Whether the counts can be true."""
         held = self.baseline_bytes + self.peak_bytes
-        return min(self.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for _, count in self)
+        counts = (count for _, count in self if count is not None)
+        return min(self.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for count in counts)
+
+    @property
+    def ran_short(self) -> bool:
+        """Whether the timed steps ran only because the allocator freed what it kept and tried again."""
+        return self.alloc_retries + self.ooms > 0
+
+
+class ProcessorUse(Record):
+    """What the timed steps took of a node's processors, of the worker that has most to do."""
+
+    # seconds of processors for a step: of the loader's processes (of waiting for files there is none), and of the
+    # worker's own, which loads by itself where there are none
+    loader_s: float = Field(ge=0.0, lt=CREDIBLE_S)
+    worker_s: float = Field(ge=0.0, lt=CREDIBLE_S)
+    # that the worker may run on, loader included
+    cores: float = Field(gt=0.0, lt=2**20)
 
 
 class Measurement(Record):
@@ -71,7 +100,7 @@ class Measurement(Record):
     detail: str = ""
     stage: Literal["profile", "train"] = "profile"  # train: an OOM of the final job, a bound all the same
     steps: int = 0
-    converged: bool = False  # the median's 95 % interval became narrower than search.ci_width
+    converged: bool = False  # the mean's 95 % interval became narrower than search.ci_width
     exclusive: bool = True  # the nodes were the task's alone
     emulated: bool = False  # several "nodes" shared one machine (local executor)
     dataset_samples: int = 0  # training samples in an epoch, D
@@ -84,8 +113,11 @@ class Measurement(Record):
     backend: str = ""
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default={})
-    # per-step seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce, forward
+    # seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce, forward
     samples: dict[str, list[float]] = Field(default={})
+    # of so many steps or passes in a row each of these samples is the mean; of one where it is not said
+    round_steps: dict[str, Annotated[int, Field(ge=1, le=2**31)]] = Field(default={})
+    processor: ProcessorUse | None = None
     job_id: JobId = ""
     finished_at: float = 0.0  # Unix time
     elapsed_s: float = 0.0  # of the whole profile of this configuration
@@ -106,7 +138,8 @@ class Measurement(Record):
     @property
     def beside_s(self) -> float:
         """Part of `elapsed_s` that went into smaller_computes."""
-        return sum(sum(self.samples.get(compute_of(batch), ())) for batch, _ in self.smaller_computes)
+        names = [compute_of(batch) for batch, _ in self.smaller_computes]
+        return sum(self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names)
 
     @property
     def configuration(self) -> Configuration:

@@ -2,7 +2,7 @@
 
 from tula_hpc.workloads.build import Workload, build_workload
 from tula_hpc.workloads.data import training_samples, validation_samples, without_validation
-from tula_hpc.workloads.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
+from tula_hpc.workloads.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader, most_batches
 from tula_hpc.workloads.models import build_model
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "build_workload",
     "make_test_loader",
     "make_train_loader",
+    "most_batches",
     "training_samples",
     "validation_samples",
     "without_validation",

@@ -8,20 +8,16 @@ unpickled. Old files may be deleted at any time.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import logging
-import os
-import stat
-import tempfile
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from tula_hpc.errors import InputError
+from tula_hpc.workloads.cache_folders import cache_folders, locked, make_private, write_whole
 from tula_hpc.workloads.decoding import open_rgb, to_square
 from tula_hpc.workloads.record_files import RecordFiles
 from tula_hpc.workloads.trees import ImageTree
@@ -43,7 +39,7 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
     """
     name = f"{_identity(tree, edge)}.npy"
     problems = []
-    for folder in _folders():
+    for folder in cache_folders():
         try:
             return _decoded_in(folder, name, tree, edge)
         except OSError as error:
@@ -53,54 +49,18 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
     raise InputError(f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; set XDG_CACHE_HOME")
 
 
-def _folders() -> Iterator[Path]:
-    """The user's cache, which nodes mostly share; or else the node's own temporary files."""
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tula_hpc"
-    yield Path(tempfile.gettempdir()) / f"tula_hpc-{os.geteuid()}"
-
-
 def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFiles:
-    _make_private(folder)
+    make_private(folder)
     path = folder / name
     if not path.exists():
-        with _locked(folder / f"{name}.lock"):  # the other workers of this node wait for the one that decodes
+        with locked(folder / f"{name}.lock"):  # the other workers of this node wait for the one that decodes
             if not path.exists():
-                _write(path, tree, edge)
+                _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
+                write_whole(path, partial(_write_array, tree=tree, edge=edge))
     return _opened(path, tree, edge)
 
 
-def _make_private(folder: Path) -> None:
-    """Create the folder, 0700; one that others may write to could be made to hold anything."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(0, "not a folder of yours")
-    folder.chmod(0o700)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):  # some network file systems cannot lock: then several decode, all the same
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _write(path: Path, tree: ImageTree, edge: int) -> None:
-    """Decode into a temporary file, fsync, rename. Written, not mapped: a full disk is an error then, not a SIGBUS."""
-    _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".decoding-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write_array(file, tree, edge)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _write_array(file: BinaryIO, tree: ImageTree, edge: int) -> None:
+def _write_array(file: BinaryIO, *, tree: ImageTree, edge: int) -> None:
     header = {"descr": "|u1", "fortran_order": False, "shape": _shape(tree, edge)}
     np.lib.format.write_array_header_1_0(file, header)
     for index in range(len(tree)):

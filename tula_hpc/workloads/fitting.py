@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,29 +13,51 @@ from torch.utils.data import Dataset, default_collate
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
-from tula_hpc.nested import samples_in, tensors_of
+from tula_hpc.nested import map_tensors, samples_in, tensors_of
 from tula_hpc.workloads.criterion import Criterion, OfSamples
 from tula_hpc.workloads.entry_points import kind_of
 from tula_hpc.workloads.own_code import blamed
+from tula_hpc.workloads.pixels import prepared
 
 CPU_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }  # CPUs have no fp16; the size is one
+CPU = torch.device("cpu")
 
 
-def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data: Dataset[Any], classes: int) -> None:
+def check_fits(
+    spec: WorkloadSpec,
+    model: nn.Module,
+    criterion: Criterion,
+    data: Dataset[Any],
+    classes: int,
+    *,
+    device: torch.device = CPU,
+) -> None:
     """Pass test samples through model, loss and metric; modes and random numbers stay as they are.
+
+    Args:
+        spec: Names them.
+        model: It is moved to the device.
+        criterion: Loss and metric.
+        data: The test samples.
+        classes: Scores that the model gives for each.
+        device: That it will be trained on: some models run on GPUs only.
 
     Raises:
         InputError: One of them cannot take them, or returns something else than the protocol says.
     """
     items = [data[index] for index in range(min(2, len(data)))]  # type: ignore[arg-type] # checked when it was built
     inputs, targets = default_collate(items)
+    inputs = prepared(data, inputs)
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
+    with blamed("workload.model", f"{spec.model} cannot be moved to {device}"):
+        model.to(device)
     modes = [(module, module.training) for module in model.modules()]
-    dtype = CPU_DTYPES[spec.precision]
-    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), _autocast(spec, device):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), classes))
@@ -43,6 +67,13 @@ def check_fits(spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data:
             _check_shares(spec.metric, _of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets))
     for module, training in modes:
         module.training = training
+
+
+def _autocast(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
+    dtype = torch.float16 if (spec.precision, device.type) == ("fp16", "cuda") else CPU_DTYPES[spec.precision]
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype)
 
 
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:

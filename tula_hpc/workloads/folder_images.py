@@ -6,14 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from tula_hpc.workloads.decoded_cache import decoded, fits
 from tula_hpc.workloads.decoding import open_rgb
-from tula_hpc.workloads.pixels import Indices, Jitter, PixelDataset, Scaling
+from tula_hpc.workloads.pixels import ImageDataset, Indices, Jitter, PixelDataset, Preprocessing, Scaling
 from tula_hpc.workloads.trees import ImageTree
 
 # Mean and deviation of ImageNet's training images by channel, as everybody uses them (torchvision's documentation).
@@ -22,16 +21,17 @@ LARGEST_CACHED_EDGE = 64
 _EVALUATION_RESIZE = 256 / 224  # the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
 
 
-class DecodedOnRead(Dataset[tuple[Tensor, int]]):
+class DecodedOnRead(ImageDataset):
     """Images of a tree, decoded and transformed whenever they are read.
 
     Args:
         tree: Which images.
-        transform: From a PIL image to a float tensor (3, edge, edge); random parts draw from torch's random numbers.
+        transform: From a PIL image to bytes (3, edge, edge); random parts draw from torch's random numbers.
+        preprocessing: From bytes to what the model takes.
     """
 
-    def __init__(self, tree: ImageTree, transform: v2.Transform) -> None:
-        self.tree, self.transform = tree, transform
+    def __init__(self, tree: ImageTree, transform: v2.Transform, preprocessing: Preprocessing) -> None:
+        self.tree, self.transform, self.preprocessing = tree, transform, preprocessing
 
     @property
     def labels(self) -> Indices:
@@ -46,7 +46,7 @@ class DecodedOnRead(Dataset[tuple[Tensor, int]]):
 
     def take(self, indices: Indices) -> DecodedOnRead:
         """The same data set with these samples only."""
-        return DecodedOnRead(self.tree.take(indices), self.transform)
+        return DecodedOnRead(self.tree.take(indices), self.transform, self.preprocessing)
 
 
 def folder_images(
@@ -73,17 +73,17 @@ def folder_images(
     """
     edge = stored_edge or image_size
     if edge > LARGEST_CACHED_EDGE or not fits(tree, edge):
-        return DecodedOnRead(tree, _transform(image_size, augment, scaling))
+        preprocessing = Preprocessing(scaling._replace(stepwise=True), image_size)
+        return DecodedOnRead(tree, _transform(image_size, augment), preprocessing)
     jitter = Jitter(edge // 8, flip=True) if augment else None
     return PixelDataset(
         decoded(tree, edge), np.arange(len(tree)), tree.labels, scaling=scaling, image_size=image_size, jitter=jitter
     )
 
 
-def _transform(image_size: int, augment: bool, scaling: Scaling) -> v2.Transform:
+def _transform(image_size: int, augment: bool) -> v2.Transform:
     if augment:
         crop: list[v2.Transform] = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     else:
         crop = [v2.Resize(math.ceil(image_size * _EVALUATION_RESIZE)), v2.CenterCrop(image_size)]
-    floats = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(scaling.mean, scaling.deviation)]
-    return v2.Compose([*crop, *floats])
+    return v2.Compose([*crop, v2.PILToTensor()])

@@ -48,6 +48,7 @@ from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
 from tula_hpc.workloads.own_code import told
+from tula_hpc.workloads.pixels import prepared
 from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
 FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
@@ -114,8 +115,8 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
         size = workload.image_size or facts.image_size
         return Shapes.of_images(size, workload.classes or facts.classes)
     data = build_data(workload)
-    inputs, targets = default_collate([data.test[0]])
-    return Shapes(inputs, targets, data.classes, data.image_size)
+    loaded, targets = default_collate([data.test[0]])
+    return Shapes(prepared(data.test, loaded), targets, data.classes, data.image_size, loaded)
 
 
 def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:

@@ -8,7 +8,9 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +23,7 @@ from tula_hpc.nested import Batch
 from tula_hpc.workloads.hashing import Keys, mix
 from tula_hpc.workloads.loader_processes import process_options
 from tula_hpc.workloads.own_code import collate
-from tula_hpc.workloads.pixels import Indices
+from tula_hpc.workloads.pixels import ImageDataset, Indices, Preprocessing
 
 _PREFETCH = 2  # batches that each loader process works ahead
 Key = tuple[int, int]  # (epoch, index)
@@ -159,7 +161,8 @@ class TrainLoader(DataLoader[Any]):
         Only one stream of a loader may be in use: the sampler and the loader processes are shared.
 
         Yields:
-            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,).
+            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,). Images are bytes where
+            the loader pins memory, else as the model takes them.
         """
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
@@ -185,7 +188,7 @@ def make_train_loader(
         world_size: How many there are.
         seed: Of order and augmentation.
         loader_workers: Processes that load; 0 loads in this process.
-        pin_memory: Whether batches are put where a GPU can fetch them by itself.
+        pin_memory: Whether batches are for a GPU: put where it can fetch them by itself, images as bytes.
 
     Raises:
         InputError: The data set is smaller than one global batch.
@@ -196,7 +199,7 @@ def make_train_loader(
         message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
         lower = "lower search.max_batch, and search.min_batch where that is above it; in a study study.batches"
         raise InputError(f"{message}; {lower}")
-    return TrainLoader(EpochDataset(dataset, seed), order, **_options(loader_workers, pin_memory))
+    return TrainLoader(EpochDataset(dataset, seed), order, **_options(dataset, loader_workers, pin_memory))
 
 
 def make_test_loader(
@@ -204,13 +207,27 @@ def make_test_loader(
 ) -> DataLoader[Any]:
     """One worker's share of the test set: every `world_size`-th sample, none twice; shares may differ by one sample."""
     samples = range(rank, len(dataset), world_size)  # type: ignore[arg-type] # checked when the data was built
-    return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(loader_workers, pin_memory))
+    return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(dataset, loader_workers, pin_memory))
 
 
-def _options(loader_workers: int, pin_memory: bool) -> dict[str, Any]:
+def most_batches(loader: DataLoader[Any], world_size: int) -> int:
+    """Return how many batches the worker with the largest share has, whose loader is another `make_test_loader`."""
+    share = math.ceil(len(loader.dataset) / world_size)  # type: ignore[arg-type] # as there
+    return math.ceil(share / (loader.batch_size or 1))
+
+
+def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> dict[str, Any]:
     # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers that dropout uses.
     options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator(), "collate_fn": collate}
+    if isinstance(dataset, ImageDataset) and not pin_memory:
+        # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so by itself.
+        options["collate_fn"] = partial(_collate_prepared, dataset.preprocessing)
     if loader_workers == 0:
         return options
     options |= {"persistent_workers": True, "prefetch_factor": _PREFETCH}
     return options | process_options(loader_workers, __name__)
+
+
+def _collate_prepared(preprocessing: Preprocessing, items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*items, strict=True)
+    return preprocessing.apply(torch.stack(images)), torch.tensor(labels)

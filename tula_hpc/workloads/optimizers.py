@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.sharded_optimizer import ShardedOptimizer
 
 
 def base_optimizer(
@@ -38,7 +39,7 @@ def base_optimizer(
     kind, numbers = _layer_wise(workload) if layer_wise else _plain(workload)
     groups = _groups(parameters, exempt) if layer_wise else parameters
     if sharded:
-        return ZeroRedundancyOptimizer(groups, kind, **numbers)
+        return ShardedOptimizer(groups, kind, **numbers)
     return kind(groups, **numbers)
 
 

@@ -1,18 +1,24 @@
-"""Data sets of small images that lie decoded as bytes: a whole batch is read and augmented with plain array operations.
+"""Data sets of images, which yield bytes, and how inputs of a model are made of these.
 
-A transform per image costs some 100 µs, as much as a small network's step; here it is a few µs.
+Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. Who makes floats of them is
+decided in `loader`: on a GPU the device, which is fed with bytes; on a CPU the process that loads.
+
+Small images lie decoded: a whole batch is read and augmented with plain array operations. A transform per image costs
+some 100 µs, as much as a small network's step; here it is a few µs.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
+from tula_hpc.nested import Batch
 from tula_hpc.workloads.hashing import Keys, below
 
 Bytes = NDArray[np.uint8]
@@ -61,23 +67,74 @@ class Scaling(NamedTuple):
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     deviation: tuple[float, float, float] = (1.0, 1.0, 1.0)
     white: float = 255.0
+    # Rounded after each of three operations, as torchvision's transforms do; else divisions are done beforehand.
+    stepwise: bool = False
 
-    def apply(self, images: Bytes) -> Tensor:
-        """Float tensor of the same shape (n, 3, edge, edge)."""
-        deviation = torch.tensor(self.deviation).view(3, 1, 1)
-        mean = torch.tensor(self.mean).view(3, 1, 1)
-        return torch.from_numpy(images).float().mul_(1 / (self.white * deviation)).sub_(mean / deviation)
+    def apply(self, images: Tensor) -> Tensor:
+        """Scale bytes (n, 3, edge, edge) where they are; float32, the same bits on every device."""
+        subtracted, divisor_or_factor = _by_channel(self, images.device)
+        floats = _room_for(images).copy_(images)
+        if self.stepwise:
+            return floats.mul_(1 / self.white).sub_(subtracted).div_(divisor_or_factor)
+        return floats.mul_(divisor_or_factor).sub_(subtracted)
 
 
-class PixelDataset(Dataset[tuple[Tensor, int]]):
-    """Small labelled images.
+def _room_for(images: Tensor) -> Tensor:
+    """Memory for as many floats; a loader's process takes what it shares with its owner, or they were copied there."""
+    if get_worker_info() is None:
+        return torch.empty(images.shape, device=images.device)
+    # as torch's own collate function does
+    shared: Any = torch.UntypedStorage._new_shared(4 * images.numel())  # type: ignore[no-untyped-call]
+    return torch.empty(0).set_(shared).view(images.shape)
+
+
+@functools.cache
+def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is subtracted, and what is divided by or multiplied with, (3, 1, 1); kept, as a GPU waits for each copy."""
+    mean, deviation = torch.tensor(scaling.mean).view(3, 1, 1), torch.tensor(scaling.deviation).view(3, 1, 1)
+    if scaling.stepwise:
+        return mean.to(device), deviation.to(device)
+    return (mean / deviation).to(device), (1 / (scaling.white * deviation)).to(device)
+
+
+class Preprocessing(NamedTuple):
+    """From bytes of images to what a model takes."""
+
+    scaling: Scaling
+    image_size: int  # edge that the model wants, pixels; other images are resized (bilinear)
+
+    def apply(self, inputs: Batch) -> Batch:
+        """Scale and resize bytes (n, 3, edge, edge) on their device, in float32; whatever else it is given stays."""
+        if not isinstance(inputs, Tensor) or inputs.dtype != torch.uint8:
+            return inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            floats = self.scaling.apply(inputs)
+            if floats.shape[-1] == self.image_size:
+                return floats
+            size: Any = (self.image_size, self.image_size)
+            return torch.nn.functional.interpolate(floats, size, mode="bilinear", antialias=True)
+
+
+class ImageDataset(Dataset[tuple[Tensor, int]]):
+    """Labelled images as bytes, (3, edge, edge), and what makes a model's inputs of a batch of them."""
+
+    preprocessing: Preprocessing
+
+
+def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
+    """Make a model's inputs of collated inputs of a data set; what is the user's own stays as it is."""
+    return dataset.preprocessing.apply(inputs) if isinstance(dataset, ImageDataset) else inputs
+
+
+class PixelDataset(ImageDataset):
+    """Small labelled images that lie decoded.
 
     Args:
         source: The bytes.
         positions: Place of each sample in the source, (n,).
         labels: Class of each sample, (n,).
         scaling: Bytes to floats.
-        image_size: Edge that the model wants, pixels; other sources are resized (bilinear) after augmentation.
+        image_size: Edge that the model wants, pixels.
         jitter: Augmentation; None for none.
     """
 
@@ -92,7 +149,7 @@ class PixelDataset(Dataset[tuple[Tensor, int]]):
         jitter: Jitter | None = None,
     ) -> None:
         self.source, self.positions, self.labels = source, positions, labels
-        self.scaling, self.image_size, self.jitter = scaling, image_size, jitter
+        self.preprocessing, self.jitter = Preprocessing(scaling, image_size), jitter
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -110,8 +167,7 @@ class PixelDataset(Dataset[tuple[Tensor, int]]):
         images = self.source.read(self.positions[indices])
         if self.jitter:
             images = self.jitter.apply(images, keys)
-        tensors = self._resized(self.scaling.apply(images))
-        return list(zip(tensors.unbind(0), self.labels[indices].tolist(), strict=True))
+        return list(zip(torch.from_numpy(images).unbind(0), self.labels[indices].tolist(), strict=True))
 
     def take(self, indices: Indices) -> PixelDataset:
         """The same data set with these samples only."""
@@ -119,13 +175,7 @@ class PixelDataset(Dataset[tuple[Tensor, int]]):
             self.source,
             self.positions[indices],
             self.labels[indices],
-            scaling=self.scaling,
-            image_size=self.image_size,
+            scaling=self.preprocessing.scaling,
+            image_size=self.preprocessing.image_size,
             jitter=self.jitter,
         )
-
-    def _resized(self, images: Tensor) -> Tensor:
-        if images.shape[-1] == self.image_size:
-            return images
-        size: Any = (self.image_size, self.image_size)
-        return torch.nn.functional.interpolate(images, size, mode="bilinear", antialias=True)

@@ -34,28 +34,39 @@ class Shapes(NamedTuple):
         targets: Likewise.
         classes: Width of the output, as the model is told.
         image_size: Edge of an image, likewise.
+        loaded: The inputs as they travel to a GPU, images as bytes.
     """
 
     inputs: Batch
     targets: Batch
     classes: int
     image_size: int
+    loaded: Batch
 
     @classmethod
     def of_images(cls, image_size: int, classes: int) -> Shapes:
         """Of images with three colours, and their labels."""
         image = torch.empty(1, 3, image_size, image_size, device="meta")
-        return cls(image, torch.empty(1, dtype=torch.long, device="meta"), classes, image_size)
+        labels = torch.empty(1, dtype=torch.long, device="meta")
+        return cls(image, labels, classes, image_size, image.to(torch.uint8))
 
     def batch(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
         """So many samples, inputs and targets, without contents or with those of the one sample; else zeros."""
+        return self._repeated((self.inputs, self.targets), samples, fake=fake)
+
+    def batch_ahead(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+        """The batch that a GPU is given while it works on the one before, likewise."""
+        return self._repeated((self.loaded, self.targets), samples, fake=fake)
+
+    @staticmethod
+    def _repeated(batch: tuple[Batch, Batch], samples: int, *, fake: bool) -> tuple[Batch, Batch]:
 
         def repeated(one: Tensor) -> Tensor:
             if fake or one.is_meta:
                 return torch.zeros(samples, *one.shape[1:], dtype=one.dtype)
             return one.repeat(samples, *[1] * (one.dim() - 1))
 
-        inputs, targets = map_tensors(repeated, (self.inputs, self.targets))
+        inputs, targets = map_tensors(repeated, batch)
         return inputs, targets
 
 
@@ -131,7 +142,8 @@ def count(
         _place(model, workload, tracker, fake=fake)
         if workload.activation_checkpointing:
             checkpoint_activations(model)
-        rehearsal = Rehearsal(workload, model, tracker, partial(shapes.batch, fake=fake), world)
+        ahead = partial(shapes.batch_ahead, fake=fake) if device == "cuda" else None
+        rehearsal = Rehearsal(workload, model, tracker, partial(shapes.batch, fake=fake), world, batch_ahead=ahead)
         rehearsal.step(LEAST_BATCH)  # optimizer states are made in the first step
         least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -151,8 +163,11 @@ class Rehearsal:
         tracker: AllocationTracker,
         batch: Callable[[int], tuple[Batch, Batch]],
         world: int,
+        *,
+        batch_ahead: Callable[[int], tuple[Batch, Batch]] | None,
     ) -> None:
-        self.workload, self.model, self.tracker, self.batch = workload, model, tracker, batch
+        self.workload, self.model, self.tracker = workload, model, tracker
+        self.batch, self.batch_ahead = batch, batch_ahead
         self.criterion = build_criterion(workload)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
@@ -165,6 +180,7 @@ class Rehearsal:
             parameter.grad = None
         inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
+        ahead = None if self.batch_ahead is None else self.batch_ahead(local_batch)
         self.tracker.watch()
         with torch.autocast("cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
             loss = self.criterion.loss(self.model(inputs), targets)
@@ -174,6 +190,7 @@ class Rehearsal:
         self.tracker.watch()
         self.optimizer.step()
         after = self.tracker.peak()
+        del ahead
         return Step(backward.live_bytes, after.live_bytes, backward.blocks)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Peak(NamedTuple):
     blocks: tuple[int, ...]  # bytes of each storage that lived then and had been made since `AllocationTracker.watch`
 
 
-class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's __init_subclass__
+class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of all storages that operators make while it is active, until they are freed.
 
     It sees tensors, fake ones as well as real ones, not what a library takes for itself inside of an operator
@@ -26,7 +26,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call] # t
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch's
+        super().__init__()
         self._living: dict[int, weakref.ref[Any]] = {}  # by identity, which is unique while a storage lives
         self._log: list[tuple[int, int]] = []  # (number of the block, bytes; negative when it is freed)
         self._count = self._live = self._live_at_start = 0

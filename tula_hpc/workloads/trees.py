@@ -13,6 +13,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from tula_hpc.errors import InputError
 from tula_hpc.workloads.pixels import Indices
+from tula_hpc.workloads.tree_listings import Listing, listed_once
 
 DATA_DIR_KEY = "workload.data_dir"
 
@@ -56,19 +57,34 @@ def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
     Raises:
         InputError: No class folders, or one without images.
     """
-    classes = sorted(entry.name for entry in _entries(root) if _is_class(entry, leave_out))
+    leave_out = list(leave_out)
+    listing = listed_once(root, leave_out, lambda: _list(root, leave_out))
+    classes = tuple(os.fsdecode(name) for name in listing.classes.tolist())
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), listing.counts)
+    return ImageTree(root, listing.names, labels, classes)
+
+
+def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
+    """The listing, and whether every folder could be read."""
+    entries = _entries(root)
+    folders = [(b".", root.stat().st_mtime_ns)]
+    classes = sorted(entry.name for entry in entries if _is_class(entry, leave_out))
     if not classes:
         raise data_error(root, "expected one folder for each class, with images in it")
     names: list[bytes] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = sorted(_images(root, name))
+    counts: list[int] = []
+    unread: list[OSError] = []
+    for name in classes:
+        found = sorted(_images(root, name, folders, unread))
         if not found:
             kinds = ", ".join(IMG_EXTENSIONS)
             raise data_error(root / name, f"expected images of this class ({kinds}), found none")
         names += found
-        labels += [label] * len(found)
-    return ImageTree(root, np.array(names), np.array(labels, np.int64), tuple(classes))
+        counts.append(len(found))
+    encoded = np.array([os.fsencode(name) for name in classes])
+    paths, modified_ns = zip(*folders, strict=True)
+    listing = Listing(encoded, np.array(counts), np.array(names), np.array(paths), np.array(modified_ns, np.int64))
+    return listing, not unread
 
 
 def find_part(data_dir: Path, *names: str) -> Path:
@@ -117,9 +133,14 @@ def _is_class(entry: os.DirEntry[str], leave_out: Iterable[str]) -> bool:
     return entry.is_dir() and not entry.name.startswith(".") and entry.name not in leave_out
 
 
-def _images(root: Path, class_name: str) -> Iterator[bytes]:
-    for folder, _, files in os.walk(root / class_name, followlinks=True):
+def _images(root: Path, class_name: str, folders: list[tuple[bytes, int]], unread: list[OSError]) -> Iterator[bytes]:
+    """Paths below the root; notes each folder with its modification time, and errors."""
+    for folder, _, files in os.walk(root / class_name, onerror=unread.append, followlinks=True):
         below = os.path.relpath(folder, root)
+        try:
+            folders.append((os.fsencode(below), Path(folder).stat().st_mtime_ns))
+        except OSError as error:
+            unread.append(error)
         for file in files:
             if file.lower().endswith(IMG_EXTENSIONS) and not file.startswith("."):  # ._x.jpg: macOS's shadow files
                 yield os.fsencode(f"{below}/{file}")

@@ -1,0 +1,19 @@
+"""A model of which a profile makes a record of 40 kB and more: it says that very many libraries were in use."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tula_hpc import profiler
+from tula_hpc.workloads.compact import compact_cnn
+
+LIBRARIES = 500
+
+
+def build(classes: int, image_size: int) -> nn.Module:
+    """For `model = "tests.examples.wordy:build"`."""
+    versions = {f"library {number}": "1.0" * 25 for number in range(LIBRARIES)}
+    # for as long as this process lives
+    pytest.MonkeyPatch().setattr(profiler, "describe_versions", lambda: versions)
+    return compact_cnn(classes, image_size)

@@ -1,0 +1,77 @@
+"""`python -m tula_hpc.check` on one machine: what applies there, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.check import main
+
+CLUSTER = """
+name = "here"
+workers_per_node = 2
+[environment]
+GLOO_SOCKET_IFNAME = "{interface}"
+"""
+SWEEP = 'name = "checked"\n[workload]\ndataset = "digits"\nloader_workers = 0\n'
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    return tmp_path
+
+
+def test_one_machine_is_checked_as_far_as_that_applies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cluster.toml").write_text(CLUSTER.format(interface="lo"))
+    assert main(["cluster.toml", "--sweep", "sweep.toml"]) == 0
+    printed = capsys.readouterr().out
+    for topic in ("workers", "cores", "interfaces", "all-reduce", "loader"):
+        assert f"\nok       {topic} " in f"\n{printed}"
+    for topic in ("partition", "signal", "requeue"):
+        assert topic not in printed
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_a_missing_interface_and_data_folder_are_lines_and_not_a_crash(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "cluster.toml").write_text(CLUSTER.format(interface="none7"))
+    missing = here / "nowhere"
+    (here / "sweep.toml").write_text(SWEEP.replace("digits", "cifar10") + f'data_dir = "{missing}"\n')
+    assert main(["cluster.toml", "--sweep", "sweep.toml", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    (partition,) = told["partitions"]
+    failed = {each["topic"] for each in partition["verdicts"] if each["level"] == "failed"}
+    assert failed == {"data folder here", "data folder", "interfaces", "all-reduce", "loader"}
+    assert told["exit_code"] == 1
+    assert [rank["finished"] for rank in partition["ranks"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "cluster.toml"), ("workers = 2\n", "workers"), ('executor = "pbs"\n', "executor")]
+)
+def test_a_mistake_in_the_file_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str | None, told: str
+) -> None:
+    if text is not None:
+        (here / "cluster.toml").write_text(text)
+    assert main(["cluster.toml"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert told in said.err
+    assert not (here / "runs").exists()
+
+
+def test_without_slurm_the_command_says_so(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    (here / "cluster.toml").write_text('executor = "slurm"\n')
+    assert main(["cluster.toml"]) == 1
+    said = capsys.readouterr()
+    assert "is not on PATH" in said.out
+    assert 'executor = "local"' in said.out

@@ -1,0 +1,316 @@
+"""A few ranks of a large process group in step: all must ask for the same collectives in the same order.
+
+A rank that asks for a collective which the others do not ask for waits for ever on a cluster. Here each rank is a
+process whose process group sends every request (operation, shapes, types, root) to the test. The test compares the
+requests of all ranks, fails at the first difference with the line of each, and otherwise carries the collective out.
+The ranks that are not run give what rank 1 gives, so that sums and maxima are those of a whole group.
+
+Seen is what reaches the process group: also what DistributedDataParallel and ZeroRedundancyOptimizer ask for, in C++ or
+Python. Not seen are a store's waits, streams of a GPU, what NCCL itself does, and ranks that are not run.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined] # the stub lacks one of them
+    HashStore,
+    _create_work_from_future,
+)
+from torch.futures import Future
+
+from tests.forked import context_of_workers
+from tula_hpc import worker as worker_module
+from tula_hpc.env import WorkerEnvironment
+
+PATIENCE_S = 120.0  # with a rank that neither asks for a collective nor ends
+BACKEND = "lockstep"
+Array = npt.NDArray[Any]
+
+
+class Request(NamedTuple):
+    """What a rank asks its process group for; equal on all ranks."""
+
+    operation: str
+    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and type of each
+    kind: str = ""  # of a reduction
+    root: int = -1  # of a broadcast
+
+
+class Asked(NamedTuple):
+    """A request with what it carries."""
+
+    request: Request
+    arrays: list[Array]
+    lines: str  # that led to it
+
+
+class Ended(NamedTuple):
+    """A rank asks for nothing more."""
+
+    result: object = None
+    error: str = ""
+
+
+class PeerLostError(RuntimeError):
+    """Another rank has ended, or asks for something else."""
+
+
+class LockstepGroup(dist.ProcessGroup):
+    """The process group of one rank.
+
+    Args:
+        rank: Of this process.
+        size: Of the group, most of whose members are not run.
+        others: The way to the test.
+    """
+
+    def __init__(self, rank: int, size: int, others: Connection) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub knows one constructor of two
+        self._rank, self._size, self._others = rank, size, others
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:  # noqa: N802 # torch's name
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override] # the stub's type is a string's
+        return BACKEND
+
+    # of the overloads in torch's stub one is called
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
+        operation = options if isinstance(options, dist.ReduceOp.RedOpType) else options.reduceOp
+        return self._ask("all_reduce", tensors, tensors, kind=_name_of(operation))
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        return self._ask("broadcast", tensors, tensors, root=options.rootRank)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any = None) -> dist.Work:  # type: ignore[override]
+        return self._ask("all_gather", inputs, outputs[0])
+
+    def barrier(self, _options: Any = None) -> dist.Work:
+        return self._ask("barrier", [], [])
+
+    def _ask(
+        self,
+        operation: str,
+        given: Sequence[Tensor],
+        taken: Sequence[Tensor],
+        kind: str = "",
+        root: int = -1,
+    ) -> dist.Work:
+        shapes = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in given)
+        arrays = [tensor.detach().numpy() for tensor in given]
+        self._others.send(Asked(Request(operation, shapes, kind, root), arrays, _lines_that_ask()))
+        answers = self._others.recv()
+        if answers is None:
+            raise PeerLostError("a rank is lost")
+        for target, answer in zip(taken, answers, strict=True):
+            target.detach().copy_(torch.from_numpy(answer))
+        done: Future[Any] = Future()
+        done.set_result(list(taken))
+        work: dist.Work = _create_work_from_future(done)
+        return work
+
+
+def _name_of(operation: Any) -> str:
+    known = {
+        "SUM": dist.ReduceOp.SUM,
+        "MAX": dist.ReduceOp.MAX,
+        "MIN": dist.ReduceOp.MIN,
+        "AVG": dist.ReduceOp.AVG,
+    }
+    (name,) = (name for name, each in known.items() if operation == each)
+    return name
+
+
+def _lines_that_ask() -> str:
+    """The lines of this project that led to a collective; where torch asks, from where it was called."""
+    lines, frame = [], inspect.currentframe()
+    while frame is not None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if "/tula_hpc" in folder:
+            lines.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+class Clock:
+    """Seconds that pass from call to call: at random, and on each rank at another pace.
+
+    Args:
+        rank: Of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.random = random.Random(rank)
+        self.pace_s = 0.01 * self.random.lognormvariate(0, 1)
+        self.now_s = 1e6
+
+    def __call__(self) -> float:
+        self.now_s += self.pace_s * self.random.lognormvariate(0, 1)
+        return self.now_s
+
+
+class Rank(NamedTuple):
+    """One of the ranks that are run."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def env(self) -> WorkerEnvironment:
+        """As every rank of a job has its own."""
+        return WorkerEnvironment(self.rank, self.world_size, 0, self.rank, "1", 0, ("here",), on_slurm=False)
+
+
+def ranks_of(world_size: int) -> list[Rank]:
+    """The first, the second and the last one."""
+    return [Rank(rank, world_size) for rank in (0, 1, world_size - 1)]
+
+
+class Story(NamedTuple):
+    """What was seen of ranks in step."""
+
+    requests: list[Request]  # that all of them made
+    ends: list[Ended]  # of each rank
+
+    @property
+    def results(self) -> list[object]:
+        """What each rank returned; the error of any is one of the test."""
+        errors = [end.error for end in self.ends if end.error]
+        assert not errors, errors[0]
+        return [end.result for end in self.ends]
+
+
+def in_step(work: Callable[[Rank], object], world_size: int) -> Story:
+    """Run `work` on some ranks of a group of `world_size`; over `worker.process_group` they are in step.
+
+    Raises:
+        AssertionError: Ranks asked for different collectives, or some of them ended and others asked for more.
+    """
+    context, ways, processes = context_of_workers(), [], []
+    for rank in ranks_of(world_size):
+        here, there = context.Pipe()
+        ways.append(here)
+        processes.append(context.Process(target=_be, args=(work, rank, there)))
+        processes[-1].start()
+        there.close()
+    try:
+        return _carry_out(ways, world_size)
+    finally:
+        # what they know is told: nobody waits for one that is left in a collective
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _be(work: Callable[[Rank], object], rank: Rank, others: Connection) -> None:
+    """One rank, in a process of its own."""
+    # what the test process holds need not be looked through for garbage
+    gc.freeze()
+    dist.Backend.register_backend(BACKEND, partial(_make_group, others), devices=["cpu"])
+    stand_in(worker_module, "backend_of", lambda _: BACKEND)
+    stand_in(worker_module, "meet", lambda *_: HashStore())
+    clock = Clock(rank.rank)
+    for name in ("perf_counter", "monotonic"):
+        stand_in(time, name, clock)
+    try:
+        ended = Ended(work(rank))
+    except BaseException as error:  # noqa: BLE001 # whatever ends a rank is told
+        ended = Ended(error=f"rank {rank.rank}: {''.join(traceback.format_exception(error))}")
+    others.send(ended)
+
+
+def _make_group(others: Connection, _store: object, rank: int, size: int, _timeout: object) -> LockstepGroup:
+    return LockstepGroup(rank, size, others)
+
+
+def stand_in(module: Any, name: str, value: object) -> None:
+    """In a process that ends soon nothing has to be put back."""
+    setattr(module, name, value)
+
+
+def _carry_out(ways: Sequence[Connection], world_size: int) -> Story:
+    requests: list[Request] = []
+    ends: list[Ended | None] = [None] * len(ways)
+    while None in ends:
+        said = [_hear(way) if end is None else end for way, end in zip(ways, ends, strict=True)]
+        asked = [each for each in said if isinstance(each, Asked)]
+        # whoever waits for a rank that has failed is ended with it: that is no deadlock
+        failed = any(isinstance(each, Ended) and each.error for each in said)
+        alike = len({each.request for each in asked}) <= 1
+        together = failed or len(asked) in (0, len(ways))
+        assert together, _difference(said, requests)
+        assert alike, _difference(said, requests)
+        if len(asked) == len(ways):
+            requests.append(asked[0].request)
+            replies: Sequence[object] = _answers(asked, world_size)
+        else:
+            replies = [None] * len(ways)
+        for way, each, reply in zip(ways, said, replies, strict=True):
+            if isinstance(each, Asked):
+                way.send(reply)
+        ends = [None if isinstance(each, Asked) else each for each in said]
+    return Story(requests, [end for end in ends if end is not None])
+
+
+def _hear(way: Connection) -> Asked | Ended:
+    assert way.poll(PATIENCE_S), "a rank neither asks for a collective nor ends"
+    said: Asked | Ended = way.recv()
+    return said
+
+
+def _difference(said: Sequence[Asked | Ended], before: Sequence[Request]) -> str:
+    lines = [f"ranks differ after {len(before)} equal collectives:"]
+    for name, each in zip(("first", "second", "last"), said, strict=True):
+        words = f"{each.request} from {each.lines}" if isinstance(each, Asked) else "has ended"
+        lines.append(f"  {name} rank: {words}")
+    return "\n".join(lines)
+
+
+def _answers(asked: Sequence[Asked], world_size: int) -> list[list[Array]]:
+    """What each rank gets."""
+    request, places = asked[0].request, len(asked[0].arrays)
+    columns = [[each.arrays[place] for each in asked] for place in range(places)]
+    if request.operation == "all_reduce":
+        return [[np.asarray(_reduced(each, request.kind, world_size)) for each in columns]] * len(asked)
+    if request.operation == "broadcast":
+        sources = {0: 0, 1: 1, world_size - 1: 2}
+        if request.root not in sources:
+            return [each.arrays for each in asked]
+        return [asked[sources[request.root]].arrays] * len(asked)
+    if request.operation == "all_gather":
+        first, second, last = columns[0]
+        return [[first, *[second] * (world_size - 2), last]] * len(asked)
+    return [[]] * len(asked)
+
+
+def _reduced(column: Sequence[Array], kind: str, world_size: int) -> Array:
+    first, second, last = column
+    if kind == "MAX":
+        return np.maximum(np.maximum(first, second), last)
+    if kind == "MIN":
+        return np.minimum(np.minimum(first, second), last)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total: Array = first + second * np.asarray(world_size - 2, second.dtype) + last
+        return total / np.asarray(world_size, total.dtype) if kind == "AVG" else total

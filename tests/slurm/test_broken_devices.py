@@ -1,0 +1,98 @@
+"""Nodes whose GPUs are broken: a job that lands there goes elsewhere, and where all are broken one line says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc.errors import Failure
+from tula_hpc.records import RunDirectory
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
+SAID = "CUDA error: uncorrectable ECC error encountered"
+SWEEP = """
+name = "broken"
+[workload]
+model = "tests.examples.broken:build"
+dataset = "digits"
+epochs = 1
+loader_workers = 0
+[search]
+cluster_sizes = [{nodes}]
+min_batch = 64
+max_batch = 128
+mode = "full"
+pack = "never"
+min_steps = 5
+max_steps = 10
+max_seconds = 2
+estimate = false
+[objective]
+kind = "time"
+"""
+
+
+def run_sweep(
+    folder: Path, cluster: MiniCluster, broken: tuple[str, ...], *options: str, nodes: str = "1"
+) -> subprocess.CompletedProcess[str]:
+    """Run the command while these nodes are broken."""
+    path = folder / "sweep.toml"
+    path.write_text(SWEEP.format(nodes=nodes))
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(TEMPLATE)]
+    command += ["--run-dir", str(folder / "run"), *options]
+    environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300)
+
+
+def broken_jobs(run: RunDirectory, stage: str) -> Counter[str]:
+    """Count, by host, the jobs of a stage that say that a device failed there."""
+    own = [e for e in run.events() if (e.event, e.stage, e.failure) == ("failed", stage, Failure.DEVICE_FAILED)]
+    return Counter(host for _, host in {(e.job_id, host) for e in own for host in e.data["hosts"]})
+
+
+def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    first, second, *_ = slurm_cluster.hosts
+    planned = run_sweep(tmp_path, slurm_cluster, (first,), "--until", "plan")
+    assert planned.returncode == 0, planned.stderr + planned.stdout
+    run = RunDirectory(tmp_path / "run")
+    # one task of the array found out, and kept the other one off that node
+    assert broken_jobs(run, "profile") == {first: 1}
+    measured = run.measurements().records
+    assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
+    # the next command still knows of that node, and its training meets another one
+    trained = run_sweep(tmp_path, slurm_cluster, (first, second))
+    assert trained.returncode == 0, trained.stderr + trained.stdout
+    assert broken_jobs(run, "train") == {second: 1}
+    assert run.train().result_file.exists()
+    status = [sys.executable, "-m", "tula_hpc.status", str(run.root)]
+    told = subprocess.run(status, capture_output=True, text=True, check=False, cwd=ROOT, env=slurm_cluster.environment)
+    assert all(f"{host} for " in told.stdout for host in (first, second)), told.stdout
+
+
+def test_where_every_node_is_broken_one_line_says_so(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    done = run_sweep(tmp_path, slurm_cluster, slurm_cluster.hosts, "--set", "search.min_batch=128")
+    assert done.returncode == 1
+    run = RunDirectory(tmp_path / "run")
+    submitted = [event for event in run.events() if event.event == "submitted"]
+    assert len(submitted) == 3
+    hosts = broken_jobs(run, "profile")
+    assert len(hosts) == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
+    assert all(f"{host} said '{SAID}'" in line for host in hosts)
+
+
+def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
+    slurm_cluster: MiniCluster, tmp_path: Path
+) -> None:
+    first = slurm_cluster.hosts[0]
+    done = run_sweep(tmp_path, slurm_cluster, (first,), "--set", "search.min_batch=128", nodes="4")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("the scheduler refused the job")]
+    assert f"nodes with broken devices are left out: {first} said '{SAID}'" in line

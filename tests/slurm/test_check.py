@@ -1,0 +1,188 @@
+"""`python -m tula_hpc.check` on the real cluster: a healthy one, and each fault that it is to find, caused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm import machine
+from tests.slurm.testcluster import MiniCluster
+from tula_hpc.check import main
+from tula_hpc.check_job import AllReduce, RankReport, Scope
+from tula_hpc.check_rank_verdicts import bus_rate
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+CLUSTER = """
+name = "test"
+executor = "slurm"
+max_nodes = 4
+workers_per_node = 2
+memory_gb = 4.0
+signal_delay_s = 30
+[sbatch]
+nodelist = "ttc-node[1-2]"
+{sbatch}
+[environment]
+OMP_NUM_THREADS = "1"
+{environment}
+"""
+ETH0 = 'GLOO_SOCKET_IFNAME = "eth0"'
+SWEEP = """
+name = "checked"
+[workload]
+model = "tula_hpc.workloads.compact:compact_cnn"
+dataset = "digits"
+loader_workers = 0
+"""
+LINK_GBS = 0.125  # the test cluster's, of 1 Gbit/s
+
+
+class Checked:
+    """What the command said, as data."""
+
+    def __init__(self, code: int, printed: str) -> None:
+        self.code, self.data = code, json.loads(printed)
+        (self.partition,) = self.data["partitions"]
+        self.ranks = [RankReport.model_validate(each) for each in self.partition["ranks"]]
+
+    def levels(self, topic: str) -> list[str]:
+        return [each["level"] for each in self.partition["verdicts"] if each["topic"] == topic]
+
+    def found(self, topic: str) -> str:
+        return " ".join(each["found"] for each in self.partition["verdicts"] if each["topic"] == topic)
+
+    def not_ok(self) -> set[tuple[str, str]]:
+        verdicts = self.partition["verdicts"]
+        return {(each["topic"], each["level"]) for each in verdicts if each["level"] != "ok"}
+
+    def all_reduces(self, scope: Scope) -> list[AllReduce]:
+        found = [rank.collectives for rank in self.ranks]
+        return [timed for each in found if each for timed in each.timed if timed.scope is scope]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the command works."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    return tmp_path
+
+
+def files(here: Path, sbatch: str = "", environment: str = ETH0) -> list[str]:
+    """The command's arguments."""
+    (here / "cluster.toml").write_text(CLUSTER.format(sbatch=sbatch, environment=environment))
+    return ["cluster.toml", "--sweep", "sweep.toml"]
+
+
+def check(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Checked:
+    code = main([*arguments, "--json"])
+    printed, said = capsys.readouterr()
+    assert printed, said
+    return Checked(code, printed)
+
+
+def jobs_of(cluster: MiniCluster) -> list[str]:
+    return cluster.run("squeue", "-h", "-n", "tula-check", "-o", "%i %T").splitlines()
+
+
+@contextmanager
+def slow_node(host: str) -> Iterator[None]:
+    machine.set_cpu_quota((host,), 20)
+    try:
+        yield
+    finally:
+        machine.set_cpu_quota((host,), 200)
+
+
+def test_a_healthy_cluster_passes_and_nothing_is_left(
+    slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked = check(capsys, files(here))
+    # other work on this machine may slow a node down
+    assert checked.not_ok() <= {("compute", "warning")}, checked.data
+    assert checked.code == 0
+    assert [rank.hostname for rank in checked.ranks] == ["ttc-node1"] * 2 + ["ttc-node2"] * 2
+    assert all(rank.finished and rank.signal and rank.signal.arrived for rank in checked.ranks)
+    assert checked.ranks[0].requeue is not None
+    assert checked.levels("requeue") == ["ok"]
+    assert checked.found("loader").endswith("(digits, 0 processes)")
+    crossing, within = (checked.all_reduces(scope) for scope in (Scope.BETWEEN, Scope.NODE))
+    assert [len(crossing), len(within)] == [2, 4]
+    assert all(bus_rate(each) < 1.1e9 * LINK_GBS for each in crossing)
+    assert list((here / "runs").iterdir()) == []
+    slurm_cluster.wait_for(lambda: not jobs_of(slurm_cluster), 20, "the end of the job")
+
+
+def test_a_missing_interface_shared_cores_and_a_slow_node_are_found_in_one_job(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # every Python process of the job binds itself to the same core, as a wrong --cpu-bind would
+    (here / "bound").mkdir()
+    (here / "bound/sitecustomize.py").write_text("import os\nos.sched_setaffinity(0, {0})\n")
+    environment = f'GLOO_SOCKET_IFNAME = "eth7"\nPYTHONPATH = "{here / "bound"}"'
+    with slow_node("ttc-node2"):
+        checked = check(capsys, files(here, environment=environment))
+    assert checked.code == 1
+    expected = {("interfaces", "failed"), ("all-reduce", "failed"), ("cores", "failed"), ("compute", "warning")}
+    assert checked.not_ok() == expected, checked.data
+    assert "eth7" in checked.found("interfaces")
+    assert "eth0" in str(checked.partition["verdicts"])
+    assert "ttc-node2" in checked.found("compute")
+    assert "ttc-node1" not in checked.found("compute")
+
+
+def test_a_slow_link_shows_and_requeue_that_is_off_is_found(
+    slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with slurm_cluster.slow_link("ttc-node1", slurm_cluster.rate_mbit // 4):
+        checked = check(capsys, files(here, sbatch="no-requeue = true"))
+    assert checked.levels("requeue") == ["warning"]
+    assert all(bus_rate(each) < 1.1e9 * LINK_GBS / 4 for each in checked.all_reduces(Scope.BETWEEN))
+    assert checked.code == 0
+
+
+def test_a_job_that_waits_says_why_and_is_cancelled(
+    slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = files(here, sbatch='begin = "now+1hour"')
+    checked = check(capsys, [*arguments, "--wait-minutes", "0.01"])
+    assert checked.code == 1
+    assert checked.levels("job") == ["failed"]
+    assert "BeginTime" in checked.found("job")
+    assert not jobs_of(slurm_cluster)
+    held = check(capsys, files(here, sbatch="hold = true"))
+    assert "scontrol release" in held.found("job")
+    assert not jobs_of(slurm_cluster)
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_what_sbatch_refuses_is_a_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = files(here, sbatch="mem = 999999")
+    checked = check(capsys, arguments)
+    assert checked.code == 1
+    assert checked.levels("sbatch") == ["failed"] * 2
+    assert checked.levels("job") == ["failed"]
+
+
+def test_an_interrupted_check_cancels_its_job(
+    slurm_cluster: MiniCluster, here: Path, slurm_env: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "tula_hpc.check", *files(here, sbatch='begin = "now+1hour"')]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=slurm_env, cwd=here, **pipes) as process:
+        assert process.stderr is not None
+        assert any("waits (BeginTime" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        printed, complaints = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (130, "")
+    assert "Traceback" not in complaints
+    assert not jobs_of(slurm_cluster)
+    assert list((here / "runs").iterdir()) == []

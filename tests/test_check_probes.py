@@ -1,0 +1,115 @@
+"""What the workers of `tula_hpc.check` do on their nodes, as far as one process without a GPU can show it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.forked import give_secret
+from tula_hpc.check_job import CheckJob, Device, Host, Meeting, Probe, RankReport, Skip
+from tula_hpc.check_probes import Peers, Reporter, describe_device, describe_host, why_skipped
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.records import Record
+
+TWO_GPUS = ClusterSpec(executor="slurm", device="cuda", gres="gpu:2", workers_per_node=2)
+
+
+def place(rank: int, world_size: int = 2, folder: Path = Path()) -> WorkerEnvironment:
+    here = ("localhost",)
+    return WorkerEnvironment(rank, world_size, rank, 0, "check", 0, here, on_slurm=False, submission=str(folder))
+
+
+def agreed(folder: Path, *reports: RankReport) -> list[Skip | None]:
+    """What the workers of these reports decide, each in a thread, over a real store."""
+
+    def decide(report: RankReport) -> Skip | None:
+        peers = Peers(place(report.rank, len(reports), folder))
+        peers.meet()
+        skipped = why_skipped("gloo", peers.place, report, peers)
+        peers.leave()
+        return skipped
+
+    give_secret(folder)
+    with ThreadPoolExecutor(len(reports)) as pool:
+        return [*pool.map(decide, reports)]
+
+
+def report(rank: int, uuid: str = "", *, interface: str = "", device: bool = True) -> RankReport:
+    host = describe_host("gloo").model_copy(update={"wanted_interface": interface})
+    return RankReport(
+        rank=rank,
+        node_rank=0,
+        local_rank=rank,
+        world_size=2,
+        hostname="node",
+        host=host,
+        device=Device(name="V100", torch=torch.__version__, uuid=uuid) if device else None,
+    )
+
+
+def test_workers_agree_not_to_begin_what_would_hang(tmp_path: Path) -> None:
+    assert agreed(tmp_path, report(0), report(1)) == [None] * 2
+    assert agreed(tmp_path, report(0, "GPU-a"), report(1, "GPU-b")) == [None] * 2
+    assert agreed(tmp_path, report(0, "GPU-a"), report(1, "GPU-a")) == [Skip.SHARED_DEVICE] * 2
+    assert agreed(tmp_path, report(0), report(1, interface="none7")) == [Skip.MISSING_INTERFACE] * 2
+    assert agreed(tmp_path, report(0), report(1, device=False)) == [Skip.NO_DEVICE] * 2
+    assert agreed(tmp_path, report(0)) == [Skip.SINGLE_WORKER]
+
+
+@pytest.mark.parametrize(("visible", "distinct"), [(["GPU-a", "GPU-b"], 2), (["GPU-a"], 1)])
+def test_ranks_that_see_one_and_the_same_gpu_report_one_uuid(
+    monkeypatch: pytest.MonkeyPatch, visible: list[str], distinct: int
+) -> None:
+    def properties(device: torch.device) -> SimpleNamespace:
+        assert device.index is not None
+        uuid = visible[device.index]
+        return SimpleNamespace(name="V100", uuid=uuid, major=7, minor=0, total_memory=2**35)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**34, 2**35))
+    devices = [describe_device(TWO_GPUS, place(rank)) for rank in range(2)]
+    assert len({device.uuid for device in devices}) == distinct
+    assert {device.has_kernels for device in devices} == {torch.version.cuda is None}
+    assert {(device.free_bytes, device.total_bytes) for device in devices} == {(2**34, 2**35)}
+
+
+def test_the_report_on_disk_tells_what_a_worker_was_at_when_it_died(tmp_path: Path) -> None:
+    cluster = ClusterSpec()
+    job = CheckJob(cluster, WorkloadSpec(), 1, tmp_path)
+    reporter = Reporter(job.report_file(0), place(0))
+    reporter.describe_host(cluster)
+    reporter.attempt(Probe.MEETING, lambda: Meeting(seconds=1.0))
+
+    def never_ends() -> Record:
+        while True:
+            (on_disk,) = job.reports()
+            assert on_disk.at_work_on is Probe.COMPUTE
+            time.sleep(0.01)
+
+    reporter.attempt(Probe.COMPUTE, never_ends, limit_s=1)
+    reporter.finish()
+    (found,) = job.reports()
+    assert (found.meeting, found.compute, found.finished) == (Meeting(seconds=1.0), None, True)
+    assert found.errors == {Probe.COMPUTE: "TimeoutError: did not end within 1 s"}
+
+
+def test_the_host_is_described_as_the_kernel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    host: Host = describe_host("gloo")
+    assert {each.name for each in host.interfaces if not each.infiniband} == {name for _, name in socket.if_nameindex()}
+    assert [(each.name, each.up) for each in host.chosen_interfaces("gloo")] == [("lo", True)]
+    assert set(host.cores) == os.sched_getaffinity(0)
+    assert 0 < host.available_bytes <= host.memory_bytes

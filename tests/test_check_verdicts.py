@@ -1,0 +1,383 @@
+"""Verdicts of `tula_hpc.check` from made-up facts, and the rules of Slurm and the libraries that they rest on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_hpc.check_job import (
+    AllReduce,
+    Collectives,
+    Compute,
+    Device,
+    Host,
+    Interface,
+    Probe,
+    RankReport,
+    Requeue,
+    Scope,
+    Signal,
+    Skip,
+)
+from tula_hpc.check_rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
+from tula_hpc.check_site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
+from tula_hpc.check_verdicts import Level, Topic, Verdict, judge_data_here, judge_site
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.launch import Launcher
+from tula_hpc.records import RunDirectory
+
+CPU = ClusterSpec(executor="slurm", partition="batch", max_nodes=2)
+GPU = CPU.model_copy(update={"device": "cuda", "gres": "gpu:2", "workers_per_node": 2})
+WORKLOAD = WorkloadSpec(loader_workers=0)
+HOST = Host(
+    cores=(0, 1),
+    node_cores=2,
+    memory_bytes=2**34,
+    available_bytes=2**34,
+    memlock_bytes=None,
+    open_files=4096,
+    shm_free_bytes=2**33,
+    interfaces=(Interface(name="lo", up=True), Interface(name="eth0", up=True, mbit=1000)),
+    wanted_interface="eth0",
+)
+V100 = Device(name="V100", torch="2.10", uuid="GPU-0", capability="7.0", driver="580", nccl="2.27", total_bytes=2**35)
+
+
+def report(rank: int, on: str = "", **found: Any) -> RankReport:
+    place = {"rank": rank, "node_rank": rank, "local_rank": 0, "world_size": 2}
+    defaults = {"hostname": on or f"node{rank}", "host": HOST, "finished": True}
+    return RankReport(**{**place, **defaults, **found})
+
+
+def judged(topic: Topic, reports: Sequence[RankReport], cluster: ClusterSpec = CPU) -> list[Verdict]:
+    verdicts = judge_job(cluster, WORKLOAD, reports, len(reports))
+    return [each for each in verdicts if each.topic is topic]
+
+
+def level(verdicts: Iterable[Verdict]) -> Level:
+    (verdict,) = verdicts
+    assert (verdict.level is Level.OK) == (verdict.remedy == ""), "what is wrong says what to do, and nothing else"
+    return verdict.level
+
+
+# ---- workers of the job ----
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_a_rank_that_is_slow_stands_out_whatever_the_unit_and_a_few_disturbed_repeats_do_not(count: int) -> None:
+    draw = random.Random(count)
+    times = {rank: [draw.uniform(1.0, 1.1) for _ in range(20)] for rank in range(count)}
+    assert slow_ranks(times) == set()
+    times[0][:7] = [9.0] * 7
+    assert slow_ranks(times) == set()
+    times[count - 1] = [2 * each for each in times[count - 1]]
+    assert slow_ranks(times) == {count - 1}
+    assert slow_ranks({rank: [1e-6 * each for each in row] for rank, row in times.items()}) == {count - 1}
+
+
+def test_a_slow_node_is_named() -> None:
+    quick, slow = (Compute(flops=1e9, times_s=(time_s,) * 9) for time_s in (0.01, 0.03))
+    (verdict,) = judged(Topic.COMPUTE, [report(0, compute=quick), report(1, compute=slow)])
+    assert (verdict.level, verdict.hosts) == (Level.WARNING, ("node1",))
+    assert "3.0 times" in verdict.found
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted", "chosen"),
+    [
+        ("gloo", "", ["eth0", "eth1", "ib0"]),
+        ("gloo", "eth", []),
+        ("gloo", "eth0,ib0", ["eth0", "ib0"]),
+        ("nccl", "", ["eth0", "eth1", "ib0"]),
+        ("nccl", "eth", ["eth0", "eth1"]),
+        ("nccl", "=eth", []),
+        ("nccl", "=eth1", ["eth1"]),
+        ("nccl", "^eth", ["ib0", "docker0"]),
+        ("nccl", "^=eth0", ["eth1", "ib0", "docker0"]),
+    ],
+)
+def test_interfaces_are_chosen_as_the_libraries_choose_them(backend: str, wanted: str, chosen: list[str]) -> None:
+    names = ("lo", "eth0", "eth1", "ib0", "docker0")
+    interfaces = tuple(Interface(name=name, up=True) for name in names)
+    host = HOST.model_copy(update={"interfaces": interfaces, "wanted_interface": wanted})
+    assert [each.name for each in host.chosen_interfaces(backend)] == chosen
+    assert host.lacks_interface(backend) == (bool(wanted) and not chosen)
+
+
+def test_an_interface_that_one_node_lacks_is_named_with_those_that_are_there() -> None:
+    other = HOST.model_copy(update={"interfaces": (Interface(name="ib0", up=True, mbit=100_000),)})
+    skipped = Collectives(backend="gloo", skipped=Skip.MISSING_INTERFACE)
+    reports = [report(0, collectives=skipped), report(1, host=other, collectives=skipped)]
+    (verdict,) = judged(Topic.INTERFACES, reports)
+    assert (verdict.level, verdict.hosts) == (Level.FAILED, ("node1",))
+    assert "GLOO_SOCKET_IFNAME=eth0" in verdict.found
+    assert "ib0 (100 Gbit/s)" in verdict.remedy
+    assert level(judged(Topic.ALL_REDUCE, reports)) is Level.FAILED
+
+
+def test_several_interfaces_of_which_none_is_named_are_a_warning_between_nodes_alone() -> None:
+    both = (Interface(name="eth0", up=True), Interface(name="eth1", up=True))
+    host = HOST.model_copy(update={"interfaces": both, "wanted_interface": ""})
+    apart = [report(rank, host=host) for rank in range(2)]
+    assert level(judged(Topic.INTERFACES, apart)) is Level.WARNING
+    together = [report(rank, "node0", host=host) for rank in range(2)]
+    assert level(judged(Topic.INTERFACES, together)) is Level.OK
+
+
+def test_two_ranks_on_one_gpu_are_named_and_the_same_gpu_number_on_two_nodes_is_none() -> None:
+    (verdict,) = judged(Topic.DEVICES, [report(rank, "node0", device=V100) for rank in range(2)], GPU)
+    assert verdict.level is Level.FAILED
+    assert "ranks 0, 1 on node0 have the same GPU GPU-0" in verdict.found
+    assert level(judged(Topic.DEVICES, [report(rank, device=V100) for rank in range(2)], GPU)) is Level.OK
+
+
+def test_devices_of_several_kinds_without_kernels_or_in_use_are_told() -> None:
+    other = V100.model_copy(update={"name": "K80", "has_kernels": False, "free_bytes": 2**34})
+    reports = [report(0, device=V100), report(1, device=other)]
+    assert level(judged(Topic.DEVICES, reports, GPU)) is Level.WARNING
+    (kernels,) = judged(Topic.KERNELS, reports, GPU)
+    assert (kernels.level, kernels.hosts) == (Level.FAILED, ("node1",))
+    (memory,) = judged(Topic.DEVICE_MEMORY, reports, GPU)
+    assert (memory.level, memory.hosts) == (Level.WARNING, ("node1",))
+    typed = GPU.model_copy(update={"device_memory_gb": 40.0})
+    (too_much,) = judged(Topic.DEVICE_MEMORY, [report(0, device=V100)], typed)
+    assert too_much.remedy == "set device_memory_gb = 32.00"
+
+
+def test_cores_that_are_too_few_or_shared_fail_and_unbound_workers_do_not() -> None:
+    two_cores = CPU.model_copy(update={"cpus_per_worker": 2})
+    bound = HOST.model_copy(update={"cores": (0,)})
+    together = [report(rank, "node0", host=bound) for rank in range(2)]
+    assert [each.level for each in judged(Topic.CORES, together, two_cores)] == [Level.FAILED] * 2
+    assert level(judged(Topic.CORES, together)) is Level.FAILED
+    apart = [each.model_copy(update={"hostname": f"node{each.rank}"}) for each in together]
+    assert level(judged(Topic.CORES, apart)) is Level.OK
+    assert level(judged(Topic.CORES, [report(rank, "node0") for rank in range(2)])) is Level.OK
+
+
+def test_loader_processes_that_share_the_workers_cores_are_a_warning() -> None:
+    two_cores = CPU.model_copy(update={"cpus_per_worker": 2})
+    for processes, expected in ((0, Level.OK), (1, Level.OK), (2, Level.WARNING)):
+        workload = WorkloadSpec(loader_workers=processes)
+        verdicts = judge_job(two_cores, workload, [report(0)], 1)
+        assert level(each for each in verdicts if each.topic is Topic.CORES) is expected
+
+
+@pytest.mark.parametrize("workers", [2, 4, 64])
+def test_a_ring_moves_nearly_twice_the_payload_whatever_the_number_of_workers(workers: int) -> None:
+    timed = AllReduce(scope=Scope.ALL, workers=workers, payload_bytes=1000, times_s=(1.0, 2.0, 9.0))
+    assert bus_rate(timed) == pytest.approx(1000 * (workers - 1) / workers)
+    assert bus_rate(timed) < 1000
+
+
+@pytest.mark.parametrize(("time_s", "expected"), [(0.25, Level.OK), (2.5, Level.WARNING)])
+def test_an_all_reduce_far_below_its_link_is_a_warning(time_s: float, expected: Level) -> None:
+    timed = AllReduce(scope=Scope.ALL, workers=2, payload_bytes=25 * 2**20, times_s=(time_s,))
+    found = Collectives(backend="gloo", timed=(timed,))
+    assert level(judged(Topic.ALL_REDUCE, [report(rank, collectives=found) for rank in range(2)])) is expected
+
+
+def test_signals_that_do_not_arrive_and_requeue_that_is_refused_say_what_to_do() -> None:
+    deaf, granted = Signal(arrived=False), Requeue(refused="")
+    reports = [report(0, signal=Signal(arrived=True), requeue=granted), report(1, signal=deaf)]
+    (signal,) = judged(Topic.SIGNAL, reports)
+    assert (signal.level, signal.hosts) == (Level.FAILED, ("node1",))
+    assert level(judged(Topic.REQUEUE, reports)) is Level.OK
+    off = CPU.model_copy(update={"sbatch": {"no-requeue": True}})
+    refused = [report(0, requeue=Requeue(refused="disabled"))]
+    (requeue,) = judged(Topic.REQUEUE, refused, off)
+    assert requeue.level is Level.WARNING
+    assert "no-requeue" in requeue.remedy
+    assert "ask the site" in judged(Topic.REQUEUE, refused)[0].remedy
+
+
+def test_a_probe_that_failed_or_killed_its_worker_is_a_verdict_of_its_own() -> None:
+    broken = report(0, errors={Probe.COMPUTE: "CUDA error"}, at_work_on=Probe.COMPUTE)
+    killed = report(1, finished=False, at_work_on=Probe.LOADER)
+    (compute,) = judged(Topic.COMPUTE, [broken, killed])
+    assert "CUDA error" in compute.found
+    (loader,) = judged(Topic.LOADER, [broken, killed])
+    assert (loader.level, loader.hosts) == (Level.FAILED, ("node1",))
+    lost = judge_job(CPU, WORKLOAD, [broken], 2)
+    assert level(each for each in lost if each.topic is Topic.WORKERS) is Level.FAILED
+
+
+def test_sockets_beside_infiniband_are_a_warning() -> None:
+    port = Interface(name="mlx5_0:1", up=True, mbit=100_000, infiniband=True)
+    host = HOST.model_copy(update={"interfaces": (*HOST.interfaces, port)})
+    reports = [report(0, host=host)]
+    assert level(judge_network(reports, ["Socket"])) is Level.WARNING
+    assert level(judge_network(reports, ["IB"])) is Level.OK
+    assert level(judge_network([report(0)], ["Socket"])) is Level.OK
+    assert not [*judge_network(reports, [])]
+
+
+# ---- the login node ----
+
+BATCH = Partition(name="batch", state="UP", total_nodes=4)
+NODES = Nodes(count=4, cpus=8, memory_mb=64_000, gres="gpu:v100:4(S:0-1)", state="idle", features="v100,ssd")
+SITE = Site(user="ada", partitions=("batch",), partition=BATCH, nodes=(NODES,))
+
+
+def on_site(topic: Topic, cluster: ClusterSpec = CPU, **changes: Any) -> list[Verdict]:
+    site = SITE.model_copy(update=changes)
+    return [each for each in judge_site(cluster, site) if each.topic is topic]
+
+
+def test_a_partition_that_is_missing_or_closed_fails() -> None:
+    (missing,) = judge_site(CPU, SITE.model_copy(update={"partition": None, "partitions": ("a", "b")}))
+    assert (missing.level, missing.topic) == (Level.FAILED, Topic.PARTITION)
+    assert "a, b" in missing.remedy
+    drained = BATCH.model_copy(update={"state": "DRAIN"})
+    assert level(on_site(Topic.PARTITION, partition=drained)) is Level.FAILED
+    assert level(on_site(Topic.PARTITION)) is Level.OK
+
+
+@pytest.mark.parametrize("source", ["partition", "qos", "qos of the partition", "association"])
+def test_a_time_limit_below_train_minutes_fails_whoever_sets_it(source: str) -> None:
+    limits = Limits(name="short", account="short", max_minutes=600)
+    cluster = CPU.model_copy(update={"account": "short"})
+    changes: dict[str, Any] = {
+        "partition": {"partition": BATCH.model_copy(update={"max_minutes": 600})},
+        "qos": {"qos": (limits,)},
+        "qos of the partition": {"qos": (limits,), "partition": BATCH.model_copy(update={"qos": "short"})},
+        "association": {"associations": (limits,), "enforces_accounts": True},
+    }
+    if source == "qos":
+        cluster = cluster.model_copy(update={"qos": "short"})
+    (verdict,) = on_site(Topic.TIME_LIMITS, cluster, **changes[source])
+    assert verdict.level is Level.FAILED
+    assert "set train_minutes = 600" in verdict.remedy
+    assert level(on_site(Topic.TIME_LIMITS, cluster)) is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"cpus_per_worker": 9}, "9 cores"),
+        ({"memory_gb": 64.0}, "memory"),
+        ({"gres": "gpu:1,nvme:1"}, "gres"),
+        ({"constraint": "a100"}, "constraint"),
+    ],
+)
+def test_a_job_that_no_node_fits_fails_and_says_why(settings: dict[str, object], told: str) -> None:
+    (verdict,) = on_site(Topic.NODES, CPU.model_copy(update=settings))
+    assert verdict.level is Level.FAILED
+    assert told in verdict.found
+    assert level(on_site(Topic.NODES)) is Level.OK
+
+
+def test_fewer_nodes_than_max_nodes_are_a_warning_and_broken_ones_do_not_count() -> None:
+    for changes in (
+        {"nodes": (NODES.model_copy(update={"state": "drained"}), NODES.model_copy(update={"count": 1}))},
+        {"partition": BATCH.model_copy(update={"max_nodes": 1})},
+    ):
+        (verdict,) = on_site(Topic.NODES, **changes)
+        assert (verdict.level, verdict.remedy.split(",")[0]) == (Level.WARNING, "set max_nodes = 1")
+
+
+def test_a_small_default_of_memory_is_a_warning_only_where_the_node_is_the_jobs_own() -> None:
+    little = BATCH.model_copy(update={"default_memory_mb_per_cpu": 1000})
+    assert level(on_site(Topic.HOST_MEMORY, partition=little)) is Level.WARNING
+    shared = CPU.model_copy(update={"exclusive": False})
+    assert level(on_site(Topic.HOST_MEMORY, shared, partition=little)) is Level.OK
+    typed = CPU.model_copy(update={"memory_gb": 8.0})
+    assert level(on_site(Topic.HOST_MEMORY, typed, partition=little)) is Level.OK
+    assert not on_site(Topic.HOST_MEMORY, CPU.model_copy(update={"sbatch": {"mem": 0}}), partition=little)
+
+
+@pytest.mark.parametrize(("enforced", "expected"), [(True, Level.FAILED), (False, Level.WARNING)])
+def test_an_account_or_qos_that_is_not_the_users_fails_where_that_counts(enforced: bool, expected: Level) -> None:
+    own = Limits(name="physics", account="physics", qos=("normal",))
+    known = {"associations": (own,), "qos": (Limits(name="normal"), Limits(name="high"))}
+    wrong = CPU.model_copy(update={"account": "chemistry"})
+    (verdict,) = on_site(Topic.ACCOUNT, wrong, enforces_accounts=enforced, **known)
+    assert (verdict.level, verdict.remedy) == (expected, "set account to one of: physics")
+    right = CPU.model_copy(update={"account": "physics", "qos": "normal"})
+    for topic in (Topic.ACCOUNT, Topic.QOS):
+        assert level(on_site(topic, right, enforces_accounts=enforced, **known)) is Level.OK
+    high = right.model_copy(update={"qos": "high"})
+    assert level(on_site(Topic.QOS, high, enforces_accounts=enforced, **known)) is expected
+    unknown = right.model_copy(update={"qos": "nowhere"})
+    assert level(on_site(Topic.QOS, unknown, enforces_accounts=enforced, **known)) is Level.FAILED
+
+
+@pytest.mark.parametrize(("accepted", "expected"), [(True, Level.OK), (False, Level.FAILED), (None, Level.WARNING)])
+def test_slurms_answer_decides(accepted: bool | None, expected: Level) -> None:
+    answer = Answer(job="train", minutes=30, nodes=2, accepted=accepted, text="says Slurm")
+    assert level(on_site(Topic.SBATCH, answers=(answer,))) is expected
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_data_folder_that_cannot_be_read_fails(readable: bool) -> None:
+    assert (judge_data_here(Path("/data"), readable).level is Level.OK) is readable
+
+
+# ---- Slurm's formats ----
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("UNLIMITED", None),
+        ("", None),
+        ("30", 30),
+        ("1:30", 1),
+        ("2:00:00", 120),
+        ("1-12:00:00", 2160),
+        ("7-00", 10080),
+        ("1-2:30", 1590),
+    ],
+)
+def test_slurms_time_limits_are_read(text: str, minutes: int | None) -> None:
+    assert minutes_of(text) == minutes
+
+
+ANSWERS = {
+    "scontrol show config": "AccountingStorageEnforce = associations,limits\nDefMemPerCPU            = 1500\n",
+    "scontrol show partition": (
+        "PartitionName=cpu AllowAccounts=ALL Default=YES QoS=N/A MaxNodes=UNLIMITED MaxTime=2-00:00:00 State=UP "
+        "TotalNodes=100 DefMemPerNode=UNLIMITED\n"
+        "PartitionName=gpu AllowAccounts=ml Default=NO QoS=gpuqos MaxNodes=16 MaxTime=1-00:00:00 State=UP "
+        "TotalNodes=24 DefMemPerCPU=4000 MaxMemPerNode=UNLIMITED\n"
+    ),
+    "sinfo -h": "20|40|192000|gpu:v100:4(S:0-1)|mixed|v100\n4|40+|192000|gpu:v100:4|drained*|v100\n",
+    "sacctmgr -n": "gpuqos|12:00:00|cpu=640,node=8\nnormal||\n",
+}
+
+
+def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def answer(command: Sequence[str], _timeout_s: float = 0) -> str:
+        if "assoc" in command:
+            return "ml|||normal,gpuqos|||\nml||normal,gpuqos|1-00:00:00|node=4\n"
+        return ANSWERS[" ".join(command[: 3 if command[0] == "scontrol" else 2])]
+
+    monkeypatch.setattr("tula_hpc.slurm.run_command", answer)
+    monkeypatch.setattr("tula_hpc.sbatch.could_start", lambda _: "Job 7 to start at noon using 80 processors")
+    cluster = CPU.model_copy(update={"partition": "gpu"})
+    site = ask_site(Launcher(cluster, RunDirectory(tmp_path), "tula-check"), 2)
+    assert site.partition == Partition(
+        name="gpu",
+        state="UP",
+        qos="gpuqos",
+        total_nodes=24,
+        max_nodes=16,
+        max_minutes=1440,
+        default_memory_mb_per_cpu=4000,
+    )
+    assert [(each.count, each.cpus, each.usable) for each in site.nodes] == [(20, 40, True), (4, 40, False)]
+    assert site.qos[0] == Limits(name="gpuqos", max_minutes=720, max_nodes=8)
+    assert site.associations[-1].max_nodes == 4
+    assert site.enforces_accounts
+    assert [(each.job, each.text) for each in site.answers] == [
+        ("profile", "could start at noon"),
+        ("train", "could start at noon"),
+    ]
+    default = CPU.model_copy(update={"partition": None})
+    site = ask_site(Launcher(default, RunDirectory(tmp_path), "tula-check"), 2)
+    assert site.partition is not None
+    assert (site.partition.name, site.partition.default_memory_mb_per_cpu) == ("cpu", 1500)

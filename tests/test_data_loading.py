@@ -1,0 +1,95 @@
+"""When the loader decides, and what would end it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planning_data import CORNERS, cluster, ok, sweep, times
+from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.data_loading import MOST_PROCESSES, cores_needed, loader_decides, processes_needed
+from tula_hpc.analysis.planning import make_plan
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.records import Measurement, StepTimes
+
+
+def waiting(step_s: float, wait_s: float) -> StepTimes:
+    return times(1, 32, step_time_s=step_s, data_time_s=wait_s)
+
+
+def measured(wait_s: float, **changes: object) -> Measurement:
+    """A step of 0.04 s and so much waiting, of a worker with four cores."""
+    used = {"loader_s": 0.01, "worker_s": 0.03, "cores": 4.0}
+    return ok(1, 32, **{"times": waiting(0.04 + wait_s, wait_s), "processor": used} | changes)
+
+
+def warnings_of(row: Measurement, loader_workers: int = 8) -> list[str]:
+    spec = sweep(workload={"epochs": 5, "loader_workers": loader_workers})
+    found = make_plan(spec, cluster(), [row, *CORNERS[1:]]).warnings
+    return [warning for warning in found if "N=1 b=32" in warning and ("data" in warning or "settled" in warning)]
+
+
+@given(st.floats(0.001, 10.0), st.floats(0.0, 0.98), st.integers(1, 64))
+def test_so_many_processes_deliver_as_fast_as_the_rest_of_a_step_takes(
+    step_s: float, share: float, processes: int
+) -> None:
+    """A loader that holds a step up takes as long for a batch as the step; more processes take as much less."""
+    needed = processes_needed(waiting(step_s, share * step_s), processes)
+    assert needed > processes
+    assert step_s * processes / needed <= step_s * (1 - share) + 1e-9
+
+
+def test_a_worker_that_loads_by_itself_needs_processes_for_what_it_waits() -> None:
+    assert processes_needed(waiting(0.05, 0.01), 0) == 1
+    assert processes_needed(waiting(0.14, 0.10), 0) == 3
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "changes", "end"),
+    [
+        (0.04, {}, "; workload.loader_workers = 20 (now 8) would end it"),
+        (0.04, {"processor": None}, "; workload.loader_workers = 20 (now 8) would end it"),
+        # which only waits for a file system, however long
+        (0.36, {}, "; workload.loader_workers = 96 (now 8) would end it"),
+        (
+            0.04,
+            {"processor": {"loader_s": 0.29, "worker_s": 0.03, "cores": 4.0}},
+            "; no number of loader processes on the 4 cores of a worker would end it, as loading and computing a batch "
+            "would keep 8 cores busy: raise cpus_per_worker to 8 and workload.loader_workers to 20",
+        ),
+        (3.0, {}, "; even 256 loader processes would not end it: make its items cheaper to load"),
+    ],
+)
+def test_the_plan_says_what_would_end_the_wait(wait_s: float, changes: dict[str, object], end: str) -> None:
+    share = round(100 * wait_s / (0.04 + wait_s))
+    where = f"waiting for data takes up to {share}% of a step at N=1 b=32 (B=32)"
+    (warning,) = warnings_of(measured(wait_s, **changes))
+    assert warning == f"the data loader decides: {where}{end}"
+
+
+def test_where_the_loader_decides_uneven_steps_are_not_said_again() -> None:
+    assert len(warnings_of(measured(0.04, converged=False))) == 1
+    (unsettled,) = warnings_of(measured(0.001, converged=False))
+    assert "stopped before the step time had settled" in unsettled
+    assert warnings_of(measured(0.001)) == []
+
+
+def test_cores_are_those_of_a_step_that_does_not_wait() -> None:
+    (profile,) = summarize([measured(0.06)]).profiles
+    assert cores_needed(profile) == pytest.approx(1.0)
+    (unknown,) = summarize([measured(0.06, processor=None)]).profiles
+    assert cores_needed(unknown) == 0.0
+    assert loader_decides(profile.times)
+
+
+def test_repeats_that_know_nothing_of_processors_do_not_count() -> None:
+    rows = [measured(0.06), measured(0.06, processor=None)]
+    (profile,) = summarize(rows).profiles
+    assert profile.processor == rows[0].processor
+
+
+def test_the_bound_is_that_of_the_key() -> None:
+    assert WorkloadSpec(loader_workers=MOST_PROCESSES).loader_workers == MOST_PROCESSES
+    with pytest.raises(ValueError, match="loader_workers"):
+        WorkloadSpec(loader_workers=MOST_PROCESSES + 1)

@@ -1,0 +1,387 @@
+"""Every rank of a profile or a training asks for the same collectives, whatever happens on one of them.
+
+Where one rank asks for another collective than its peers, or for one more, they wait for each other until the job is
+killed. Clocks run at another pace on each rank (see `lockstep.Clock`): whatever a rank decides by its own time alone
+becomes a different number of collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from signal import SIGUSR2
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.lockstep import PeerLostError, Rank, in_step, ranks_of, stand_in
+from tests.run_factory import candidate, plan, write_plan
+from tula_hpc import curvature_probe, drift_probe, forward_probe, trainer
+from tula_hpc import worker as worker_module
+from tula_hpc.analysis.rerank import slowed
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.errors import CheckpointError
+from tula_hpc.jobs import TrainJob
+from tula_hpc.profiler import measure
+from tula_hpc.records import Configuration, RunDirectory
+from tula_hpc.stopping import StopRequest
+from tula_hpc.trainer import run_training
+from tula_hpc.worker import Worker, leave_group, process_group
+from tula_hpc.workloads import sharded_optimizer
+
+LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
+WORLDS = (16, 1024)
+CPU = ClusterSpec()
+HERE = "tests.test_equal_collectives:"
+PIXELS = 8 * 8
+
+
+def points(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
+    """So many samples that an epoch has `STEPS` steps and some samples are left over; few test samples."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(spec.samples or 1, 1, 8, 8, generator=generator)
+    labels = torch.arange(len(images)) % 3
+    return TensorDataset(images, labels), TensorDataset(images[:40], labels[:40]), 3
+
+
+def linear(classes: int, image_size: int) -> nn.Module:
+    """A weight and a bias: of a group's workers most hold no state of the optimizer where it is divided."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, classes))
+
+
+def normed(classes: int, image_size: int) -> nn.Module:
+    """With BatchNorm, whose statistics DDP hands round."""
+    hidden = nn.Linear(image_size**2, 8)
+    return nn.Sequential(nn.Flatten(), hidden, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+
+
+class MeanOverWorkers(nn.Module):
+    """A collective in the forward pass, as SyncBatchNorm has one."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            return inputs
+        mean = inputs.detach().mean(0)
+        dist.all_reduce(mean)
+        return inputs - mean / dist.get_world_size()
+
+
+def talking(classes: int, image_size: int) -> nn.Module:
+    """A model whose workers talk to each other in every forward pass."""
+    return nn.Sequential(nn.Flatten(), MeanOverWorkers(), nn.Linear(image_size**2, classes))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is trained, and how."""
+
+    training: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    study: dict[str, Any] | None = None
+
+    def sweep(self, world_size: int) -> SweepSpec:
+        batch = world_size * LOCAL_BATCH
+        workload = {
+            "model": f"{HERE}linear",
+            "dataset": f"{HERE}points",
+            "samples": STEPS * batch + 1,
+            "image_size": 8,
+            "epochs": EPOCHS,
+            "loader_workers": 0,
+            "augment": False,
+            "lr": 0.01,
+        }
+        training = {
+            "base_batch": batch,
+            "log_interval_steps": 2,
+            "checkpoint_minutes": 0.01,
+            "drift_minutes": 1e-3,
+        }
+        fields = {
+            "name": "x",
+            "workload": workload | self.workload,
+            "training": training | self.training,
+            "search": {"min_steps": 5, "max_steps": 10, "warmup_steps": 2, "noise_steps": 1},
+            "study": self.study and {"batches": [batch], "methods": ["lbt"], **self.study},
+        }
+        return SweepSpec.model_validate(fields)
+
+
+SMALL = {"small_batch": 8}
+PASSES = {"reference": "pass", "update_interval_epochs": 0.4}
+FORMS = {
+    "lbt": Form({"method": "lbt"}),
+    "lrs": Form({"method": "lrs"}),
+    "sqrt": Form({"method": "sqrt"}),
+    "lars": Form({"method": "lars"}, {"lr": 1.0}),
+    "lamb": Form({"method": "lamb"}, {"optimizer": "adamw"}),
+    "polo": Form({"method": "polo"}, {"model": f"{HERE}normed"}),
+    "adascale": Form({"method": "adascale", "base_batch": 8}),
+    "static": Form({"method": "static", **SMALL}),
+    "ags, norms for free": Form({"method": "ags", **SMALL}),
+    "ags, passes by tensor": Form({"method": "ags", **PASSES, **SMALL}),
+    "ags, passes by element": Form({"method": "ags", "preset": "paper", "update_interval_epochs": 0.4, **SMALL}),
+    "ags on updates, clipped, counted": Form(
+        {"method": "ags", "apply": "update", "clip_norm": 0.1, "scale_histogram": True, **SMALL},
+        {"optimizer": "adamw"},
+    ),
+    "not observed, batchnorm": Form({"method": "lbt", "observe_gradients": False}, {"model": f"{HERE}normed"}),
+    "divided states": Form({"method": "lbt", "clip_norm": 0.1}, {"zero_stage": 1}),
+    "divided states, ags": Form({"method": "ags", **SMALL}, {"zero_stage": 1}),
+    "tuned": Form({"method": "ags", "tune_small_batch": [4, 16], "tune_every_epochs": 1, **SMALL}),
+    "curvature": Form({"method": "lbt", "curvature_epochs": [0, 1], "curvature_samples": 64}),
+    "study": Form({"method": "lbt"}, study={"evaluate_every": 2}),
+}
+LOW_PRECISION = {
+    "lbt": Form({"method": "lbt"}, {"precision": "fp16"}),
+    "polo": Form({"method": "polo"}, {"precision": "fp16"}),
+    "ags, norms for free": Form({"method": "ags", **SMALL}, {"precision": "fp16"}),
+    "ags, passes by element": Form(
+        {"method": "ags", "preset": "paper", "update_interval_epochs": 0.4, **SMALL},
+        {"precision": "fp16"},
+    ),
+    "divided states": Form({"method": "ags", **SMALL}, {"precision": "fp16", "zero_stage": 1}),
+}
+
+
+def place(world_size: int) -> Configuration:
+    return Configuration(nodes=world_size, workers_per_node=1, local_batch=LOCAL_BATCH)
+
+
+def prepared(folder: Path, world_size: int) -> Path:
+    """A run directory with a plan whose step time, 1 ms, a drift watch will not find."""
+    run = RunDirectory(folder).create()
+    run.train().root.mkdir()
+    known = candidate(place(world_size))
+    chosen = slowed(known, 1e-3 / known.step_time_s)
+    write_plan(run, plan([known] * 4, chosen=chosen))
+    return folder
+
+
+def absent_states(real: Any, rank: Rank) -> Any:
+    """Of workers that are not run: they hold no part of the optimizer's state, and say so."""
+    run = {each.rank for each in ranks_of(rank.world_size)}
+
+    def receive(parameters: Any, source: int, device: torch.device) -> Any:
+        if source in run:
+            return real(parameters, source, device)
+        for part in (torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8)):
+            dist.broadcast(part, src=source)
+        return {}
+
+    return receive
+
+
+def profile(form: Form, rank: Rank) -> str:
+    with process_group(CPU, rank.env):
+        return measure(form.sweep(rank.world_size), CPU, place(rank.world_size), rank.env).status
+
+
+def train(form: Form, root: Path, rank: Rank, stop: StopRequest | None = None) -> str:
+    """What the training returns, or the exit code of one that asks to be started again."""
+    stand_in(trainer, "join_job", lambda: rank.env)
+    stand_in(sharded_optimizer, "_receive", absent_states(sharded_optimizer._receive, rank))
+    job = TrainJob(form.sweep(rank.world_size), CPU, place(rank.world_size), root)
+    try:
+        return run_training(job, stop or StopRequest())
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        # the next training is another process on a cluster
+        leave_group()
+        return f"exit {end.code}"
+
+
+def at_step(number: int, act: Any) -> None:
+    """Call `act(worker)` before that step of this process's training."""
+    real, steps = Worker.train_step, iter(range(1, 10**9))
+
+    def train_step(self: Worker, *batch: Any) -> Tensor:
+        if next(steps) == number:
+            act(self)
+        return real(self, *batch)
+
+    stand_in(Worker, "train_step", train_step)
+
+
+# what happens
+
+
+def all_of_it(rank: Rank, form: Form, root: Path) -> list[str]:
+    """A profile; a training that rank 0 alone is asked to stop; and the rest of it."""
+    done = [profile(form, rank)]
+    stop = StopRequest()
+    if rank.rank == 0:
+        at_step(4, lambda _: setattr(stop, "received", SIGUSR2))
+    done.append(train(form, root, rank, stop))
+    stop.received = None
+    return [*done, train(form, root, rank)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_profile_a_stop_and_the_resumed_training(name: str, world_size: int, tmp_path: Path) -> None:
+    form, root = FORMS[name], prepared(tmp_path, world_size)
+    story = in_step(partial(all_of_it, form=form, root=root), world_size)
+    assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
+    seen = {event.event for event in RunDirectory(root).events()}
+    assert {"preempted", "resumed", "finished"} <= seen
+    assert ("drifted" in seen) == (form.training["method"] != "polo")
+
+
+def test_a_collective_in_the_forward_pass(tmp_path: Path) -> None:
+    """As many passes on every rank, in probes too: they are timed by clocks that differ."""
+    form, root = Form({"method": "lbt"}, {"model": f"{HERE}talking"}), prepared(tmp_path, 16)
+    story = in_step(partial(all_of_it, form=form, root=root), 16)
+    assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
+
+
+def overflows(rank: Rank, form: Form, root: Path) -> str:
+    """Gradients of the second rank are not finite at two steps."""
+
+    def spoil(worker: Worker) -> None:
+        for parameter in worker.parameters:
+            hook = parameter.register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[no-untyped-call]
+            hooks.append(hook)
+
+    def heal(_: Worker) -> None:
+        while hooks:
+            hooks.pop().remove()
+
+    hooks: list[Any] = []
+    if rank.rank == 1:
+        at_step(3, spoil)
+        at_step(5, heal)
+        at_step(STEPS + 3, spoil)
+        at_step(STEPS + 5, heal)
+    return train(form, root, rank)
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_an_overflow_on_one_rank(name: str, tmp_path: Path) -> None:
+    root = prepared(tmp_path, 16)
+    story = in_step(partial(overflows, form=LOW_PRECISION[name], root=root), 16)
+    assert story.results == ["finished"] * 3
+
+
+# memory runs out
+
+
+def no_memory(*_: object, **__: object) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def out_of_memory_at_step(rank: Rank, form: Form, root: Path) -> None:
+    if rank.rank == 1:
+        at_step(5, no_memory)
+    train(form, root, rank)
+
+
+def out_of_memory_in_profile(rank: Rank, form: Form, root: Path) -> None:
+    if rank.rank == 1:
+        at_step(4, no_memory)
+    profile(form, rank)
+
+
+@pytest.mark.parametrize("name", ["polo", "ags, passes by element", "divided states"])
+@pytest.mark.parametrize("work", [out_of_memory_at_step, out_of_memory_in_profile])
+def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name: str, tmp_path: Path) -> None:
+    """Its peers wait in the next collective until it is gone."""
+    story = in_step(partial(work, form=FORMS[name], root=prepared(tmp_path, 16)), 16)
+    first, second, last = (end.error for end in story.ends)
+    assert "out of memory" in second
+    assert PeerLostError.__name__ in first
+    assert PeerLostError.__name__ in last
+
+
+def probes_without_memory(rank: Rank, form: Form, root: Path) -> list[str]:
+    """The second rank has none for a second gradient, a buffer to reduce, or an evaluation."""
+    if rank.rank == 1:
+        stand_in(worker_module, "local_gradient", no_memory)
+        stand_in(drift_probe, "bare_all_reduce", no_memory)
+        stand_in(curvature_probe, "LocalHessian", no_memory)
+        stand_in(forward_probe, "map_tensors", no_memory)
+    return [profile(form, rank), train(form, root, rank)]
+
+
+@pytest.mark.parametrize("name", ["curvature", "ags, norms for free"])
+def test_a_rank_without_memory_for_a_probe_goes_on_with_its_peers(name: str, tmp_path: Path) -> None:
+    root = prepared(tmp_path, 16)
+    story = in_step(partial(probes_without_memory, form=FORMS[name], root=root), 16)
+    assert story.results == [["ok", "finished"]] * 3
+
+
+# what ends a training
+
+
+def diverges(rank: Rank, form: Form, root: Path) -> str:
+    if rank.rank == 1:
+        at_step(5, lambda worker: worker.model[1].weight.data.fill_(torch.nan))
+    return train(form, root, rank)
+
+
+@pytest.mark.parametrize("name", ["study", "tuned"])
+def test_where_a_loss_that_is_not_finite_is_a_result_all_ranks_come_to_it(name: str, tmp_path: Path) -> None:
+    story = in_step(partial(diverges, form=FORMS[name], root=prepared(tmp_path, 16)), 16)
+    assert story.results == ["finished"] * 3
+
+
+def cannot_save(rank: Rank, form: Form, root: Path) -> str:
+    def refuse(*_: object, **__: object) -> None:
+        raise CheckpointError("no space left on device")
+
+    if rank.rank == 0:
+        stand_in(CheckpointStore, "save", refuse)
+    return train(form, root, rank)
+
+
+@pytest.mark.parametrize("name", ["lbt", "polo", "divided states"])
+def test_a_checkpoint_that_rank_0_cannot_save_ends_all_ranks(name: str, tmp_path: Path) -> None:
+    story = in_step(partial(cannot_save, form=FORMS[name], root=prepared(tmp_path, 16)), 16)
+    for end in story.ends:
+        assert CheckpointError.__name__ in end.error
+
+
+# the means themselves
+
+
+def asks_once_more_where_time_flies(rank: Rank) -> None:
+    """What no rank may do: decide by its own clock."""
+    with process_group(CPU, rank.env):
+        started = time.perf_counter()
+        dist.all_reduce(torch.ones(3))
+        if rank.rank == 1 and time.perf_counter() > started:
+            dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(2))
+
+
+def test_one_collective_more_on_one_rank_is_found() -> None:
+    with pytest.raises(AssertionError, match="ranks differ after 1 equal collectives"):
+        in_step(asks_once_more_where_time_flies, 16)
+
+
+def reduces(rank: Rank) -> tuple[list[float], float, list[float]]:
+    """A sum and a maximum over all, and what the last rank says."""
+    with process_group(CPU, rank.env):
+        total, largest = torch.tensor([1.0, float(rank.rank)]), torch.tensor(float(rank.rank))
+        dist.all_reduce(total)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        word = torch.full((2,), float(rank.rank))
+        dist.broadcast(word, src=rank.world_size - 1)
+    return total.tolist(), float(largest), word.tolist()
+
+
+def test_collectives_are_carried_out_as_if_all_others_were_rank_1() -> None:
+    story = in_step(reduces, 16)
+    assert story.results == [([16.0, 14.0 + 15.0], 15.0, [15.0, 15.0])] * 3
+    assert [request.operation for request in story.requests] == [
+        "all_reduce", "all_reduce", "broadcast",
+    ]  # fmt: skip

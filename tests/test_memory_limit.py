@@ -1,0 +1,102 @@
+"""What a worker may use of a GPU: the smaller of what is typed and measured, less what is in use already."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
+from tula_hpc.analysis.memory_limit import describe_limit, memory_limit_bytes
+from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.search import propose
+from tula_hpc.config import GIB
+from tula_hpc.records import Measurement, Plan
+
+BYTES = st.integers(MIB, 200 * GIB)
+
+
+def of_device(row: Measurement, **seen: int) -> Measurement:
+    """The measurement with what a profile sees of the device."""
+    assert row.memory is not None
+    return row.model_copy(update={"memory": row.memory.model_copy(update=seen)})
+
+
+def plan_of(typed_gb: float | None = None, **seen: int) -> Plan:
+    rows = [of_device(row, **seen) for row in grid()]
+    return make_plan(sweep("time"), cluster(device="cuda", device_memory_gb=typed_gb), rows)
+
+
+def largest(plan: Plan) -> int:
+    return max(candidate.local_batch for candidate in plan.candidates if candidate.feasible)
+
+
+@given(typed=st.none() | BYTES, seen=st.lists(st.tuples(BYTES, st.integers(0, 3 * GIB)), min_size=1))
+def test_the_limit_exceeds_nothing_that_was_typed_or_measured(typed: int | None, seen: list[tuple[int, int]]) -> None:
+    on = cluster(device="cuda", device_memory_gb=None if typed is None else typed / GIB)
+    uses = [memory(32, total_bytes=total, other_bytes=other) for total, other in seen]
+    limit = memory_limit_bytes(on, uses)
+    assert limit is not None
+    bounds = [total for total, _ in seen] + ([] if typed is None else [typed])
+    most_outside = max(other for _, other in seen)
+    assert 0 < limit <= max(1, min(bounds) - most_outside)
+    more = [*uses, memory(32, total_bytes=min(bounds), other_bytes=most_outside + MIB)]
+    assert (memory_limit_bytes(on, more) or 0) <= limit
+
+
+@pytest.mark.parametrize("typed_gb", [None, 2.0])
+def test_without_a_measurement_of_the_device_the_cluster_file_alone_says_it(
+    typed_gb: float | None,
+) -> None:
+    on = cluster(device="cuda", device_memory_gb=typed_gb)
+    for uses in ([], [memory(32)]):
+        assert memory_limit_bytes(on, uses) == on.memory_limit_bytes
+        assert describe_limit(on, uses) == []
+    on_cpu = cluster(memory_gb=typed_gb)
+    assert memory_limit_bytes(on_cpu, [memory(32, total_bytes=MIB)]) == on_cpu.memory_limit_bytes
+
+
+def test_what_lies_outside_the_allocator_is_not_planned_with() -> None:
+    assert largest(plan_of(2.0)) == 256
+    room_for_128 = int((peak_bytes(128) + 8 * BYTES_PER_SAMPLE) / 0.9)
+    assert largest(plan_of(2.0, total_bytes=2 * GIB, other_bytes=2 * GIB - room_for_128)) == 128
+
+
+def test_a_measured_device_needs_no_typed_memory_and_outdoes_a_larger_one() -> None:
+    measured = [plan_of(typed, total_bytes=2 * GIB, other_bytes=200 * MIB) for typed in (None, 2.0, 64.0)]
+    assert {plan.memory_limit_bytes for plan in measured} == {2 * GIB - 200 * MIB}
+    assert len({largest(plan) for plan in measured}) == 1
+    assert any("2.0 GiB that a GPU has, less 200 MiB" in note for note in measured[0].notes)
+    typed = plan_of(1.5, total_bytes=2 * GIB, other_bytes=200 * MIB)
+    assert any("1.5 GiB of device_memory_gb" in note for note in typed.notes)
+
+
+def test_the_search_asks_for_what_it_would_with_that_limit_typed() -> None:
+    spec = sweep(mode="full", max_batch=4096, cluster_sizes=[1])
+    rows = [ok(1, batch) for batch in (32, 64, 128)]
+    seen = [of_device(row, total_bytes=2 * GIB, other_bytes=512 * MIB) for row in rows]
+    measured = propose(spec, cluster(device="cuda"), seen)
+    assert measured == propose(spec, cluster(device="cuda", device_memory_gb=1.5), rows)
+    assert len(measured) < len(propose(spec, cluster(device="cuda"), rows))
+
+
+@pytest.mark.parametrize("lack", [{"alloc_retries": 3}, {"ooms": 1}])
+def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[str, int]) -> None:
+    ran = [row for row in grid() if row.local_batch <= 256]
+    rows = [of_device(row, **(lack if row.local_batch == 256 else {})) for row in ran]
+    plan = make_plan(sweep("time"), cluster(device="cuda", device_memory_gb=64.0), rows)
+    assert largest(plan) == 128
+    reasons = {candidate.why for candidate in plan.candidates if candidate.local_batch == 512}
+    assert reasons == {"local batch 256 ran only after the allocator had freed memory"}
+    (warning,) = [text for text in plan.warnings if "freed what it kept" in text]
+    assert "N=1 b=256" in warning
+    assert not any("bound is kept" in text for text in plan.warnings)
+    wanted = propose(sweep(mode="full", max_batch=8192), cluster(device="cuda"), rows)
+    assert all(configuration.local_batch < 256 for configuration in wanted)
+
+
+def test_of_repeats_those_that_know_the_device_count() -> None:
+    """Others were measured by an earlier version."""
+    rows = [*grid(), *(of_device(row, total_bytes=2 * GIB, other_bytes=200 * MIB) for row in grid())]
+    plan = make_plan(sweep("time"), cluster(device="cuda"), rows)
+    assert plan.memory_limit_bytes == 2 * GIB - 200 * MIB

@@ -1,0 +1,205 @@
+"""What Slurm's commands print, as recorded on 22.05.8, and as later ones print it by their documentation and source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from submitit.core.utils import FailedSubmissionError
+
+from tula_hpc import slurm
+from tula_hpc.accounting import accounted_runs
+from tula_hpc.errors import Failure, LaunchError
+from tula_hpc.job_ends import classify
+from tula_hpc.sbatch import PatientExecutor
+from tula_hpc.slurm import JobState, Leaving
+from tula_hpc.waiting import explain, waits
+
+# of a job that a preemption cancelled (22.05.8); the name and the folder hold blanks
+PREEMPTED = (
+    "JobId=59547533 JobName=my job UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
+    "Account=root QOS=normal JobState=PREEMPTED Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
+    "Reboot=0 ExitCode=0:15 RunTime=00:00:03 TimeLimit=365-00:00:00 TimeMin=N/A SubmitTime=2026-11-23T23:08:48 "
+    "PreemptEligibleTime=2026-11-23T23:08:49 PreemptTime=2026-11-23T23:08:52 SuspendTime=None SecsPreSuspend=0 "
+    "AllocNode:Sid=ttc-head:4187 ReqNodeList=ttc-node1 ExcNodeList=(null) NodeList=ttc-node1 "
+    "NtasksPerN:B:S:C=0:0:*:* CoreSpec=* OverSubscribe=NO Command=/home/a b/job 1.sh WorkDir=/home/a b Power= \n"
+)
+CANCELLED = PREEMPTED.replace("JobState=PREEMPTED", "JobState=CANCELLED").replace(
+    "PreemptTime=2026-11-23T23:08:52", "PreemptTime=None"
+)
+# while one that a preemption requeues is being killed
+REQUEUED = CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Restarts=0", "Restarts=1")
+STATES_NOT_OVER = (
+    *("COMPLETING", "CONFIGURING", "EXPEDITING", "LAUNCH_FAILED", "PENDING", "POWER_UP_NODE", "RECONFIG_FAIL"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "REVOKED", "RUNNING", "SIGNALING"),
+    *("SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "UPDATE_DB", "SOMETHING_NEW", "?"),
+)
+
+Answers = Mapping[str, str | None]  # by command; None: it fails
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answers], None]:
+    """Have Slurm's commands print this."""
+
+    def prepare(answers: Answers) -> None:
+        def run(arguments: Sequence[str], _timeout_s: float = 60.0) -> str:
+            printed = answers[arguments[0]]
+            if printed is None:
+                raise LaunchError(f"{arguments[0]} failed: no such thing")
+            return printed
+
+        monkeypatch.setattr(slurm, "run_command", run)
+        monkeypatch.setattr("tula_hpc.accounting.run_command", run)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("printed", "job_id"),
+    [
+        ("Submitted batch job 59547533\n", "59547533"),
+        ("Submitted batch job 59547533 on cluster alpha\n", "59547533"),
+        ("59547533\n", "59547533"),
+        ("59547533;alpha\n", "59547533"),
+        ("Project x has 12 GPU hours left.\n--> Checking job 3 of 5... OK\nSubmitted batch job 71\n12\n", "71"),
+    ],
+)
+def test_the_id_is_that_which_sbatch_says(printed: str, job_id: str) -> None:
+    assert PatientExecutor._get_job_id_from_submission_command(printed) == job_id
+    assert PatientExecutor._get_job_id_from_submission_command(printed.encode()) == job_id
+
+
+def test_words_around_no_id_are_none() -> None:
+    with pytest.raises(FailedSubmissionError, match="does not say which job it submitted: your job 12 is checked"):
+        PatientExecutor._get_job_id_from_submission_command("your job 12 is checked\n")
+
+
+@pytest.mark.parametrize("state", STATES_NOT_OVER)
+def test_a_state_that_is_no_end_is_none_whatever_it_is(state: str, answer: Callable[[Answers], None]) -> None:
+    answer({"squeue": f"12|{state}|None\n"})
+    (found,) = slurm.queue(["12"]).values()
+    assert not found.is_over
+
+
+def test_every_end_is_one() -> None:
+    ends = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"]
+    ends += ["PREEMPTED", "TIMEOUT"]
+    assert all(JobState(state, "").is_over for state in ends)
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        ("12|PENDING|(Resources)", "enough nodes have to become free"),
+        (
+            "12|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "nodes that it needs are down, drained or kept for other jobs",
+        ),
+        (
+            "12|PENDING|(ReqNodeNotAvail, UnavailableNodes:n[1-3,7])",
+            "nodes that it needs are down, drained or reserved, for example for maintenance",
+        ),
+        ("12|PENDING|(launch failed requeued held)", "held; `scontrol release JOB` lets it go"),
+        ("12|PENDING|job requeued in held state", "held; `scontrol release JOB` lets it go"),
+        ("12|REQUEUE_HOLD|a|b", "held after a requeue; `scontrol release JOB` lets it go"),
+        ("12|LAUNCH_FAILED|None", "its nodes could not start it"),
+    ],
+)
+def test_a_reason_may_hold_blanks_brackets_and_bars(
+    printed: str, reason: str, answer: Callable[[Answers], None]
+) -> None:
+    answer({"squeue": f"{printed}\n"})
+    (found,) = slurm.queue(["12"]).values()
+    assert waits(found)
+    assert explain(found).words == reason
+
+
+def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) -> None:
+    """As squeue does without -r."""
+    answer({"squeue": "12_[4-6,9%2]|PENDING|JobArrayTaskLimit\n12_3|RUNNING|None\n13_[0]|PENDING|Priority\n"})
+    wanted = [*(f"12_{index}" for index in range(10)), "13_0"]
+    assert sorted(slurm.queue(wanted)) == ["12_3", "12_4", "12_5", "12_6", "12_9", "13_0"]
+
+
+def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[[Answers], None]) -> None:
+    answer({"squeue": "", "sacct": "9_[0-3%1]\n9_4\n12\n12+0\n12+1\n"})
+    assert slurm.named("x") == ["9", "12"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "failure"),
+    [
+        ("12|CANCELLED by 1000|0:0\n12.batch|CANCELLED|0:15\n12.0|CANCELLED|0:9\n", Failure.CANCELLED),
+        ("12|PREEMPTED|0:0\n12.batch|CANCELLED|0:15\n12.0|CANCELLED|0:9\n", Failure.PREEMPTED),
+        ("12|OUT_OF_MEMORY|0:125\n12.batch|OUT_OF_MEMORY|0:125\n", Failure.HOST_OOM),
+        ("12|NODE_FAIL|1:0\n12.batch|CANCELLED by 0|\n12.extern|COMPLETED|0:0\n", Failure.NODE_FAILED),
+        ("12|FAILED|1:0\n12.batch|FAILED|1:0\n12.0|FAILED|0:9\n", Failure.KILLED),
+        ("12|TIMEOUT|0:0\n12.0|CANCELLED|0:15\n", Failure.TIMED_OUT),
+        ("12|DEADLINE|0:0\n", Failure.TIMED_OUT),
+    ],
+)
+def test_ends_are_read_from_accounting(rows: str, failure: Failure, answer: Callable[[Answers], None]) -> None:
+    answer({"sacct": rows})
+    assert classify(slurm.steps(["12"])["12"], "") is failure
+
+
+@pytest.mark.parametrize("sacct", ["", "12|RUNNING|0:0\n12.batch|CANCELLED|0:15\n", None])
+def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
+    sacct: str | None, answer: Callable[[Answers], None]
+) -> None:
+    answer({"sacct": sacct, "scontrol": PREEMPTED})
+    assert classify(slurm.steps(["12"])["12"], "") is Failure.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("printed", "leaving"),
+    [
+        (PREEMPTED, Leaving.PREEMPTED),
+        (PREEMPTED.replace("JobState=PREEMPTED", "JobState=COMPLETING"), Leaving.PREEMPTED),
+        (PREEMPTED.replace("JobState=PREEMPTED", "JobState=RUNNING"), None),  # in its grace time
+        (CANCELLED, Leaving.CANCELLED),
+        (REQUEUED, Leaving.PREEMPTED),
+        (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING"), Leaving.CANCELLED),
+        (CANCELLED.replace("JobState=CANCELLED", "JobState=RUNNING"), None),
+        (CANCELLED.replace("my job", "my JobState=RUNNING job"), Leaving.CANCELLED),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_job_that_is_preempted_or_requeued_is_told_from_one_that_is_cancelled(
+    printed: str | None, leaving: Leaving | None, answer: Callable[[Answers], None]
+) -> None:
+    answer({"scontrol": printed})
+    assert slurm.leaving("12") is leaving
+
+
+def test_restarts_before_this_one_are_no_sign_of_another(
+    answer: Callable[[Answers], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    answer({"scontrol": REQUEUED})
+    assert slurm.leaving("12") is Leaving.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("printed", "largest"),
+    [
+        ("MaxArraySize            = 4001\nMaxBatchRequeue         = 5\n", 4001),
+        ("Slurm is UP\n", slurm.DEFAULT_LARGEST_ARRAY),
+        (None, slurm.DEFAULT_LARGEST_ARRAY),
+    ],
+)
+def test_the_largest_array_is_read_or_slurms_own(
+    printed: str | None, largest: int, answer: Callable[[Answers], None]
+) -> None:
+    answer({"scontrol": printed})
+    assert slurm.largest_array() == largest
+
+
+def test_runs_are_read_from_accounting(answer: Callable[[Answers], None]) -> None:
+    answer({"sacct": "12|x-a|PREEMPTED|3|2\n12|x-a|CANCELLED by 1000|70|2\n12_[1-3]|x-a|PENDING|0|2\n13|y|FAILED||1\n"})
+    runs = accounted_runs({"12", "13"}, name_prefix="x", since=0.0, timeout_s=5)
+    assert [(run.state, run.node_seconds) for run in runs["12"]] == [("PREEMPTED", 6.0), ("CANCELLED", 140.0)]
+    assert runs.keys() == {"12"}

@@ -1,0 +1,154 @@
+"""A stop that comes in the midst of an evaluation: saved before it, and the resumed training begins with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tula_hpc import stopping
+from tula_hpc import trainer as trainer_module
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.jobs import TrainJob
+from tula_hpc.records import Configuration, RunDirectory, TrainResult
+from tula_hpc.stopping import Agreed, EvaluationStopped, StopRequest, Wish, until_stopped
+from tula_hpc.trainer import run_training
+from tula_hpc.worker import Worker
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
+BATCHES = 6  # of the test set, 359 samples
+
+
+def sweep(training: dict[str, object], study: dict[str, object] | None = None) -> SweepSpec:
+    workload = {
+        "model": "tests.examples.own_workload:perceptron",
+        "dataset": "digits",
+        "samples": 320,
+        "loader_workers": 0,
+        "epochs": 2,
+    }
+    tables = {"workload": workload, "training": {"log_interval_steps": 2, "small_batch": 16, **training}}
+    return SweepSpec.model_validate({"name": "x", **tables} | ({"study": study} if study else {}))
+
+
+PLAIN = sweep({"method": "ags"})
+STUDY = sweep({"method": "lbt"}, {"methods": ["lbt"], "batches": [64]})
+TUNED = sweep({"tune_small_batch": [8, 32], "tune_every_epochs": 1, "tune_holdout": 0.4})
+
+
+@pytest.fixture(autouse=True)
+def as_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
+    monkeypatch.setattr(stopping, "FIRST_CHECKS", 1000)  # look between all batches, however short they are
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def train(run: RunDirectory, spec: SweepSpec) -> str:
+    return run_training(TrainJob(spec, ClusterSpec(), CONFIGURATION, run.root), StopRequest().install())
+
+
+def prepared(folder: Path) -> RunDirectory:
+    run = RunDirectory(folder).create()
+    run.train().root.mkdir()
+    return run
+
+
+def counted(patch: pytest.MonkeyPatch, strike_at: int) -> list[int]:
+    """The batches that are evaluated, by number, in the end; in the midst of one of them USR2 comes."""
+    seen: list[int] = []
+
+    def striking(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluated(*arguments: Any) -> Any:
+            seen.append(len(seen))
+            if len(seen) == strike_at:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            return evaluate(*arguments)
+
+        return evaluated
+
+    for name in ("score", "losses"):
+        patch.setattr(Worker, name, striking(getattr(Worker, name)))
+    return seen
+
+
+def lines(run: RunDirectory) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, without times."""
+    path = run.train().metrics_file
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in row.items() if not key.endswith("time_s")} for row in rows]
+
+
+def end(run: RunDirectory) -> tuple[TrainResult, dict[str, Any]]:
+    loaded = CheckpointStore(run.train().checkpoints).load_latest()
+    assert loaded is not None
+    result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
+    same = {"train_time_s": 0.0, "wall_time_s": 0.0, "tuning": None}
+    return result.model_copy(update=same), loaded.state
+
+
+@pytest.mark.parametrize(
+    ("spec", "strike_at"),
+    [
+        pytest.param(PLAIN, 2, id="of the first epoch"),
+        pytest.param(PLAIN, BATCHES + 2, id="of the last epoch"),
+        pytest.param(STUDY, 2 * BATCHES + 2, id="of training samples, in a study"),
+        pytest.param(TUNED, 1, id="of held-out samples, before the first step"),
+        pytest.param(TUNED, 2 + BATCHES + 1, id="of held-out samples, at a round's end"),
+    ],
+)
+def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path, spec: SweepSpec, strike_at: int) -> None:
+    whole, cut = prepared(tmp_path / "whole"), prepared(tmp_path / "cut")
+    assert train(whole, spec) == "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        seen = counted(patch, strike_at)
+        with pytest.raises(SystemExit):
+            train(cut, spec)
+    assert len(seen) == strike_at, "the evaluation went on"
+    assert lines(cut) == lines(whole)[: len(lines(cut))]
+    assert train(cut, spec) == "finished"
+    assert lines(cut) == lines(whole)
+    (result, state), (expected, expected_state) = end(cut), end(whole)
+    assert result == expected.model_copy(update={"restarts": 1})
+    assert state["progress"]["interruptions"] == 0
+    assert all(torch.equal(state["model"][name], value) for name, value in expected_state["model"].items())
+
+
+class Peer:
+    """A worker with a peer that stops at a look."""
+
+    def __init__(self, stops_at: int) -> None:
+        self.looks, self.stops_at = 0, stops_at
+
+    def agree(self, *values: float) -> list[float]:
+        self.looks += 1
+        return [float(self.looks == self.stops_at), *values[1:]]
+
+    def synchronize_device(self) -> None:
+        pass
+
+
+def test_all_workers_look_as_often_though_one_has_fewer_batches() -> None:
+    for batches in (3, 4):
+        peer = Peer(stops_at=0)
+        looked = until_stopped(range(batches), 4, Agreed(peer, StopRequest(), lambda: Wish.NOTHING))
+        assert list(looked) == list(range(batches))
+        assert peer.looks == 4
+
+
+def test_a_worker_without_a_batch_left_stops_with_its_peers() -> None:
+    looked = until_stopped(range(3), 4, Agreed(Peer(stops_at=4), StopRequest(), lambda: Wish.NOTHING))
+    assert [next(looked) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(EvaluationStopped):
+        next(looked)

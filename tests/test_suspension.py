@@ -1,0 +1,52 @@
+"""Processes that were stopped for a while, as those of a suspended job: what was timed meanwhile says nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_worker import ALONE, CONFIGURATION, sweep
+from tula_hpc.config import ClusterSpec
+from tula_hpc.profiler import MemoryMeter, NodePower, SharedTimes, StepProfile, measure
+from tula_hpc.stopping import Suspensions
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCONT)
+    yield
+    signal.signal(signal.SIGCONT, before)
+
+
+def test_a_suspension_is_told_once() -> None:
+    suspensions = Suspensions().install()
+    assert not suspensions.take()
+    os.kill(os.getpid(), signal.SIGCONT)
+    assert suspensions.take()
+    assert not suspensions.take()
+
+
+def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: a mean of few rounds believes what a suspended one took."""
+    run = StepProfile.run
+    profiles: list[StepProfile] = []
+    known: list[set[tuple[int, int]]] = []
+
+    def suspended_at_first(self: StepProfile, memory: MemoryMeter, power: NodePower) -> None:
+        known.append(set(self.shared.computed))
+        run(self, memory, power)
+        if not profiles:
+            os.kill(os.getpid(), signal.SIGCONT)
+        profiles.append(self)
+
+    monkeypatch.setattr(StepProfile, "run", suspended_at_first)
+    shared = SharedTimes.none()
+    measured = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared, job_began_at=1.0)
+    assert len(profiles) == 2
+    assert known == [set(), set()]  # of the first nothing is kept
+    assert measured.samples["step"] == [round(seconds, 7) for seconds in profiles[1].samples["step"]]
+    assert measured.start_s == 0.0  # nor can a start be had again
+    assert shared.computed

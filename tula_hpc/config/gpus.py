@@ -1,0 +1,153 @@
+"""Whether a job on Slurm gives each of a node's workers a GPU of its own, and whether they see each other's.
+
+Every worker is a task of one job step and uses one GPU: that of its local rank where it sees all of its node's GPUs,
+the only one where Slurm shows it no other (`worker.pick_device`). Where a job asks for too few, all tasks see the same
+one, and nothing in the job can tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from tula_hpc.config.mistakes import shown
+from tula_hpc.tres import requested_gres
+
+if TYPE_CHECKING:
+    from tula_hpc.config.cluster import ClusterSpec
+
+_TASK_GPUS = re.compile(r"gres[/:]gpu(?::[^:=,]+)?[:=](\d+)")  # in tres-per-task, since Slurm 23.11
+_BINDING = re.compile(r"(?:v(?:erbose)?,)?(\w+)(?::(.*))?")
+
+
+class _Option(NamedTuple):
+    """An option that asks for GPUs: its key in the cluster file, and its value."""
+
+    key: str
+    value: str
+
+
+def check_gpus(cluster: ClusterSpec) -> None:
+    """Refuse a cluster file whose jobs do not give every worker of a node a GPU of its own.
+
+    Raises:
+        ValueError: With the key, for a user.
+    """
+    options, workers = _options(cluster), cluster.workers_per_node
+    each = f"each of {workers} workers_per_node needs a GPU of its own" if workers > 1 else "a worker needs a GPU"
+    _check_shares(options, workers)
+    counts = list(_gpus_of_node(options, cluster))
+    if not counts and "gres" not in options:
+        alone = ", also with exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
+        raise ValueError(f'gres: device = "cuda" on Slurm needs gres = "gpu:{workers}"{alone}')
+    for option, count in counts:
+        if count < workers:
+            raise ValueError(f"{option.key}: {each}, but {shown(option.value)} asks for {count} a node")
+
+
+def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Yield each key that hides the GPUs of a node's other workers from a worker, with the reason not to."""
+    for part in cluster.parts():
+        if part.device != "cuda" or part.executor != "slurm" or part.workers_per_node == 1:
+            continue
+        options = _options(part)
+        hiding = [option for option, _ in _gpus_of_task(options)]
+        binding = options.get("gpu-bind")
+        if binding is not None and _binding(binding.value)[0] != "none":
+            hiding.append(binding)
+        for option in hiding:
+            yield (
+                option.key,
+                f"where the site confines tasks to their devices, each worker sees its own GPU alone, and NCCL copies "
+                f'through host memory instead of from GPU to GPU; gres = "gpu:{part.workers_per_node}" in its place '
+                f"shows all of a node's GPUs to its workers, and each takes that of its local rank",
+            )
+
+
+def _options(cluster: ClusterSpec) -> dict[str, _Option]:
+    """What says which GPUs a worker sees, by sbatch's names; srun's own options come last, as the step's."""
+    found = {"gres": _Option("gres", cluster.gres)} if cluster.gres is not None else {}
+    for key, value in cluster.sbatch.items():
+        if value is not False:
+            found[key.replace("_", "-")] = _Option(f"sbatch.{key}", str(value))
+    for word in cluster.srun_args:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name in ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpu-bind", "tres-per-task"):
+            found[name] = _Option("srun_args", value)
+    return found
+
+
+def _gpus_of_node(options: Mapping[str, _Option], cluster: ClusterSpec) -> Iterator[tuple[_Option, int]]:
+    """Yield every option that asks for GPUs, with the number that it gives a node.
+
+    Options for GPUs take the place of the GPUs in gres. A gres that names no GPU says nothing: a site may have given
+    its GPUs another name.
+
+    Raises:
+        ValueError: The number depends on how many nodes a job has, or on what Slurm alone knows.
+    """
+    workers = cluster.workers_per_node
+    if "gpus-per-node" in options:
+        yield options["gpus-per-node"], _count(options["gpus-per-node"].value)
+    yield from ((option, workers * count) for option, count in _gpus_of_task(options))
+    if "gpus-per-socket" in options:
+        yield options["gpus-per-socket"], _of_sockets(options)
+    if "gpus" in options:
+        if cluster.max_nodes > 1:
+            key = options["gpus"].key
+            instead = f"expected gpus-per-node = {workers}"
+            raise ValueError(f"{key}: {instead}: jobs have 1 to {cluster.max_nodes} nodes, and gpus is a job's sum")
+        yield options["gpus"], _count(options["gpus"].value)
+    others = any(name.startswith("gpus") or name == "tres-per-task" for name in options)
+    if "gres" in options and not others:
+        named = [count for name, _, count in requested_gres(options["gres"].value) if name == "gpu"]
+        if named:
+            yield options["gres"], int(sum(named))
+
+
+def _gpus_of_task(options: Mapping[str, _Option]) -> Iterator[tuple[_Option, int]]:
+    if "gpus-per-task" in options:
+        yield options["gpus-per-task"], _count(options["gpus-per-task"].value)
+    if "tres-per-task" in options and (found := _TASK_GPUS.search(options["tres-per-task"].value)):
+        yield options["tres-per-task"], int(found[1])
+
+
+def _of_sockets(options: Mapping[str, _Option]) -> int:
+    if "sockets-per-node" not in options:
+        raise ValueError(
+            f"{options['gpus-per-socket'].key}: Slurm wants sockets-per-node with it; expected gpus-per-node"
+        )
+    return _count(options["gpus-per-socket"].value) * _count(options["sockets-per-node"].value)
+
+
+def _count(value: str) -> int:
+    """Return the sum of Slurm's `[type:]count,…`."""
+    items = requested_gres(",".join(f"gpu:{item}" for item in value.split(",")))
+    return int(sum(count for _, _, count in items))
+
+
+def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
+    """Refuse what gives a worker another number of GPUs than one; with several a worker cannot tell which is its own.
+
+    Raises:
+        ValueError: With the key.
+    """
+    if workers == 1:
+        return
+    for option, count in _gpus_of_task(options):
+        if count != 1:
+            raise ValueError(f"{option.key}: expected 1 GPU, since each worker uses one, got {shown(option.value)}")
+    binding = options.get("gpu-bind")
+    if binding is None:
+        return
+    kind, argument = _binding(binding.value)
+    if kind in ("single", "per_task") and argument not in ("", "1"):
+        got = f"got {shown(binding.value)}"
+        raise ValueError(f'{binding.key}: expected "{kind}:1", one GPU for each worker and one worker for each, {got}')
+
+
+def _binding(value: str) -> tuple[str, str]:
+    """Return kind and argument of --gpu-bind, as in `verbose,single:1`."""
+    found = _BINDING.fullmatch(value)
+    return (found[1], found[2] or "") if found else (value, "")
