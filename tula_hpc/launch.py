@@ -463,6 +463,8 @@ class Launcher:
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
         cluster = self.cluster
         optional = {key: getattr(cluster, key) for key in ("partition", "account", "qos", "gres", "constraint")}
+        # a preempted job is lost without it where the site's default is JobRequeue=0
+        requeue = {"requeue": True} if cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}) else {}
         return {
             "name": f"{self.name}-{stage}",
             "nodes": nodes,
@@ -477,7 +479,7 @@ class Launcher:
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
             "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', *self.setup_lines()],
-            "slurm_additional_parameters": _without_false({"requeue": True, **cluster.sbatch, **self._exclude(stage)}),
+            "slurm_additional_parameters": _without_false({**requeue, **cluster.sbatch, **self._exclude(stage)}),
         }
 
     def _exclude(self, stage: str) -> dict[str, str]:

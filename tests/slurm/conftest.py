@@ -72,7 +72,8 @@ def stories(
     request: pytest.FixtureRequest, slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Stories:
     """Trainings that met faults: those that the chosen tests look at, all told at the same time."""
-    chosen = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    here = (item for item in request.session.items if item.path.parent == Path(__file__).parent)
+    chosen = (item.callspec.params for item in here if hasattr(item, "callspec"))
     names = {params["told"] for params in chosen if "told" in params}
     folder = tmp_path_factory.mktemp("stories")
     stories = Stories(slurm_cluster, folder, names)
