@@ -112,6 +112,30 @@ def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_pat
     assert end.failure is Failure.KILLED
 
 
+def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path: Path) -> None:
+    """It is run as it is printed, for a folder of which each character means something to a shell or a pattern."""
+    odd = tmp_path / "a.b*[c](d)+? {2} $HOME^|'\"; é"
+    odd.mkdir()
+    local = launcher(odd)
+    (job,) = local.submit([sleeper()], stage="train", nodes=1, minutes=1)
+    (other,) = launcher(tmp_path).submit([sleeper()], stage="train", nodes=1, minutes=1)
+    reader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{job.folder}/0_log.out"])
+    deadline = time.monotonic() + 20
+    while min(len(processes_of(job)), len(processes_of(other))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        subprocess.run(["bash", "-c", local.cancel_command([job])], check=True)
+        (end,) = local.wait([job])
+        assert end.failure is Failure.KILLED
+        assert local.active([other])
+        assert reader.poll() is None
+    finally:
+        reader.kill()
+        reader.wait()
+        local.cancel([other])
+    assert not local.active([job])
+
+
 def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit", str(tmp_path / "other")])
     try:

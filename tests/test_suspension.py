@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
-from tula_hpc.profiler import MemoryMeter, NodePower, SharedTimes, StepProfile, measure
+from tula_hpc.profiler import MOST_ATTEMPTS, MemoryMeter, NodePower, SharedTimes, StepProfile, measure
 from tula_hpc.stopping import Suspensions
 
 
@@ -50,3 +50,21 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
     assert measured.samples["step"] == [round(seconds, 7) for seconds in profiles[1].samples["step"]]
     assert measured.start_s == 0.0  # nor can a start be had again
     assert shared.computed
+
+
+def test_a_job_that_is_suspended_every_time_is_measured_so_often_and_not_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under gang scheduling, which stops jobs in turns."""
+    run = StepProfile.run
+    profiles: list[StepProfile] = []
+
+    def suspended_always(self: StepProfile, memory: MemoryMeter, power: NodePower) -> None:
+        run(self, memory, power)
+        os.kill(os.getpid(), signal.SIGCONT)
+        profiles.append(self)
+
+    monkeypatch.setattr(StepProfile, "run", suspended_always)
+    assert measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE).samples["step"]
+    assert len(profiles) == MOST_ATTEMPTS
+    assert f"taken as it is after {MOST_ATTEMPTS} attempts" in capsys.readouterr().err

@@ -379,7 +379,7 @@ class Launcher:
         """What a user types to cancel these jobs. Locally KILL: on TERM a training saves and is started again."""
         if self.cluster.executor == "slurm":
             return "scancel " + " ".join(job.job_id for job in jobs)
-        return "; ".join(f"pkill -KILL -f {shlex.quote(str(job.folder))}" for job in jobs)
+        return "; ".join(dict.fromkeys(shlex.join(_kill(job)) for job in jobs))
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
         """Cancel these jobs, as a user would; those that are over do not matter.
@@ -392,7 +392,7 @@ class Launcher:
             return
         for job in jobs:
             with contextlib.suppress(FileNotFoundError):
-                subprocess.run(["pkill", "-KILL", "-f", str(job.folder)], check=False)
+                subprocess.run(_kill(job), check=False)
 
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         rows = self._steps(jobs)
@@ -538,6 +538,14 @@ def _accepted(path: Path, notice: Notice, known: Collection[str]) -> list[str]:
     if len(ids) > 1:
         slurm.cancel(ids[1:])
     return slurm.task_ids(ids[0], len(notice.tasks)) if ids else []
+
+
+def _kill(job: Submitted) -> list[str]:
+    """Return the command that kills a local submission's processes, each of which ends with the folder as an argument.
+
+    The folder's name alone is unique, and nothing in it means anything to a regular expression, as its path may.
+    """
+    return ["pkill", "-KILL", "-f", f"/{job.folder.name}( |$)"]
 
 
 def _without_false(options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:

@@ -50,6 +50,8 @@ from tula_hpc.timing import (
 from tula_hpc.worker import Worker, backend_of, describe_versions
 from tula_hpc.workloads.optimizers import own_states, shards
 
+# A partition that suspends its jobs in turns would have them measured for ever.
+MOST_ATTEMPTS = 3
 # After what lay ready in the loader is gone, it may take so long until it delivers as it always will.
 SETTLING_S = 1.0
 BUCKET_BYTES = 25 * 1024**2  # DDP's default bucket: the bare all-reduce sends what DDP sends
@@ -106,7 +108,7 @@ def measure(
         job_began_at: Unix time, for the first configuration of a job: how long a start takes is measured too.
     """
     suspensions = Suspensions().install()
-    while True:
+    for left in reversed(range(MOST_ATTEMPTS)):
         known = SharedTimes.none() if shared is None else shared.copy()
         measured, suspended = _measure(
             sweep, cluster, configuration, env, known, job_began_at=job_began_at, suspensions=suspensions
@@ -114,7 +116,8 @@ def measure(
         if not suspended:
             break
         if env.rank == 0:
-            sys.stderr.write(f"{configuration}: the job was suspended meanwhile; measuring again\n")
+            todo = "measuring again" if left else f"taken as it is after {MOST_ATTEMPTS} attempts"
+            sys.stderr.write(f"{configuration}: the job was suspended meanwhile; {todo}\n")
         job_began_at = None
     if shared is not None:
         shared.update(known)
