@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
 from tula_hpc.catalog import DATASETS
@@ -207,11 +209,30 @@ def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account()
     assert open_ == ["partition", "account", "constraint", "NCCL_SOCKET_IFNAME"]
 
 
+def test_whatever_is_installed_is_pinned_with_its_hashes() -> None:
+    """What the project names, tests and builds with; what those need in turn pip itself refuses without a hash."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]["dev"]
+    asked = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"]]
+    locked = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    pinned = {}
+    for line in locked.splitlines():
+        requirement, *hashes = line.split(" --hash=sha256:")
+        name, _, version = requirement.partition(";")[0].strip().partition("==")
+        pinned[canonicalize_name(name)] = version
+        assert version, line
+        assert hashes, line
+        assert all(re.fullmatch(r"[0-9a-f]{64} *", each) for each in hashes), line
+    for each in map(Requirement, asked):
+        assert pinned[canonicalize_name(each.name)] in each.specifier, each
+    assert "--require-hashes --requirement constraints.txt" in (ROOT / "Makefile").read_text()
+
+
 def test_the_pinned_torch_has_kernels_for_a_v100() -> None:
     """What the wheel was built for needs no GPU to be read."""
     import torch
 
-    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     installed = torch.__version__.partition("+")[0]
     if installed != pinned[1]:

@@ -25,7 +25,7 @@ from tests.study_factory import SWEEP, make_study
 from tula_hpc import run_facts, slurm, status
 from tula_hpc.analysis.formatting import format_duration
 from tula_hpc.analysis.node_price import describe_price, node_hour_price
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.holder import holder_of
 from tula_hpc.job_logs import read_logs
@@ -889,18 +889,31 @@ def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: Fake
     run = new_run(tmp_path / "run")
     now = time.time()
     submit(run, "7")
-    for note, at in (("began", now - 3600), ("ready", now - 3000)):
-        fields = {"note": note, "time": at, "job_id": "7", "allocated_nodes": 4, "began_at": now - 3600}
+    for note, at in (("began", now - 900), ("ready", now - 750)):
+        fields = {"note": note, "time": at, "job_id": "7", "allocated_nodes": 4, "began_at": now - 900}
         append_record(run.profile / "a.notes", JobNote.model_validate(fields))
     cluster.jobs = {"7": ("RUNNING", "None")}
     running = status.status_of(run.root).cost.profile
     assert running is not None
     assert running.source == "notes"
-    assert running.node_hours == pytest.approx(4.0, rel=0.02)
+    assert running.node_hours == pytest.approx(1.0, rel=0.02)
     cluster.jobs, cluster.accounted = {}, None
     over = status.status_of(run.root).cost.profile
     assert over is not None
-    assert over.node_hours == pytest.approx(4 * 600 / 3600, rel=0.02), "until its last word"
+    assert over.node_hours == pytest.approx(4 * 150 / 3600, rel=0.02), "until its last word"
+
+
+def test_a_clock_that_was_set_makes_no_job_longer_than_its_limit(tmp_path: Path) -> None:
+    """The command and its job are two processes, whose first looks at the clock may be years apart."""
+    run = new_run(tmp_path / "run", executor="local")
+    submit(run, "7", "train", nodes=2)
+    years_later = {"time": time.time() + 1e8, "event": "finished", "stage": "train", "job_id": "7"}
+    append_record(run.events_file, Event.model_validate(years_later))
+    cost = status.status_of(run.root).cost
+    assert cost.train is not None
+    cluster = load_cluster(run.cluster_file)
+    assert cost.train.node_hours == pytest.approx(2 * cluster.train_minutes / 60)
+    assert cost.cost == pytest.approx(cost.train.node_hours * cluster.pricing.usd_per_node_hour)
 
 
 def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, cluster: FakeSlurm) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from tula_hpc.clock import unix_time
 from tula_hpc.env import WorkerEnvironment, job_started_at
 from tula_hpc.errors import StageError
 from tula_hpc.jobs import ProfileJob
@@ -32,7 +32,7 @@ class Agenda:
         self, job: ProfileJob, env: WorkerEnvironment, ask: Callable[[ProfileJob], list[Configuration]] = ask_search
     ) -> None:
         self.job, self.env, self._ask = job, env, ask
-        self._began_at, self._here_since = job_started_at(), time.time()
+        self._began_at, self._here_since = job_started_at(), unix_time()
         self._todo = deque(job.configurations)
         self._startup_s: float | None = None  # known when all workers have met
         if env.rank == 0:
@@ -41,7 +41,7 @@ class Agenda:
     def next(self) -> Configuration | None:
         """The next configuration, noted; None when the job is to end."""
         if self._startup_s is None:
-            self._startup_s = time.time() - self._began_at
+            self._startup_s = unix_time() - self._began_at
             self._note("ready")
         recorded = self.job.recorded()
         longest_s = max((m.elapsed_s for m in recorded if m.finished_at >= self._here_since), default=None)
@@ -87,7 +87,7 @@ class Agenda:
         """Until the job is warned of its time limit."""
         cluster = self.job.cluster
         warning_s = cluster.signal_delay_s if cluster.executor == "slurm" else 0
-        return self._began_at + 60 * cluster.profile_minutes - warning_s - time.time()
+        return self._began_at + 60 * cluster.profile_minutes - warning_s - unix_time()
 
     def _note(
         self,
@@ -97,7 +97,7 @@ class Agenda:
     ) -> None:
         record = JobNote(
             note=note,
-            time=time.time(),
+            time=unix_time(),
             job_id=self.env.job_id,
             allocated_nodes=self.job.nodes,
             submitted_at=self.job.submitted_at,

@@ -7,7 +7,6 @@ import contextlib
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,8 @@ from tula_hpc.changed_inputs import (
     only_prices,
     shown_line,
 )
+from tula_hpc.clock import unix_time
+from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, in_words
 
@@ -63,6 +64,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
 
 def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
+    begin_process()
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # a killed login session ends like Ctrl-C: nothing is lost
@@ -158,7 +160,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
             _take_over(run, path, inputs)
         else:
             write_atomically(path, freeze(inputs))
-    return Sweep(spec, cluster, run, started_at=time.time())
+    return Sweep(spec, cluster, run, started_at=unix_time())
 
 
 def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.changed_inputs import changes_of, freeze, is_always_free
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.footprint import Estimate, estimate
 from tula_hpc.launch import unsettled
@@ -43,7 +43,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
         StageError: It would end in that, since no batch of its plan is left.
     """
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
-    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=time.time())  # what failed before is tried again
+    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())  # what failed before is tried again
     if sweep.run.train().result_file.exists():
         return Preview([head, "the training is over: nothing is submitted, and the report is written again"], [])
     begun = [] if training_began(sweep.run) else [_beginning(part) for part in parts_of(sweep)]

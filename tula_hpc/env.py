@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import os
 import shlex
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
 
+from tula_hpc.clock import unix_time
+
 RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
 CONTROLLER = "TULA_CONTROLLER"  # number of the process that starts a local job's workers
 PR_SET_PDEATHSIG = 1
+LONGEST_START_S = 3600.0
 # in a submission's folder: workers show each other that they know it before they meet
 SECRET_FILE = "secret"  # noqa: S105 - the file's name
 USERS_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
@@ -36,6 +40,18 @@ class WorkerEnvironment(NamedTuple):
     master_port: str = ""  # that the user or the site gives; without one there is a choice
 
 
+def begin_process() -> None:
+    """Let nobody else write to what this process and its jobs write; name a user without a passwd entry.
+
+    A run directory may be opened to others later, and its pickles are executed. torch asks for the user's name.
+    """
+    os.umask(os.umask(0o077) | 0o022)
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = f"uid{os.getuid()}"
+
+
 def join_job() -> WorkerEnvironment:
     """Who this process is, in a job that submitit started.
 
@@ -44,6 +60,7 @@ def join_job() -> WorkerEnvironment:
     """
     from submitit import JobEnvironment
 
+    begin_process()
     job = JobEnvironment()
     _end_with_controller()
     if _started_by_slurm() and job.global_rank > 0:  # rank 0's log begins with what the batch script says
@@ -86,16 +103,18 @@ def _end_with_controller() -> None:
 
 def job_started_at() -> float:
     """Unix time at which Slurm started this job, where it says so (since 22.05); else when this process started."""
-    if _started_by_slurm() and (started := os.environ.get("SLURM_JOB_START_TIME")):
-        return float(started)
-    return _process_started_at()
+    started_at = _process_started_at()
+    if _started_by_slurm() and (told := os.environ.get("SLURM_JOB_START_TIME")):
+        # prologs and the user's set-up take minutes; what is further off is another clock than this node's
+        return float(told) if 0.0 <= started_at - float(told) <= LONGEST_START_S else started_at
+    return started_at
 
 
 def _process_started_at() -> float:
     """Since the kernel's boot in clock ticks: the 22nd field of /proc/self/stat; the 2nd may hold blanks."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
+    return unix_time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def restart_count() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tula_hpc import slurm
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec
 from tula_hpc.devices import BrokenHost, broken_hosts, hosts_in, list_hosts
 from tula_hpc.env import RUN_MARK, SECRET_FILE, gpus_as_here, slurm_job_id
@@ -207,7 +208,7 @@ class Launcher:
         # controllers need no device, and one machine has no other hosts
         if self.cluster.executor == "local" or stage == CONTROL:
             return []
-        return broken_hosts(self.run.events(), time.time())
+        return broken_hosts(self.run.events(), unix_time())
 
     def _submit_in_pieces(self, todo: Sequence[Task], request: Request, patient: bool) -> list[Submitted]:
         most = self._largest_array(len(todo))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from tula_hpc.analysis.formatting import plural
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.devices import RETRIES, profiled_in_vain, why_given_up
 from tula_hpc.errors import Failure, StageError
@@ -44,7 +44,7 @@ def profile_stage(sweep: Sweep) -> None:
         progress.update(tried if good else 0, tried, plural(good, "measurement") if good else "nothing was measured")
     if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
         job_id = failures[-1].job.job_id
-        raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, time.time())}")
+        raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
     if not good:
         raise StageError(f"profile: nothing could be measured; {why(failures)}")
 
@@ -235,7 +235,7 @@ def _job(
         smaller=one_at_a_time(part.spec, part.cluster),
         since=part.started_at,
         trusted_batch=trusted_batch,
-        submitted_at=time.time(),
+        submitted_at=unix_time(),
     )
 
 

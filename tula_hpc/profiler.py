@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc import resident
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DivergedError, Failure
@@ -160,7 +161,7 @@ def _measure(
     gc.collect()
     if cluster.device == "cuda":
         torch.cuda.empty_cache()
-    record = Measurement(status="ok", elapsed_s=time.monotonic() - started, finished_at=time.time(), **facts)
+    record = Measurement(status="ok", elapsed_s=time.monotonic() - started, finished_at=unix_time(), **facts)
     return record, bool(suspended)
 
 
@@ -248,7 +249,7 @@ class StepProfile:
     def _note_first_step(self) -> None:
         if math.isinf(self.stepped_at):
             self.worker.synchronize_device()
-            self.stepped_at = time.time()
+            self.stepped_at = unix_time()
 
     def _settle_loader(self) -> float:
         """Take what lies ready, then some steps; return the seconds of a step, about, the same on all workers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
@@ -119,7 +120,9 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
     running = {job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING}
     used = [(run.job_id, run.node_seconds) for run in runs]
     used += [
-        (job_id, run.nodes * max(0.0, facts.now - run.ended_at)) for job_id, run in latest.items() if job_id in running
+        (job_id, run.nodes * _possible_s(facts, "profile", facts.now - run.ended_at))
+        for job_id, run in latest.items()
+        if job_id in running
     ]
     return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
 
@@ -175,13 +178,20 @@ def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bo
     """
     files = facts.trainings.get(job.label) if is_newest else None
     if job.phase is JobPhase.RUNNING:
-        return max(0.0, facts.now - job.submitted_at)
+        return _possible_s(facts, "train", facts.now - job.submitted_at)
     if job.phase in (JobPhase.FINISHED, JobPhase.FAILED) and last_sign > job.submitted_at:
-        return last_sign - job.submitted_at
+        return _possible_s(facts, "train", last_sign - job.submitted_at)
     if files is not None and files.result is not None:
         return files.result.wall_time_s
     logged_at = (files.logged_at or 0.0) if files else 0.0
-    return max(0.0, last_sign - job.submitted_at, logged_at - job.submitted_at)
+    return _possible_s(facts, "train", max(last_sign, logged_at) - job.submitted_at)
+
+
+def _possible_s(facts: Facts, stage: Literal["profile", "train"], seconds: float) -> float:
+    """Return what of that time a job of the stage can have run: between two looks at it the clock may have been set."""
+    parts = facts.cluster.parts() if facts.cluster else ()
+    limits = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
+    return max(0.0, min(seconds, 60.0 * max(limits, default=math.inf)))
 
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import in_words, open_regular
@@ -110,7 +110,7 @@ def _read(run: RunDirectory) -> Facts:
     cut_off = _cut_off(run, events)
     return Facts(
         run=run,
-        now=time.time(),
+        now=unix_time(),
         spec=spec,
         cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
         events=events,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.formatting import format_score
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.devices import RETRIES, in_vain, why_given_up
 from tula_hpc.drift import describe_drift, in_force
@@ -71,7 +72,7 @@ def failed_measurement(
         local_batch=configuration.local_batch,
         exclusive=cluster.exclusive or cluster.executor == "local",
         job_id=end.job.job_id,
-        finished_at=time.time(),
+        finished_at=unix_time(),
         partition=partition,
     )
 
@@ -274,7 +275,7 @@ def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Seque
         raise StageError(f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved")
     if failure is Failure.DEVICE_FAILED:
         if in_vain(sweep.run.events(), failure, sweep.started_at) > RETRIES:
-            raise StageError(f"train: {why_given_up(sweep.run.events(), end.job.job_id, time.time())}")
+            raise StageError(f"train: {why_given_up(sweep.run.events(), end.job.job_id, unix_time())}")
         return
     again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
     if not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tula_hpc import slurm
 from tula_hpc.cadence import Cadence, expected_interruptions
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.clock import unix_time
 from tula_hpc.curvature_probe import curvature_line
 from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
@@ -542,7 +543,7 @@ class Trainer:
         self._check_same(loaded)
         if loaded is None:
             self.worker.model.load_state_dict(initial)
-            return Progress(started_at=time.time())
+            return Progress(started_at=unix_time())
         if self.tuning is not None and "tuning" in loaded.state:
             self.tuning.load_state_dict(loaded.state["tuning"])
         self.worker.load_own_state(self.local_states.load(loaded))
@@ -644,7 +645,8 @@ class Trainer:
             test_accuracy=evaluation.accuracy,
             test_top5_accuracy=evaluation.top5_accuracy,
             train_time_s=progress.train_time_s,
-            wall_time_s=time.time() - progress.started_at,
+            # an earlier run began by another look at the clock, which may have been set since
+            wall_time_s=max(progress.train_time_s, unix_time() - progress.started_at),
             restarts=progress.restarts,
             diverged=bool(diverged),
             train_accuracy=training.accuracy if training else None,

@@ -7,11 +7,11 @@ it has cores for.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from tula_hpc import slurm
+from tula_hpc.clock import unix_time
 from tula_hpc.config import ClusterSpec
 from tula_hpc.devices import RETRIES, in_vain, why_given_up
 from tula_hpc.errors import Failure, StageError
@@ -173,7 +173,7 @@ class Trainings:
     def _refuse_hopeless(self, end: Ended, failure: Failure, label: str) -> None:
         logged = [self.run_directory.train(label).metrics_file.exists() for label in self.jobs]
         if failure is Failure.DEVICE_FAILED and not any(logged) and not self._may_try_again(label, failure, ""):
-            raise StageError(f"train: {why_given_up(self.run_directory.events(), end.job.job_id, time.time())}")
+            raise StageError(f"train: {why_given_up(self.run_directory.events(), end.job.job_id, unix_time())}")
         wrong = failure in (Failure.BUG, Failure.BAD_INPUT)
         if wrong and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
             raise StageError(f"train: nothing gets as far as its first logged step; {why([end], failure)}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -39,6 +42,25 @@ kind = "time"
 """
 
 
+class Begun(NamedTuple):
+    """A command that runs in the background."""
+
+    folder: Path
+    ended: Future[subprocess.CompletedProcess[str]]
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.folder / "run")
+
+
+class Sweeps(NamedTuple):
+    """By what is left of the cluster."""
+
+    whole_left: Begun
+    none_left: Begun
+    too_few: Begun
+
+
 def run_sweep(
     folder: Path, cluster: MiniCluster, broken: tuple[str, ...], *options: str, nodes: str = "1"
 ) -> subprocess.CompletedProcess[str]:
@@ -51,23 +73,43 @@ def run_sweep(
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.fixture(scope="module")
+def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
+    """Sweeps beside each other, each with broken nodes of its own: most of their time goes by waiting for jobs."""
+    first = slurm_cluster.hosts[0]
+    one = ("--set", "search.min_batch=128")
+    with ThreadPoolExecutor() as pool:
+
+        def begin(name: str, broken: tuple[str, ...], *options: str, nodes: str = "1") -> Begun:
+            folder = tmp_path_factory.mktemp(name)
+            return Begun(folder, pool.submit(run_sweep, folder, slurm_cluster, broken, *options, nodes=nodes))
+
+        too_few = begin("too_few", (first,), *one, nodes="4")
+        # it needs all nodes at once, which the others would keep from it
+        too_few.ended.result()
+        yield Sweeps(
+            whole_left=begin("whole_left", (first,), "--until", "plan"),
+            none_left=begin("none_left", slurm_cluster.hosts, *one),
+            too_few=too_few,
+        )
+
+
 def broken_jobs(run: RunDirectory, stage: str) -> Counter[str]:
     """Count, by host, the jobs of a stage that say that a device failed there."""
     own = [e for e in run.events() if (e.event, e.stage, e.failure) == ("failed", stage, Failure.DEVICE_FAILED)]
     return Counter(host for _, host in {(e.job_id, host) for e in own for host in e.data["hosts"]})
 
 
-def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluster, sweeps: Sweeps) -> None:
     first, second, *_ = slurm_cluster.hosts
-    planned = run_sweep(tmp_path, slurm_cluster, (first,), "--until", "plan")
+    planned, run = sweeps.whole_left.ended.result(), sweeps.whole_left.run
     assert planned.returncode == 0, planned.stderr + planned.stdout
-    run = RunDirectory(tmp_path / "run")
     # one task of the array found out, and kept the other one off that node
     assert broken_jobs(run, "profile") == {first: 1}
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
     # the next command still knows of that node, and its training meets another one
-    trained = run_sweep(tmp_path, slurm_cluster, (first, second))
+    trained = run_sweep(sweeps.whole_left.folder, slurm_cluster, (first, second))
     assert trained.returncode == 0, trained.stderr + trained.stdout
     assert broken_jobs(run, "train") == {second: 1}
     assert run.train().result_file.exists()
@@ -76,10 +118,9 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     assert all(f"{host} for " in told.stdout for host in (first, second)), told.stdout
 
 
-def test_where_every_node_is_broken_one_line_says_so(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    done = run_sweep(tmp_path, slurm_cluster, slurm_cluster.hosts, "--set", "search.min_batch=128")
+def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
+    done, run = sweeps.none_left.ended.result(), sweeps.none_left.run
     assert done.returncode == 1
-    run = RunDirectory(tmp_path / "run")
     submitted = [event for event in run.events() if event.event == "submitted"]
     assert len(submitted) == 3
     hosts = broken_jobs(run, "profile")
@@ -89,10 +130,9 @@ def test_where_every_node_is_broken_one_line_says_so(slurm_cluster: MiniCluster,
 
 
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
-    slurm_cluster: MiniCluster, tmp_path: Path
+    slurm_cluster: MiniCluster, sweeps: Sweeps
 ) -> None:
-    first = slurm_cluster.hosts[0]
-    done = run_sweep(tmp_path, slurm_cluster, (first,), "--set", "search.min_batch=128", nodes="4")
+    first, done = slurm_cluster.hosts[0], sweeps.too_few.ended.result()
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("the scheduler refused the job")]
     assert f"nodes with broken devices are left out: {first} said '{SAID}'" in line

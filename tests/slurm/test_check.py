@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ workers_per_node = 2
 memory_gb = 4.0
 signal_delay_s = 30
 [sbatch]
-nodelist = "ttc-node[1-2]"
+nodelist = "ttc-node[{nodes}]"
 {sbatch}
 [environment]
 OMP_NUM_THREADS = "1"
@@ -76,10 +76,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def files(here: Path, sbatch: str = "", environment: str = ETH0) -> list[str]:
+def files(
+    here: Path, sbatch: str = "", environment: str = ETH0, *, nodes: str = "1-2", name: str = "cluster"
+) -> list[str]:
     """The command's arguments."""
-    (here / "cluster.toml").write_text(CLUSTER.format(sbatch=sbatch, environment=environment))
-    return ["cluster.toml", "--sweep", "sweep.toml"]
+    (here / f"{name}.toml").write_text(CLUSTER.format(sbatch=sbatch, environment=environment, nodes=nodes))
+    return [f"{name}.toml", "--sweep", "sweep.toml"]
 
 
 def check(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Checked:
@@ -87,6 +89,24 @@ def check(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Checked:
     printed, said = capsys.readouterr()
     assert printed, said
     return Checked(code, printed)
+
+
+@contextmanager
+def checking(here: Path, arguments: list[str], environment: dict[str, str]) -> Iterator[Callable[[], Checked]]:
+    """Run the command in the background; what is given waits for its end."""
+    command = [sys.executable, "-m", "tula_hpc.check", *arguments, "--json"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=here, **pipes) as process:
+
+        def ended() -> Checked:
+            printed, said = process.communicate(timeout=300)
+            assert printed, said
+            return Checked(process.returncode, printed)
+
+        try:
+            yield ended
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def jobs_of(cluster: MiniCluster) -> list[str]:
@@ -102,10 +122,27 @@ def slow_node(host: str) -> Iterator[None]:
         machine.set_cpu_quota((host,), 200)
 
 
-def test_a_healthy_cluster_passes_and_nothing_is_left(
-    slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
+def test_a_healthy_cluster_passes_a_slow_link_shows_and_requeue_that_is_off_is_found(
+    slurm_cluster: MiniCluster, here: Path, slurm_env: dict[str, str]
 ) -> None:
-    checked = check(capsys, files(here))
+    """Two checks on two nodes each at the same time."""
+    healthy = files(here)
+    faulty = files(here, sbatch="no-requeue = true", nodes="3-4", name="faulty")
+    with (
+        slurm_cluster.slow_link("ttc-node3", slurm_cluster.rate_mbit // 4),
+        checking(here, healthy, slurm_env) as first,
+        checking(here, faulty, slurm_env) as second,
+    ):
+        healthy_found, faulty_found = first(), second()
+    check_healthy(healthy_found)
+    assert faulty_found.levels("requeue") == ["warning"]
+    assert all(bus_rate(each) < 1.1e9 * LINK_GBS / 4 for each in faulty_found.all_reduces(Scope.BETWEEN))
+    assert faulty_found.code == 0
+    assert list((here / "runs").iterdir()) == []
+    slurm_cluster.wait_for(lambda: not jobs_of(slurm_cluster), 20, "the end of the jobs")
+
+
+def check_healthy(checked: Checked) -> None:
     # other work on this machine may slow a node down
     assert checked.not_ok() <= {("compute", "warning")}, checked.data
     assert checked.code == 0
@@ -117,8 +154,6 @@ def test_a_healthy_cluster_passes_and_nothing_is_left(
     crossing, within = (checked.all_reduces(scope) for scope in (Scope.BETWEEN, Scope.NODE))
     assert [len(crossing), len(within)] == [2, 4]
     assert all(bus_rate(each) < 1.1e9 * LINK_GBS for each in crossing)
-    assert list((here / "runs").iterdir()) == []
-    slurm_cluster.wait_for(lambda: not jobs_of(slurm_cluster), 20, "the end of the job")
 
 
 def test_a_missing_interface_shared_cores_and_a_slow_node_are_found_in_one_job(
@@ -137,16 +172,6 @@ def test_a_missing_interface_shared_cores_and_a_slow_node_are_found_in_one_job(
     assert "eth0" in str(checked.partition["verdicts"])
     assert "ttc-node2" in checked.found("compute")
     assert "ttc-node1" not in checked.found("compute")
-
-
-def test_a_slow_link_shows_and_requeue_that_is_off_is_found(
-    slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with slurm_cluster.slow_link("ttc-node1", slurm_cluster.rate_mbit // 4):
-        checked = check(capsys, files(here, sbatch="no-requeue = true"))
-    assert checked.levels("requeue") == ["warning"]
-    assert all(bus_rate(each) < 1.1e9 * LINK_GBS / 4 for each in checked.all_reduces(Scope.BETWEEN))
-    assert checked.code == 0
 
 
 def test_a_job_that_waits_says_why_and_is_cancelled(

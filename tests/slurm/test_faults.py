@@ -26,7 +26,10 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(told: Training) -> N
 @about(*STOPPED)
 def test_a_training_that_is_told_to_stop_loses_no_step(told: Training) -> None:
     stopped = [event.data["samples_seen"] for event in told.events("preempted")]
-    assert [event.data["samples_seen"] for event in told.events("resumed")] == stopped
+    # a job that has just finished may still be preempted for another story, and resume at its end
+    finished = told.events("finished")[0].time
+    resumed = [event.data["samples_seen"] for event in told.events("resumed") if event.time < finished]
+    assert resumed == stopped
     assert stopped
     assert told.redone_steps() == 0
 

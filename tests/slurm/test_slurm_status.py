@@ -36,8 +36,8 @@ def test_status_sees_what_runs_waits_was_requeued_and_is_over(
     launcher.run.sweep_file.write_text('name = "test"\n')
     launcher.run.cluster_file.write_text(TEMPLATE.read_text())
     first, second = launcher.submit([says(i, tmp_path, 120) for i in range(2)], stage="profile", nodes=2, minutes=5)
-    (held,) = launcher.submit([says(2, tmp_path)], stage="profile", nodes=1, minutes=2)
-    slurm.run_command(["scontrol", "uhold", held.job_id])
+    waiting = launcher_at(tmp_path, "sbatch.hold=true")
+    (held,) = waiting.submit([says(2, tmp_path)], stage="profile", nodes=1, minutes=2)
 
     def phase(told: RunStatus, job_id: str) -> JobPhase:
         return next(job.phase for job in told.jobs if job.job_id == job_id)

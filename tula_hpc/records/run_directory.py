@@ -7,12 +7,12 @@ import fcntl
 import os
 import shlex
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.clock import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.records.events import Event, JobNote
@@ -256,7 +256,7 @@ class RunDirectory:
 
     def log_event(self, event: str, stage: str, **fields: Any) -> None:
         """Append one event with the time of now."""
-        append_record(self.events_file, Event(time=time.time(), event=event, stage=stage, **fields))
+        append_record(self.events_file, Event(time=unix_time(), event=event, stage=stage, **fields))
 
     def read_plan(self) -> Plan:
         """Read plan.json.

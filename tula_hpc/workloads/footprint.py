@@ -42,6 +42,7 @@ from tula_hpc.config import (
     local_batches,
     sweep_for,
 )
+from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.records import Footprint
@@ -185,6 +186,7 @@ def describe(footprint: Footprint) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
     options = _parser().parse_args(arguments)
+    begin_process()
     try:
         # data that is known by its name need not be here
         sweep, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=False)
