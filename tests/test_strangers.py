@@ -326,6 +326,8 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "two pickles": (lambda: archive(b"\x80\x02}.", more={"other/data.pkl": b"\x80\x02}."}), "does not hold"),
     "beyond its file": (huge_tensor, "does not match expected size"),
     "expanded": (lambda: torch_bytes({"x": torch.zeros(1).expand(10**10)}), "larger than the file"),
+    "many values": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x](" + b"}" * 4_000_000 + b"es."), "too many names"),
+    "a set": (lambda: archive(b"\x80\x04}X\x01\x00\x00\x00x\x8fs."), "a set"),
     "nested": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x" + b"]" * 999 + b"a" * 998 + b"s."), "nested deeper"),
 }
 

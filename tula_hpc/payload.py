@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 MAX_DEPTH = 64  # of nested containers; also ends the walk through one that contains itself
-MAX_PICKLE_BYTES = 256 * 1024**2  # of names, numbers and shapes; the tensors' bytes are not in the pickle
+MAX_PICKLE_BYTES = 64 * 1024**2  # of names, numbers and shapes; the tensors' bytes are not in the pickle
+# A tensor and its name take some 25 instructions, so there is room for 160,000. The dearest of them, an empty
+# dictionary of one byte, takes 64 bytes of memory.
+MAX_INSTRUCTIONS = 4_000_000
+# Torch's loader knows them; states have none, and one byte makes more than 200.
+_SETS = {"EMPTY_SET", "FROZENSET"}
 PLAIN_DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -63,11 +68,15 @@ def check_archive(payload: bytes) -> None:
         if pickles[0].file_size > MAX_PICKLE_BYTES:
             raise PayloadError("holds too many names and numbers")
         pickled = archive.read(pickles[0])
-    _check_references(pickled)
+    _check_instructions(pickled)
 
 
-def _check_references(pickled: bytes) -> None:
-    for opcode, argument, _ in pickletools.genops(pickled):
+def _check_instructions(pickled: bytes) -> None:
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        if count >= MAX_INSTRUCTIONS:
+            raise PayloadError("holds too many names and numbers")
+        if opcode.name in _SETS:
+            raise PayloadError("holds what may not be loaded: a set")
         refers = "GLOBAL" in opcode.name or opcode.name == "INST"
         if refers and not (opcode.name == "GLOBAL" and _KNOWN.fullmatch(str(argument))):
             name = str(argument or "something unknown").replace(" ", ".")

@@ -55,7 +55,8 @@ def sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     path = folder / "small.toml"
     path.write_text(SWEEP)
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--run-dir", str(folder / "run"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+    # a user whose shell lets everybody write to new files
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, umask=0)
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +76,13 @@ def test_all_configurations_are_measured_and_said_to_be_emulated(finished: RunDi
     assert {m.nodes: m.backend for m in measured} == {1: "none", 2: "gloo"}
     assert all(m.dataset_samples == 512 for m in measured)
     assert all(m.test_samples == 359 and m.times and (m.times.forward_time_s or 0.0) > 0.0 for m in measured)
+
+
+def test_nobody_else_may_write_to_a_run_whatever_the_umask(finished: RunDirectory) -> None:
+    """Once its owner shares the folder, its pickles, logs and checkpoints must still be his."""
+    made = [path for path in (finished.root, *finished.root.rglob("*")) if not path.is_symlink()]
+    assert any(path.suffix == ".pkl" for path in made)
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
 
 
 def test_configurations_of_one_size_share_a_job(finished: RunDirectory) -> None:

@@ -1,0 +1,21 @@
+"""What a command or a job sees to first."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+# a user namespace, in which a number that no passwd entry has is one's own
+NAMELESS = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-i"]
+
+
+def test_a_user_without_a_name_can_use_torch() -> None:
+    """As in containers and on some compute nodes: torch's optimizers ask who one is."""
+    if not shutil.which("unshare") or subprocess.run([*NAMELESS, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    code = "from tula_hpc.env import begin_process; begin_process(); import torch._dynamo"
+    done = subprocess.run([*NAMELESS, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
