@@ -185,6 +185,7 @@ class RankReport(Record):
     local_rank: int
     world_size: int
     hostname: str
+    visible_gpus: tuple[str, ...] = ()  # Slurm's names of them; none outside Slurm
     host: Host | None = None
     device: Device | None = None
     meeting: Meeting | None = None

@@ -46,7 +46,7 @@ from tula_hpc.check_job import (
     Transfer,
 )
 from tula_hpc.config import ClusterSpec
-from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface
+from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
 from tula_hpc.errors import InputError, LaunchError
 from tula_hpc.records import Record, write_atomically
 from tula_hpc.rendezvous import meet
@@ -124,6 +124,7 @@ class Reporter:
             local_rank=place.local_rank,
             world_size=place.world_size,
             hostname=os.uname().nodename,
+            visible_gpus=visible_gpus(),
         )
 
     def attempt(self, probe: Probe, measure: Callable[[], Record], limit_s: int = PROBE_S) -> None:

@@ -132,6 +132,7 @@ def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
 def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
     known = [(report, report.device) for report in reports if report.device is not None]
     if not known:
+        yield from _judge_given(reports)
         return
     names = Counter(device.name for _, device in known)
     kinds = ", ".join(f"{count} x {name}" for name, count in names.items())
@@ -148,9 +149,7 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
         ranks[report.hostname, device.uuid].append(report)
     shared = {key: owners for key, owners in ranks.items() if len(owners) > 1}
     for (host, uuid), owners in shared.items():
-        who = ", ".join(str(report.rank) for report in owners)
-        remedy = 'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node'
-        yield failed(Topic.DEVICES, f"ranks {who} on {host} have the same GPU {uuid}", remedy, [host])
+        yield _same_device(host, uuid, owners)
     if len(names) == 1 and not shared:
         yield ok(Topic.DEVICES, f"{kinds}, each worker with one of its own")
     yield from _judge_kernels(known)
@@ -160,6 +159,23 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
         for name in ("torch", "driver", "nccl")
     )
     yield ok(Topic.VERSIONS, f"torch {torch}, driver {drivers}, NCCL {nccl}")
+
+
+def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    """Judge by Slurm's word alone which GPU each worker has, where none could be opened."""
+    owners: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
+    for report in reports:
+        if seen := report.visible_gpus:
+            owners[report.hostname, seen[report.local_rank % len(seen)]].append(report)
+    for (host, name), sharing in owners.items():
+        if len(sharing) > 1:
+            yield _same_device(host, name, sharing)
+
+
+def _same_device(host: str, name: str, owners: Sequence[RankReport]) -> Verdict:
+    who = ", ".join(str(report.rank) for report in owners)
+    remedy = 'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node, and see gpu_bind'
+    return failed(Topic.DEVICES, f"ranks {who} on {host} have the same GPU {name}", remedy, [host])
 
 
 def _judge_kernels(known: Known) -> Iterator[Verdict]:

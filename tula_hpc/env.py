@@ -140,13 +140,17 @@ def array_job_id() -> str | None:
     return os.environ.get("SLURM_ARRAY_JOB_ID") if _started_by_slurm() else None
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """Return Slurm's names of the GPUs that this process should see, in CUDA's order; none where that is not said."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _started_by_slurm() else ""
+    return () if visible in ("", "NoDevFiles") else tuple(visible.split(","))
+
+
 def granted_gpus() -> int:
     """Count the GPUs that this process should see in a job of Slurm; 0 where that is not said."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _started_by_slurm() else ""
-    if visible in ("", "NoDevFiles"):
-        return 0
+    visible = visible_gpus()
     # CUDA shows a process one part of a divided GPU, however many it has been given
-    return 1 if "MIG-" in visible else len(visible.split(","))
+    return 1 if any("MIG-" in name for name in visible) else len(visible)
 
 
 def slurm_job_id() -> str | None:

@@ -174,6 +174,17 @@ def test_a_missing_interface_shared_cores_and_a_slow_node_are_found_in_one_job(
     assert "ttc-node1" not in checked.found("compute")
 
 
+def test_two_ranks_on_one_device_are_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cluster's GPUs only count, so that torch opens none: Slurm's word says who has which."""
+    path, *options = files(here, sbatch='gpu_bind = "map_gpu:1,1"', nodes="3-4")
+    text = (here / path).read_text()
+    (here / path).write_text(text.replace("[sbatch]", 'device = "cuda"\ngres = "gpu:2"\n[sbatch]'))
+    checked = check(capsys, [path, *options])
+    assert checked.code == 1
+    assert "ranks 0, 1 on ttc-node3 have the same GPU 1" in checked.found("devices")
+    assert "ranks 2, 3 on ttc-node4 have the same GPU 1" in checked.found("devices")
+
+
 def test_a_job_that_waits_says_why_and_is_cancelled(
     slurm_cluster: MiniCluster, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
