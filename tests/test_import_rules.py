@@ -15,7 +15,11 @@ PACKAGE = ROOT / "tula_hpc"
 
 # room: what it may import of tula_hpc. Folders may also import within themselves.
 RULES: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"search_path"},
+    "__main__": {"cli"},
+    "search_path": set(),
+    "invocation": {"search_path"},
+    "cli": {"search_path"},
     "errors": set(),
     "catalog": set(),
     "env": set(),
@@ -24,8 +28,8 @@ RULES: dict[str, set[str]] = {
     "files": set(),
     "nested": set(),
     "config": {"errors", "catalog", "files", "tres", "config"},
-    "records": {"errors", "files", "records"},
-    "analysis": {"errors", "config", "files", "records", "tres", "analysis"},
+    "records": {"errors", "files", "invocation", "records"},
+    "analysis": {"errors", "config", "files", "invocation", "records", "tres", "analysis"},
     "workloads": {
         "errors", "catalog", "config", "files", "memory_errors", "nested", "records", "resident", "workloads",
     },
@@ -68,7 +72,7 @@ RULES: dict[str, set[str]] = {
     "jobs": {
         "agenda", "config", "detach", "device_errors", "env", "leaving", "records", "session", "trainer", "stopping",
     },
-    "proposing": {"analysis", "config", "errors", "jobs", "records"},
+    "proposing": {"analysis", "config", "errors", "jobs", "records", "search_path"},
     "agenda": {"env", "errors", "jobs", "proposing", "records"},
     "allocation": {"config", "env", "rendezvous", "worker"},
     "session": {
@@ -88,12 +92,15 @@ RULES: dict[str, set[str]] = {
     },
     "launch": {
         "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "local_alive", "local_jobs", "records",
-        "sbatch", "slurm", "waiting",
+        "sbatch", "search_path", "slurm", "waiting",
     },
     "sbatch": {"env", "errors", "slurm"},
     "progress": set(),
-    "footprint": {"records"},
-    "stages": {"analysis", "config", "devices", "drift", "errors", "job_ends", "jobs", "launch", "progress", "records"},
+    "footprint": {"records", "search_path"},
+    "stages": {
+        "analysis", "config", "devices", "drift", "errors", "invocation", "job_ends", "jobs", "launch", "progress",
+        "records",
+    },
     "profile_stage": {
         "analysis", "config", "devices", "errors", "footprint", "jobs", "launch", "progress", "records", "stages",
     },
@@ -107,7 +114,8 @@ RULES: dict[str, set[str]] = {
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},
     "changed_inputs": {"analysis", "config", "errors", "files"},
     "command": {
-        "analysis", "changed_inputs", "config", "detach", "errors", "files", "launch", "pipeline", "records", "stages",
+        "analysis", "changed_inputs", "config", "detach", "errors", "files", "invocation", "launch", "pipeline",
+        "records", "stages",
     },
     "study_stage": {
         "analysis", "config", "errors", "jobs", "launch", "progress", "records", "stages", "submission", "trainings",
@@ -134,13 +142,13 @@ RULES: dict[str, set[str]] = {
         "workloads",
     },
     "check_site": {"config", "errors", "launch", "records", "sbatch", "slurm"},
-    "check_verdicts": {"analysis", "check_site", "config", "records"},
+    "check_verdicts": {"analysis", "check_site", "config", "invocation", "records"},
     "check_rank_verdicts": {"analysis", "check_job", "check_verdicts", "config", "records"},
     "check": {
         "check_job", "check_rank_verdicts", "check_site", "check_verdicts", "command", "config", "errors", "files",
         "job_logs", "launch", "records", "slurm", "waiting",
     },
-    "study": {"command", "config", "errors", "pipeline", "records", "study_stage"},
+    "study": {"command", "config", "errors", "invocation", "pipeline", "records", "study_stage"},
     "sweep": {"command", "config", "dry_run", "errors", "pipeline", "study"},
 }  # fmt: skip
 TORCH_ROOMS = {
@@ -218,7 +226,7 @@ def test_only_figures_import_matplotlib() -> None:
 
 
 def test_only_env_reads_the_schedulers_variables() -> None:
-    readers = {path for path in SOURCES if "os.environ" in path.read_text() and room_of(path) not in ("env", "launch")}
+    readers = {path for path in SOURCES if "os.environ" in path.read_text() and room_of(path) not in ("env", "launch", "search_path")}
     # launch writes OMP_NUM_THREADS for the jobs, it reads none
     assert {path for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
 
