@@ -1,4 +1,4 @@
-"""Loading matplotlib from anywhere: it takes a `matplotlibrc` of the working directory, whoever wrote it, for the user's.
+"""Loading matplotlib anywhere: it takes a `matplotlibrc` of the working directory, whoever wrote it, for the user's.
 
 Such a file could end the report with an error, never end itself, or have text set by TeX.
 """

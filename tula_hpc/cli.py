@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tula_hpc import __version__
+import tula_hpc
 from tula_hpc.search_path import PROGRAM
 
 
@@ -50,6 +50,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{PROGRAM} COMMAND --help tells the options of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {tula_hpc.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
