@@ -45,10 +45,13 @@ def trapped(folder: Path, names: Iterable[str]) -> Iterator[None]:
     files[folder / "matplotlibrc"] = b"backend: module://evil\ntext.usetex: True\n\xff\n"
     for path, content in files.items():
         path.write_bytes(content)
-    yield
-    for path in files:
-        path.unlink()
-    assert not sprung.exists(), sprung.read_text()
+    sprung.write_text("")
+    try:
+        yield
+    finally:
+        for path in files:
+            path.unlink()
+    assert sprung.read_text() == ""
 
 
 def run(command: Iterable[object], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
