@@ -80,6 +80,8 @@ good = Data([item] * 4)
 def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     (folder / "mine.py").write_text(HEAD + body)
     monkeypatch.chdir(folder)
+    # another test's folder comes off the path again
+    monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("mine", None)
 
 
