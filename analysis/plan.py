@@ -1,7 +1,6 @@
 """The command that plans again from a run directory's logs, under other objectives and prices. Submits nothing.
 
-    python -m tula_hpc.analysis.plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...]
-                                         [--json] [--write]
+    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--json] [--write]
 
 `make_plan` is the same as a function.
 """
@@ -18,6 +17,7 @@ from tula_hpc.analysis.planning import AGAIN, make_plan
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep, split_overrides
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
+from tula_hpc.invocation import command_line
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.analysis.plan",
+        prog="tula plan",
         description="Plan again from a run directory's measurements. Submits nothing.",
     )
     parser.add_argument(
@@ -106,7 +106,8 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
 
     sweep, cluster = load_sweep(run.sweep_file, mine, check_paths=False), load_cluster(run.cluster_file, others)
     if sweep.study is not None:
-        words = "is a study, which has no plan; python -m tula_hpc.analysis.study writes its report, report/study.html"
+        report = command_line("report", str(run.root))
+        words = f"is a study, which has no plan; {report} writes its report, report/study.html"
         raise InputError(words, source=run.root)
     own_sweep = load_sweep(run.sweep_file, check_paths=False) if mine else sweep
     own_cluster = load_cluster(run.cluster_file) if others else cluster

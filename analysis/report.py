@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.analysis.report RUN`: figures, tables and the report of a run or study, from its files alone.
+"""`tula report RUN`: figures, tables and the report of a run or study, from its files alone.
 
 Works at any stage: over measurements alone, over a plan, during training and after it, on any machine.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.drawing_library import loaded_elsewhere
 from tula_hpc.analysis.formatting import keep_units
 from tula_hpc.analysis.report_data import RunContents, holds_study, read_run
 from tula_hpc.analysis.report_tables import (
@@ -69,7 +70,9 @@ def write_report(run: RunDirectory) -> list[Path]:
         from tula_hpc.analysis.study import write_study_report  # which imports this module
 
         return write_study_report(run)
-    from tula_hpc.analysis import figures  # matplotlib takes half a second; the tables do without
+    # matplotlib takes half a second; the tables do without
+    with loaded_elsewhere():
+        from tula_hpc.analysis import figures
 
     contents = read_run(run)
     drawn = figures.draw_all(contents)
@@ -180,7 +183,7 @@ def _title_page(contents: RunContents) -> TitlePage:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0 done, 1 the report could not be written, 2 bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.analysis.report",
+        prog="tula report",
         description="Write figures, tables and the report of a run into RUN/report, from the files in RUN alone.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.drawing_library import loaded_elsewhere
 from tula_hpc.analysis.formatting import UNKNOWN, format_percent
 from tula_hpc.analysis.report import figure_files, render_page, replace_files
 from tula_hpc.analysis.report_tables import TextTable, event_table
@@ -38,8 +39,10 @@ def write_study_report(run: RunDirectory) -> list[Path]:
         RunDirectoryError: There is no such directory, or it holds no study.
         OSError: The folder cannot be written.
     """
-    from tula_hpc.analysis.figures_drawing import Table  # matplotlib takes half a second
-    from tula_hpc.analysis.figures_study import STUDY_FIGURES, draw_study
+    # matplotlib takes half a second
+    with loaded_elsewhere():
+        from tula_hpc.analysis.figures_drawing import Table
+        from tula_hpc.analysis.figures_study import STUDY_FIGURES, draw_study
 
     contents = read_study(run)
     table = make_table(contents.study, contents.outcomes, contents.sweep.workload.test_samples)

@@ -431,6 +431,13 @@ def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monk
     assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")
 
 
+def test_an_own_module_with_an_installed_ones_name_is_told(here: Path) -> None:
+    """Jobs would import the installed one."""
+    Path("wave.py").write_text("def net(classes, image_size): ...")
+    said = complaint(load_sweep, f'{NAME}[workload]\nmodel = "wave:net"')
+    assert f"/wave.py defines no 'net'; it hides {here / 'wave.py'}, which needs another name" in said
+
+
 def test_a_dot_in_place_of_the_colon_is_seen(here: Path) -> None:
     (here / "mine.py").write_text("def net(classes, image_size): ...")
     (here / "in.toml").write_text('name = "x"\n[workload]\nmodel = "mine.net"')

@@ -16,6 +16,7 @@ from tula_hpc import detach, slurm
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
 from tula_hpc.holder import holder_of
+from tula_hpc.invocation import command_line
 from tula_hpc.jobs import ControlJob
 from tula_hpc.launch import CONTROL, Launcher, StillRunningError, Submitted
 from tula_hpc.records import RunDirectory
@@ -261,5 +262,5 @@ def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattende
     said = str(refused.value)
     assert f"is in use by process {os.getpid()} on " in said
     assert "(controller job 17 of this sweep, which goes on unattended)" in said
-    assert f"python -m tula_hpc.status {run.root}" in said
+    assert command_line("status", str(run.root)) in said
     assert holder_of(run.root / ".lock").process == os.getpid()

@@ -56,7 +56,7 @@ def head(path: Path) -> str:
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
     assert load_sweep(path)
-    command = re.search(r"python -m tula_hpc\.(?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
+    command = re.search(r"tula (?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
     assert command is not None
     assert ROOT / command[1] == path
     check_together(load_sweep(path), load_cluster(ROOT / command[2]) if command[2] else ClusterSpec(), path, "cluster")

@@ -18,6 +18,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
 
@@ -113,7 +114,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
     assert "objective.budget: not set there, 99.0 now" in error
-    assert f"python -m tula_hpc.analysis.plan {root} --set KEY=VALUE --write" in error
+    assert command_line("plan", str(root), "--set", "KEY=VALUE", "--write") in error
 
 
 def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:

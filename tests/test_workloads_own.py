@@ -16,6 +16,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.records import Configuration
 from tula_hpc.worker import Worker
 from tula_hpc.workloads import Workload, build_workload, make_train_loader
+from tula_hpc.workloads.entry_points import own_function
 
 EXAMPLES = Path(__file__).parent / "examples"
 MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
@@ -79,6 +80,8 @@ good = Data([item] * 4)
 def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     (folder / "mine.py").write_text(HEAD + body)
     monkeypatch.chdir(folder)
+    # another test's folder comes off the path again
+    monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("mine", None)
 
 
@@ -157,6 +160,25 @@ def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InputError, match=said) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
     assert raised.value.key == "workload.dataset"
+
+
+def test_a_users_folder_is_searched_after_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wave.py").write_text("raise SystemExit('not the library')")
+    (tmp_path / "beside.py").write_text("model = lambda classes, image_size: None")
+    write_module(tmp_path, monkeypatch, "import wave\nfrom beside import model")
+    parameters = ("classes", "image_size")
+    own_function("workload.model", "tula_hpc.workloads.compact:compact_cnn", parameters)
+    assert str(tmp_path) not in sys.path
+    own_function("workload.model", "mine:model", parameters)
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_folder_without_code_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some packages leave folders like `tests` or `data` behind."""
+    (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    write_module(tmp_path, monkeypatch, "model = lambda classes, image_size: None")
+    assert own_function("workload.model", "mine:model", ("classes", "image_size"))(1, 1) is None
 
 
 @pytest.mark.parametrize("label", ["1", "torch.tensor(1)", "__import__('numpy').int64(1)"])

@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
+"""`tula check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
 
 First what this machine can tell, then a job of at most three minutes on two nodes, submitted as
 profile and training jobs are. Verdicts come from `check_verdicts` and `check_rank_verdicts`.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.check",
+        prog="tula check",
         description="Check a cluster before anything is trained there: its file, Slurm's limits, and, "
         f"by a job of at most {MINUTES} minutes on {NODES} nodes, devices, cores, network, data, signals and requeue.",
         epilog=EXIT_CODES,

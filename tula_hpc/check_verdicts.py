@@ -10,6 +10,7 @@ from pathlib import Path
 from tula_hpc.analysis.formatting import format_bytes, plural
 from tula_hpc.check_site import Limits, Nodes, Site
 from tula_hpc.config import ClusterSpec
+from tula_hpc.invocation import command_line
 from tula_hpc.records import Record
 
 # An exclusive job keeps others off: what it leaves of the node's memory serves nobody.
@@ -273,7 +274,7 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
         elif answer.accepted:
             yield ok(Topic.SBATCH, f"{job}: {answer.text}")
         else:
-            remedy = "change what it complains of; python -m tula_hpc.sweep --dry-run shows the script"
+            remedy = f"change what it complains of; {command_line('sweep', '--dry-run')} shows the script"
             yield failed(Topic.SBATCH, f"{job}: {answer.text}", remedy)
 
 

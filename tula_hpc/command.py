@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from tula_hpc.clock import unix_time
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, in_words
+from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -58,7 +58,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach",
         action="store_true",
-        help="submit, and return at once: small Slurm jobs carry on (see python -m tula_hpc.status RUN)",
+        help="submit, and return at once: small Slurm jobs carry on (see tula status RUN)",
     )
 
 
@@ -287,7 +287,7 @@ def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
     lines = ["was made from other inputs; use another --run-dir or the same inputs:", *in_lines(changes)]
     if only_prices(changes):
-        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(run.root))} --set KEY=VALUE --write"
+        again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
         lines.append(f"To plan again over the same measurements: {again}")
     elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
         lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")

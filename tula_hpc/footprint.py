@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from tula_hpc.records import Footprint
+from tula_hpc.search_path import start_of_python
 
 TIMEOUT_S = 300.0  # importing torch on a busy login node takes the most of it
 
@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = "") -> Estimate:
-    """Run `python -m tula_hpc.workloads.footprint`. It never raises for what goes wrong there.
+    """Run `tula footprint`. It never raises for what goes wrong there.
 
     Args:
         sweep_file: The sweep.
@@ -44,7 +44,7 @@ def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S,
         partition: Which of the cluster's [[partitions]].
     """
     inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
-    command = [sys.executable, "-m", "tula_hpc.workloads.footprint", *inputs]
+    command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

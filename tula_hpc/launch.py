@@ -26,6 +26,7 @@ from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import complaining_nodes, ends, read_logs
 from tula_hpc.local_alive import is_alive, was_killed
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
+from tula_hpc.search_path import is_found_elsewhere
 from tula_hpc.waiting import explain
 
 POLL_S = 2.0
@@ -500,7 +501,9 @@ class Launcher:
     def setup_lines(self) -> list[str]:
         """Shell lines before the task: the template's own, then its environment."""
         threads = {"OMP_NUM_THREADS": str(self.cluster.cpus_per_worker)}
-        exports = {**threads, **self.cluster.environment}
+        # a job starts where the command did, and would import submitit and torch from there
+        path = {"PYTHONSAFEPATH": "1"} if is_found_elsewhere() else {}
+        exports = {**threads, **path, **self.cluster.environment}
         return [*self.cluster.setup, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items())]
 
     def script(self, *, stage: str, nodes: int, minutes: int, tasks: int) -> str:

@@ -13,6 +13,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import StageError
 from tula_hpc.jobs import ProfileJob
 from tula_hpc.records import Configuration, Measurement
+from tula_hpc.search_path import start_of_python
 
 TIMEOUT_S = 300.0
 
@@ -31,7 +32,7 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tula_hpc.proposing"],
+            [*start_of_python(), "-m", "tula_hpc.proposing"],
             input=json.dumps(question),
             capture_output=True,
             text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.devices import RETRIES, in_vain, why_given_up
 from tula_hpc.drift import describe_drift, in_force
 from tula_hpc.errors import Failure, InfeasibleError, StageError
+from tula_hpc.invocation import command_line
 from tula_hpc.job_ends import telling_line, without_chatter
 from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted, events_of, unsettled
@@ -108,7 +108,7 @@ def plan_stage(sweep: Sweep) -> Plan:
         sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
         if not isinstance(error, InfeasibleError):
             raise
-        again = f"python -m tula_hpc.analysis.plan {shlex.quote(str(sweep.run.root))} --set objective.KEY=VALUE --write"
+        again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
         raise InfeasibleError(f"{error}\nOther constraints, over the same measurements: {again}") from None
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan

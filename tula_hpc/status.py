@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.status RUN`: what ran, runs, waits (and for what), failed, and what it cost so far.
+"""`tula status RUN`: what ran, runs, waits (and for what), failed, and what it cost so far.
 
 It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age. Slurm is asked where
 its commands are; where they are not, or do not answer in seconds, the files alone tell.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.status",
+        prog="tula status",
         description="Tell what a run does: what ran, runs, waits and for what, failed, and what it cost so far. "
         "Nothing is written or changed.",
         epilog=EXIT_CODES,

@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.study`: methods × batches × seeds from a sweep with a [study] table, and their comparison."""
+"""`tula study`: methods × batches × seeds from a sweep with a [study] table, and their comparison."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, work
 from tula_hpc.errors import InputError
+from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -25,7 +26,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.study",
+        prog="tula study",
         description="Train every method at every batch with every seed of a sweep's [study] table, and compare them.",
         epilog="Running the same command again continues where it stopped.",
     )
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, r
     """
     root = run_root(options, spec)
     if spec.study is None:
-        raise InputError("expected a [study] table; without one use python -m tula_hpc.sweep", source=options.sweep)
+        use = f"expected a [study] table; without one use {command_line('sweep')}"
+        raise InputError(use, source=options.sweep)
     if options.dry_run:
         from tula_hpc.study_stage import describe_study
 

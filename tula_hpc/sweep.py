@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.sweep`: from a TOML file to a trained model and a report."""
+"""`tula sweep`: from a TOML file to a trained model and a report."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.sweep",
+        prog="tula sweep",
         description="Profile a training job at a few cluster and batch sizes, plan, train at the best, and report. "
-        "A sweep with a [study] table compares methods instead, as python -m tula_hpc.study does.",
+        "A sweep with a [study] table compares methods instead, as tula study does.",
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)

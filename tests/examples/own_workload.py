@@ -2,7 +2,7 @@
 
 From the root of the repository::
 
-    python -m tula_hpc.sweep sweeps/quickstart.toml \
+    tula sweep sweeps/quickstart.toml \
         --set workload.model=tests.examples.own_workload:perceptron \
         --set workload.dataset=tests.examples.own_workload:stripes
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     if source is None:
         raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
     if function not in source.names and "*" not in source.names:
-        raise ValueError(f"{value!r}: {source.path} defines no {function!r}")
+        raise ValueError(f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}")
     if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
             f"{value!r}: {source.path} defines it so that it cannot be called with ({', '.join(called_with)})"
@@ -76,23 +77,33 @@ def _defines(module: str, function: str) -> bool:
 
 
 def _find_source(module: str) -> _Source | None:
+    found = (path for folder in _module_folders(module.partition(".")[0]) for path in _files(folder, module))
+    path = next(found, None)
+    return None if path is None else _source(path)
+
+
+def _files(folder: Path, module: str) -> list[Path]:
+    """The file of a module that lies in a folder, if there is one."""
     relative = Path(*module.split("."))
-    for folder in _module_folders(module.partition(".")[0]):
-        for path in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
-            if path.is_file():
-                return _source(path)
-    return None
+    places = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
+    return [path for path in places if path.is_file()]
+
+
+def _hidden(module: str, found: Path) -> str:
+    """What to say where a module of the working directory has an installed one's name."""
+    own = [path for path in _files(Path.cwd(), module) if not path.samefile(found)]
+    return f"; it hides {own[0]}, which needs another name" if own else ""
 
 
 def _module_folders(package: str) -> Iterator[Path]:
-    """Where modules are looked for, and where the finder of an editable install says that the package lies."""
-    yield from (Path.cwd(), *map(Path, sys.path))
-    try:
-        spec = importlib.util.find_spec(package)  # imports nothing, as the name has no dot
-    except ValueError:  # __main__
-        return
-    for location in (spec and spec.submodule_search_locations) or ():
-        yield Path(location).parent
+    """Where modules are looked for: installed ones, also where an editable install's finder has them, then here."""
+    yield from map(Path, sys.path)
+    # imports nothing, as the name has no dot; it is __main__'s that may be refused
+    with contextlib.suppress(ValueError):
+        spec = importlib.util.find_spec(package)
+        for location in (spec and spec.submodule_search_locations) or ():
+            yield Path(location).parent
+    yield Path.cwd()
 
 
 def _source(path: Path) -> _Source:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -15,6 +14,7 @@ from typing import Any
 from tula_hpc.clock import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
+from tula_hpc.invocation import command_line
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
 from tula_hpc.records.measurement import Measurement
@@ -136,7 +136,7 @@ class RunDirectory:
     @property
     def status_command(self) -> str:
         """What a user types to see what goes on here."""
-        return f"python -m tula_hpc.status {shlex.quote(str(self.root))}"
+        return command_line("status", str(self.root))
 
     def check_owner(self) -> None:
         """Refuse a directory that another user owns, may write to, or can put another one in the place of.

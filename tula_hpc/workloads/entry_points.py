@@ -29,9 +29,9 @@ The whole protocol:
     accuracy. Without it, accuracy is known where outputs are scores (N, classes) and targets labels (N,); elsewhere
     the loss on the test set is reported.
 
-The module is looked for in the working directory first, then among the installed packages. All functions run in every
-worker process of every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
-``tula_hpc/workloads/language.py``.
+The module is looked for among the installed packages, and then in the working directory from which the command was
+started: nothing there takes an installed one's place. All functions run in every worker process of every job.
+Examples are ``tests/examples/own_workload.py`` and, for a language model, ``tula_hpc/workloads/language.py``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +185,7 @@ def _data_error(spec: WorkloadSpec, message: str) -> InputError:
 
 def _load(key: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    _search_working_directory()
+    _make_importable(module_name.partition(".")[0])
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, SyntaxError) as error:
@@ -196,8 +197,21 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return] # callable() does not narrow Any
 
 
-def _search_working_directory() -> None:
-    """First in the path, as `python -m` has it; loader processes are given this path too."""
+def _make_importable(package: str) -> None:
+    """Search the working directory too, after all else, where the package is nowhere else.
+
+    What the package imports may lie there as well. Loader processes are given this path too.
+    """
     folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if folder not in sys.path and not _is_installed(package):
+        sys.path.append(folder)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        spec = find_spec(package)
+    # it is loaded in another way
+    except ValueError:
+        return True
+    # a folder without __init__.py, which has no origin, gives way to a package
+    return spec is not None and spec.origin is not None

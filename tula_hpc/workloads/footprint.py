@@ -1,7 +1,6 @@
 """An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
 
-`python -m tula_hpc.workloads.footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...]
-[--partition NAME] [--json]`
+`tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--partition NAME] [--json]`
 
 The workload's model is built without memory, and forward pass, backward pass and optimizer are gone through with
 tensors that have shapes but no contents, at three local batches. From the storages alive at each moment follow
@@ -228,7 +227,7 @@ def _answer(options: argparse.Namespace, footprints: Mapping[str, Footprint]) ->
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tula_hpc.workloads.footprint",
+        prog="tula footprint",
         description="Estimate a worker's memory without running a step and without a GPU.",
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
