@@ -25,7 +25,7 @@ RULES: dict[str, set[str]] = {
     "nested": set(),
     "config": {"errors", "catalog", "files", "tres", "config"},
     "records": {"errors", "files", "records"},
-    "analysis": {"errors", "config", "files", "records", "tres", "analysis"},
+    "analysis": {"analysis", "config", "errors", "files", "printable", "records", "tres"},
     "workloads": {
         "errors", "catalog", "config", "files", "memory_errors", "nested", "records", "resident", "workloads",
     },
@@ -89,11 +89,11 @@ RULES: dict[str, set[str]] = {
         "stopping", "tuning", "worker", "workloads",
     },
     "launch": {
-        "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "local_alive", "local_jobs", "records",
-        "sbatch", "slurm", "waiting",
+        "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "local_alive", "local_jobs", "printable",
+        "records", "sbatch", "slurm", "waiting",
     },
     "sbatch": {"env", "errors", "slurm", "slurm_command"},
-    "progress": set(),
+    "progress": {"printable"},
     "footprint": {"records"},
     "stages": {"analysis", "config", "devices", "drift", "errors", "job_ends", "jobs", "launch", "progress", "records"},
     "profile_stage": {
@@ -104,7 +104,7 @@ RULES: dict[str, set[str]] = {
         "analysis", "changed_inputs", "config", "footprint", "launch", "profile_stage", "records", "stages",
         "submission",
     },
-    "summary": {"analysis", "records"},
+    "summary": {"analysis", "printable", "records"},
     "pipeline": {"analysis", "errors", "profile_stage", "records", "stages", "study_stage", "summary"},
     "detach": {"config", "env", "errors", "jobs", "launch", "pipeline", "records", "slurm", "stages"},
     "changed_inputs": {"analysis", "config", "errors", "files"},
@@ -125,10 +125,12 @@ RULES: dict[str, set[str]] = {
         "analysis", "config", "devices", "errors", "job_status", "records", "run_cost", "run_facts", "training_status",
         "trainings",
     },
-    "status_text": {"analysis", "devices", "job_status", "records", "run_cost", "run_state", "training_status"},
+    "status_text": {
+        "analysis", "devices", "job_status", "printable", "records", "run_cost", "run_state", "training_status",
+    },
     "status": {
-        "accounting", "command", "config", "errors", "files", "job_status", "local_alive", "records", "run_facts",
-        "run_state", "slurm", "status_text", "study_stage",
+        "accounting", "command", "config", "errors", "files", "job_status", "local_alive", "printable", "records",
+        "run_facts", "run_state", "slurm", "status_text", "study_stage",
     },
     "check_job": {"check_probes", "config", "env", "jobs", "records", "stopping"},
     "check_probes": {
@@ -140,10 +142,10 @@ RULES: dict[str, set[str]] = {
     "check_rank_verdicts": {"analysis", "check_job", "check_verdicts", "config", "records"},
     "check": {
         "check_job", "check_rank_verdicts", "check_site", "check_verdicts", "command", "config", "errors", "files",
-        "job_logs", "launch", "records", "slurm", "waiting",
+        "job_logs", "launch", "printable", "records", "slurm", "waiting",
     },
-    "study": {"command", "config", "errors", "pipeline", "records", "study_stage"},
-    "sweep": {"command", "config", "dry_run", "errors", "pipeline", "study"},
+    "study": {"command", "config", "errors", "pipeline", "printable", "records", "study_stage"},
+    "sweep": {"command", "config", "dry_run", "errors", "pipeline", "printable", "study"},
 }  # fmt: skip
 TORCH_ROOMS = {
     "nested",

@@ -24,6 +24,7 @@ from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import complaining_nodes, ends, read_logs
 from tula_hpc.local_alive import is_alive, was_killed
+from tula_hpc.printable import in_short_lines
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 from tula_hpc.waiting import explain
 
@@ -400,7 +401,7 @@ class Launcher:
         for job in jobs:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
-            tail = ends(logs, LOG_TAIL_LINES)
+            tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
             if failure is Failure.BUG:  # or it could not even write down that there is no space
                 full = full_disk(self.run.root) if full is None else full
                 failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
