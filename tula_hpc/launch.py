@@ -6,6 +6,7 @@ import contextlib
 import math
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -427,8 +428,10 @@ class Launcher:
     def _executor(self, folder: Path, request: Request) -> Any:
         import submitit
 
-        if self.cluster.executor == "slurm" and not slurm.available():
-            raise LaunchError("sbatch is not on PATH: run this on a Slurm login node, or with a local cluster file")
+        # submitit looks for srun
+        missing = next((name for name in ("sbatch", "srun") if shutil.which(name) is None), None)
+        if self.cluster.executor == "slurm" and missing:
+            raise LaunchError(f"{missing} is not on PATH: run this on a Slurm login node, or with a local cluster file")
         executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
         # AutoExecutor still translates the parameters
         if self.cluster.executor == "slurm":

@@ -38,8 +38,8 @@ REVIVALS = 3  # of a job whose process is killed, see `come_again`
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
 REQUEUE_PAUSES_S = (2, 5, 10, 30)  # after attempts that failed
-_SUBMITTED = re.compile(r"^Submitted batch job (\d+)\b", re.MULTILINE)  # perhaps "… on cluster a"
-_ID_ALONE = re.compile(r"^(\d+)(?:;\S+)?\s*$", re.MULTILINE)  # of a site's sbatch that is told --parsable
+_SUBMITTED = re.compile(r"^Submitted batch job ([0-9]+)\b", re.MULTILINE)  # perhaps "… on cluster a"
+_ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")  # all that is printed by a site's sbatch that is told --parsable
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
 
@@ -102,10 +102,11 @@ class PatientExecutor(SlurmExecutor):
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         """Return the id from sbatch's words; a site's own words around them may speak of jobs too."""
         text = string if isinstance(string, str) else string.decode(errors="replace")
-        found = _SUBMITTED.findall(text) or _ID_ALONE.findall(text)
-        if not found:
-            raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
-        return str(found[-1])
+        if found := _SUBMITTED.findall(text):
+            return str(found[-1])
+        if alone := _ID_ALONE.fullmatch(text):
+            return alone[1]
+        raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
 
     def _submit_command(self, command: str) -> Job[Any]:
         """As submitit's, but sbatch may print whatever it likes.
@@ -119,6 +120,8 @@ class PatientExecutor(SlurmExecutor):
         script = Path(self.folder) / f".submission_file_{key}.sh"
         script.write_text(self._make_submission_file_text(command, key))
         done = run(self._make_submission_command(script), SUBMIT_S)
+        if done.code < 0:
+            raise LaunchError(f"sbatch failed: {done.complaint}")
         if done.code:
             raise FailedJobError(done.complaint)
         job_id = self._get_job_id_from_submission_command(done.stdout)
@@ -208,9 +211,9 @@ def could_start(script: str) -> str:
         lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
         if answer := next((line for line in lines if _COULD_START.search(line)), ""):
             return _PREFIX.sub("", answer)
-        raise no_answer("sbatch --test-only", done.complaint)
+        raise no_answer("sbatch --test-only", "\n".join(lines))
     words = _PREFIX.sub("", _last_line(done.complaint))
-    if (refusal := _refusal(done.complaint)) is None:
+    if done.code < 0 or (refusal := _refusal(done.complaint)) is None:
         raise LaunchError(f"sbatch gives no answer: {words}")
     raise refusal(_with_limit(words, done.complaint))
 

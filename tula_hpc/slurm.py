@@ -112,8 +112,10 @@ _JOB = re.compile(r"(?P<parent>[0-9]{1,15})(?:[_+.].*)?")
 # of an array that waits, where they are not shown one by one
 _TASKS = re.compile(r"(?P<parent>[0-9]+)_\[(?P<tasks>[0-9,-]+)(?:%[0-9]+)?\]")
 _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
+_BRACKETS = re.compile(r"\[[^\]]*\]")
 _HOST = re.compile(r"[\w.-]+")
 _HEADING = re.compile(r"[A-Z][A-Z_]*")
+_STATE = re.compile(r"[A-Z_]+|\?")
 # of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
@@ -144,8 +146,8 @@ def named(name: str) -> list[str]:
     Raises:
         LaunchError: The controller does not answer.
     """
-    rows = _queued(["%F", "%j"], ["-t", "all", "-n", name])
-    if not any(shown == name for _, shown in rows):
+    rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
+    if not rows:
         try:
             text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID,JobName"])
         except LaunchError:  # no accounting
@@ -155,17 +157,26 @@ def named(name: str) -> list[str]:
     return sorted({match["parent"] for match in found if match}, key=int)
 
 
-def _queued(columns: Sequence[str], options: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> list[list[str]]:
+def _queued(
+    columns: Sequence[str], options: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S, *, second: re.Pattern[str]
+) -> list[list[str]]:
     """Return squeue's rows. Its headings are asked for, too: without any job they tell an answer from none.
+
+    Args:
+        columns: squeue's formats; the first is a job's id.
+        options: Which jobs.
+        timeout_s: For the answer.
+        second: What the second column holds, by which rows are told from lines that a site puts around them.
 
     Raises:
         LaunchError: It does not answer.
     """
     text = run_command(["squeue", *options, "-o", "|".join(columns)], timeout_s)
     rows = _rows(text, len(columns))
-    if not any(_JOB.fullmatch(row[0]) or all(map(_HEADING.fullmatch, row)) for row in rows):
+    jobs = [row for row in rows if _JOB.fullmatch(row[0]) and second.fullmatch(row[1])]
+    if not jobs and not any(all(map(_HEADING.fullmatch, row)) for row in rows):
         raise no_answer("squeue", text)
-    return [row for row in rows if _JOB.fullmatch(row[0])]
+    return jobs
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:
@@ -181,7 +192,7 @@ def task_ids(job_id: str, count: int) -> list[str]:
 
 def own_jobs(timeout_s: float = COMMAND_TIMEOUT_S) -> int:
     """Jobs that this user has in the queue, tasks of arrays counted one by one."""
-    return len(_queued(["%i", "%T"], ["-r", "-u", getpass.getuser()], timeout_s))
+    return len(_queued(["%i", "%T"], ["-r", "-u", getpass.getuser()], timeout_s, second=_STATE))
 
 
 def cancel(job_ids: Iterable[str]) -> None:
@@ -215,7 +226,8 @@ def hosts_of(job_id: str) -> list[str]:
         count, told = next(((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, ""))
         if count and told != "None assigned":
             lines = run_command(["scontrol", "show", "hostnames", told]).splitlines()
-            hosts = [line for line in map(str.strip, lines) if _HOST.fullmatch(line)]
+            beginnings = tuple(item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(","))
+            hosts = [line for line in map(str.strip, lines) if line.startswith(beginnings) and _HOST.fullmatch(line)]
             # a line more, and each number would lead to another node
             return hosts if len(hosts) == count else []
     return []
@@ -233,7 +245,7 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
         return {}
     parents = sorted({job_id.partition("_")[0] for job_id in wanted})
     try:
-        rows = _queued(["%i", "%T", "%r"], ["-r", "-t", "all", "-j", ",".join(parents)], timeout_s)
+        rows = _queued(["%i", "%T", "%r"], ["-r", "-t", "all", "-j", ",".join(parents)], timeout_s, second=_STATE)
     except LaunchError as error:
         if "Invalid job id" in str(error):  # squeue's answer when it knows none of them
             return {}

@@ -35,8 +35,9 @@ class Done(NamedTuple):
 
     @property
     def complaint(self) -> str:
-        """What it says of its failure, as far as that can be read in one go."""
-        return (self.stderr.strip() or self.stdout.strip())[-MOST_WORDS:]
+        """What it says of its failure, as far as that can be read in one go; never empty."""
+        how = f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code}"
+        return (self.stderr.strip() or self.stdout.strip() or how)[-MOST_WORDS:]
 
 
 def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
@@ -47,12 +48,8 @@ def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) 
     """
     done = run(arguments, timeout_s, environment=without_filters())
     if done.code:
-        raise LaunchError(f"{arguments[0]} failed: {done.complaint or _how(done.code)}")
+        raise LaunchError(f"{arguments[0]} failed: {done.complaint}")
     return done.stdout
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by signal {-code}"
 
 
 def run(
@@ -69,7 +66,7 @@ def run(
         process = _start(arguments, stdin, environment)
     except (OSError, ValueError) as error:
         raise NotStartedError(_not_started(name, error)) from None
-    with process, _killed_in_the_end(process):
+    with process, _killed_if_given_up(process):
         stdout, stderr = _read(process, name, timeout_s)
     return Done(process.returncode, *(text.decode(errors="backslashreplace") for text in (stdout, stderr)))
 
@@ -101,14 +98,14 @@ def _not_started(name: str, error: OSError | ValueError) -> str:
 
 
 @contextlib.contextmanager
-def _killed_in_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill what is left of a process's group unless it has ended by itself."""
+def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process that is given up, and what it has started: it may have ended, and they hold its pipes."""
     try:
         yield
-    finally:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
