@@ -65,10 +65,10 @@ INSTEAD: Mapping[str, Wrap] = {
 }
 # what cannot be started
 BROKEN: Mapping[str, Callable[[Path], object]] = {
-    "no right to run it": lambda path: (path.write_text("#!/bin/sh\n"), path.chmod(0o600)),
+    "no right to run it": lambda path: path.chmod(0o600),
     "no shebang": lambda path: path.write_text("echo hello\n"),
     "an interpreter that is not there": lambda path: path.write_text("#!/nowhere/sh\n"),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a folder": lambda path: path.rename(path.with_suffix(".moved")).with_name(path.name).mkdir(),
     "nothing at all": lambda path: path.unlink(),
 }
 FAULTS = (*INSTEAD, *BROKEN)

@@ -27,7 +27,8 @@ RULES: dict[str, set[str]] = {
     "records": {"errors", "files", "records"},
     "analysis": {"analysis", "config", "errors", "files", "printable", "records", "tres"},
     "workloads": {
-        "errors", "catalog", "config", "files", "memory_errors", "nested", "records", "resident", "workloads",
+        "errors", "catalog", "config", "files", "memory_errors", "nested", "printable", "records", "resident",
+        "workloads",
     },
     "optim": {"errors", "nested", "optim"},
     "payload": set(),

@@ -14,14 +14,15 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
-from tula_hpc.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer, run_command
+from tula_hpc.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
+from tula_hpc.slurm_command import run_command as run_command  # noqa: PLC0414 - for who asks what is not asked here
 
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)  # pauses in which a controller may come back
 DEFAULT_LARGEST_ARRAY = 1001  # Slurm's own MaxArraySize
 MOST_REASON = 500  # characters of why a job waits
 MOST_FIELDS = 100_000  # characters of what the controller knows of a job
 REQUEUE_S = 40.0  # of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
-REQUEUE_TIMEOUT_S = 15.0  # of a single attempt
+REQUEUE_TIMEOUT_S = 15.0  # of a single attempt, and of the question before it why the job has to leave
 REQUEUE_PAUSE_S = 3.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
@@ -320,7 +321,7 @@ class Leaving(StrEnum):
     PREEMPTED = "preempted"  # without any time of grace, or after it; or requeued
 
 
-def leaving(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Leaving | None:
+def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
     """Return why a running process's job is on its way out, or None if it is not: TERM comes for several reasons.
 
     A job that is preempted or near its time limit is still RUNNING during its grace time.
