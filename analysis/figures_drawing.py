@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tula_hpc.analysis.figures_style import COLOURS, styled, title_band_in
+from tula_hpc.printable import printable
 
 PNG_DPI = 150
 POINTS_PER_INCH = 72
@@ -35,7 +37,7 @@ class Table(NamedTuple):
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
         writer.writerows([_csv_cell(cell) for cell in row] for row in self.rows)
-        return text.getvalue()
+        return printable(text.getvalue())
 
 
 def _csv_cell(cell: Cell) -> str:
@@ -59,7 +61,7 @@ class Drawing(NamedTuple):
 
     def svg(self) -> str:
         """The figure alone, on white."""
-        return self._render(FigureCanvasSVG(self.figure).print_svg, {"Date": None, "Creator": None}).decode()
+        return printable(self._render(FigureCanvasSVG(self.figure).print_svg, {"Date": None, "Creator": None}).decode())
 
     def png(self) -> bytes:
         """The figure alone, 150 dots per inch."""
@@ -73,16 +75,24 @@ class Drawing(NamedTuple):
         for element in root.iter():
             _adapt(element, f"{self.name}-")
         root.set("role", "img")
-        root.set("aria-label", self.title)
+        root.set("aria-label", printable(self.title))
         return "".join(_serialize(root))
 
     def _render(self, print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
         """What a canvas prints: `savefig` would draw everything once more, before that, for the layout's sake."""
         buffer = io.BytesIO()
+        clean_texts(self.figure)
         with styled():
             print_to(buffer, metadata=metadata)
             self.figure.set_layout_engine("none")  # laid out now; the next file keeps it, which is faster
         return buffer.getvalue()
+
+
+def clean_texts(figure: Figure) -> None:
+    """Show control characters in all texts of a figure: XML may not hold them, and fonts have no signs for them."""
+    for text in figure.findobj(Text):
+        if (shown := printable(text.get_text())) != text.get_text():
+            text.set_text(shown)
 
 
 class Missing(NamedTuple):

@@ -14,9 +14,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation, Transform
 
-from tula_hpc.analysis.figures_drawing import Drawing
+from tula_hpc.analysis.figures_drawing import Drawing, clean_texts
 from tula_hpc.analysis.figures_style import INK, MUTED, PAPER, styled, title_band_in
 from tula_hpc.analysis.formatting import keep_units
+from tula_hpc.printable import printable
 
 PAGE_WIDTH_IN, PAGE_HEIGHT_IN = 8.27, 5.83  # A5 across: prints on A4 without becoming small, reads well on a screen
 MARGIN_IN = 0.55
@@ -41,7 +42,7 @@ class TitlePage(NamedTuple):
 def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
     """All pages. Lays the drawings out anew for the page: render their other files before."""
     buffer = io.BytesIO()
-    metadata = {"Title": first.title, "Creator": "tula_hpc", "CreationDate": None}
+    metadata = {"Title": printable(first.title), "Creator": "tula_hpc", "CreationDate": None}
     with styled(), PdfPages(buffer, metadata=metadata) as pages:
         _add_page(pages, _title_page(first))
         for number, drawing in enumerate(drawings, start=2):
@@ -51,6 +52,7 @@ def render_pdf(first: TitlePage, drawings: Sequence[Drawing]) -> bytes:
 
 def _add_page(pages: PdfPages, figure: Figure) -> None:
     """As `pages.savefig`, which would draw everything once more, before that, for the layout's sake."""
+    clean_texts(figure)
     print_to: Callable[[PdfPages], None] = FigureCanvasPdf(figure).print_pdf
     print_to(pages)
 

@@ -18,6 +18,7 @@ from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster,
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.invocation import command_line
+from tula_hpc.printable import printable, printable_output, with_own_escapes
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
@@ -25,11 +26,12 @@ __all__ = ["main", "make_plan"]
 ANEW = "the run's own sweep may not want it: one with these values and a new --run-dir does"
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
     options = _parser().parse_args(arguments)
     try:
-        write_out(f"{_answer(options)}\n")
+        write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -93,7 +95,7 @@ def _answer(options: argparse.Namespace) -> str:
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
         write_atomically(run.plan_file, text)
-    return text if options.json else _as_text(plan, sweep, cluster, read.records, run)
+    return printable(text) if options.json else _as_text(plan, sweep, cluster, read.records, run)
 
 
 def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec, str]:

@@ -18,6 +18,7 @@ from tula_hpc.analysis.formatting import (
 )
 from tula_hpc.analysis.parts import name_of
 from tula_hpc.analysis.text_columns import GAP, TextColumn, add_columns
+from tula_hpc.printable import printable
 from tula_hpc.records import Candidate, Plan
 
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
@@ -38,7 +39,8 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
     with console.capture() as capture:
         console.print(_table(plan, console.width))
     lines = [line for sentence in sentences(plan, profiling) for line in _wrapped(sentence, console.width)]
-    return "\n".join([capture.get().rstrip("\n"), *lines])
+    # the table has escapes of its own, for its colours
+    return "\n".join([capture.get().rstrip("\n"), *map(printable, lines)])
 
 
 def sentences(plan: Plan, profiling: str = "") -> list[str]:

@@ -31,6 +31,7 @@ from tula_hpc.analysis.report_tables import (
 from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
 from tula_hpc.errors import InputError, RunDirectoryError, TulaError
 from tula_hpc.files import mistrust
+from tula_hpc.printable import printable, printable_output
 from tula_hpc.records import RunDirectory, write_atomically
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:
     """HTML from one of the templates beside this file; everything that is not marked as safe is escaped."""
-    return _environment().get_template(template).render(page)
+    return printable(_environment().get_template(template).render(page))
 
 
 @functools.cache
@@ -180,6 +181,7 @@ def _title_page(contents: RunContents) -> TitlePage:
     return TitlePage(contents.name, _subtitle(contents), answer(contents), *table, *lists)
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0 done, 1 the report could not be written, 2 bad input."""
     parser = argparse.ArgumentParser(

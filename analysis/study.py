@@ -19,6 +19,7 @@ from tula_hpc.analysis.study_data import StudyContents, read_study
 from tula_hpc.analysis.study_table import StudyTable, make_table
 from tula_hpc.analysis.study_text import answer, cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.errors import InputError, TulaError
+from tula_hpc.printable import printable, printable_output
 from tula_hpc.records import RunDirectory
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def write_study_report(run: RunDirectory) -> list[Path]:
     runs = Table(*_runs(contents)).to_csv()
     files: dict[str, bytes] = {
         "study.html": render_page(TEMPLATE, _page(contents, table, drawn, svgs)).encode(),
-        "study_table.tex": latex(table).encode(),
+        "study_table.tex": printable(latex(table)).encode(),
         "study_runs.csv": runs.encode(),
     }
     return replace_files(run.report, STUDY_FIGURES, files | figure_files(drawn.drawings, svgs))
@@ -140,6 +141,7 @@ def _rates(contents: StudyContents) -> TextTable | None:
     return TextTable(("family", "learning rate", "accuracy on held-out training samples"), rows)
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0 done, 1 the report could not be written, 2 bad input."""
     parser = argparse.ArgumentParser(

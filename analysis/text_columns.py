@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from tula_hpc.printable import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -60,13 +62,14 @@ def add_columns(table: Table, columns: Sequence[TextColumn], width: int, styles:
 
     Args:
         table: To be filled.
-        columns: Texts, taken as they are.
+        columns: Texts, in which nothing is taken for markup or for an escape of the terminal.
         width: Of the terminal, characters.
         styles: Of the rows.
     """
     from rich.text import Text
 
-    chosen = fitted(columns, width)
+    clean = [column._replace(cells=[printable(cell) for cell in column.cells]) for column in columns]
+    chosen = fitted(clean, width)
     for column, characters in chosen:
         table.add_column(Text(column.heading), justify="right" if column.right else "left", width=characters)
     for row, style in enumerate(styles):

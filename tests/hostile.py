@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 VALUES: list[Any] = [
     None, True, "x", "", -1, 0, 1, 0.5, -0.5, 1e308, 1e-320, -1e99, 1e99, 1e30, 2**20, 2**62, 2**63 - 1, 10**30,
     float("nan"), float("inf"), [], {}, [1] * 300, [[[[[]]]]], {"a": {"b": [None]}}, "$\\frac{", "<script>", "\u2028\0",
-    "a" * 5000, "../../x", "\ud800",
+    "a" * 5000, "../../x", "\ud800", "\x1b]0;x\x07\x1b[2J\x9b31m", "\u202etxt\u2066\x7f\r", "[red][/]",
 ]  # fmt: skip
-SNIPPETS = [b"\0", b"\xff", b"[", b"{", b'"', b"9" * 30, b"\n", b"NaN", b"[" * 9999, b'{"a":' * 500]
+SNIPPETS = [
+    b"\0", b"\xff", b"[", b"{", b'"', b"9" * 30, b"\n", b"NaN", b"[" * 9999, b'{"a":' * 500, b"\x1b[31m", b"\xc2\x9b",
+]  # fmt: skip
 WHOLES = [b"", b"null", b"[]", b"{}", b"3", b'"x"', b"\xff\xfe", b"\n" * 999, b"0" * 10**6, b"[" * 10**5, b"{}\n" * 999]
 
 

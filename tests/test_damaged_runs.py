@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import TIMES, fuzz
 from tests.hostile import THINGS, damaged, put
+from tests.hostile_words import CONTROL
 from tests.run_factory import SWEEP_TOML
 from tests.study_factory import SWEEP as STUDY
 from tests.study_factory import make_study
@@ -134,6 +135,7 @@ def run_command(command: Command, at: Path, capsys: pytest.CaptureFixture[str]) 
     printed, said = capsys.readouterr()
     assert code in CODES
     assert "Traceback" not in said
+    assert not CONTROL.search(printed + said)
     assert len(said) < 20_000
     assert not code or said.strip() or printed.strip(), "it ended without a word"
 

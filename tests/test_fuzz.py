@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -16,8 +17,13 @@ from hypothesis import strategies as st
 from tests.fuzzing import fuzz
 from tests.hostile import THINGS, damaged, put
 from tests.run_factory import make_run, measurement
+from tula_hpc import slurm, slurm_command
+from tula_hpc.accounting import accounted_runs
+from tula_hpc.check_site import ask_site
+from tula_hpc.config import ClusterSpec
 from tula_hpc.drift_start import read_drift
-from tula_hpc.errors import InputError, TulaError
+from tula_hpc.errors import InputError, LaunchError, TulaError
+from tula_hpc.launch import Launcher
 from tula_hpc.records import (
     MAX_LINE_BYTES,
     Configuration,
@@ -158,6 +164,70 @@ def test_a_damaged_document_says_what_to_do(tmp_path: Path, kind: type[Plan]) ->
     (tmp_path / "x.json").write_text('{"candidates": 3}')
     with pytest.raises(InputError, match=r"x\.json: is damaged: .*; delete it to have it made anew$"):
         read_document(kind, tmp_path / "x.json")
+
+
+SLURM_SAYS = (
+    "JOBID|STATE|REASON\n12_[0-3,7%2]|PENDING|Resources\n12_4|RUNNING|None\n12_5|COMPLETING|None\n",
+    "12_0|x-train-1|PREEMPTED|30|2\n12_0|x-train-1|CANCELLED by 0|70|2\n",
+    "12_0|FAILED|1:0\n12_0.batch|FAILED|1:0\n12_0.0|OUT_OF_MEMORY|0:125\n",
+    "JobId=12 JobName=x JobState=PREEMPTED Restarts=1 ExcNodeList=n9 PreemptTime=2026-11-23T23:08:52 WorkDir=/a b\n",
+    "AccountingStorageEnforce = limits\nMaxArraySize            = 4001\n",
+    "PartitionName=cpu Default=YES MaxNodes=4 MaxTime=2-00:00:00 State=UP TotalNodes=100 DefMemPerCPU=4000\n",
+    "20|40+|192000|gpu:4(S:0-1)|mixed*|v100\n",
+    "ml|cpu|normal,long|1-00:00:00|cpu=4,node=4\n",
+    "12_0|2|n[1-2],m3\n",
+)
+PIECES = (
+    *("\n", "|", "||", "=", " ", "-", "[", "]", ":", "_", ",", "%", "\0", "\x1b[2J", "\u202e", "\ud800", "é"),
+    *("9" * 20, "9" * 5000, "٣", "-1", "1e9", "12_[0-999999999]", "12_[-]", "JobId=", "Restarts=x", "UNLIMITED"),
+    *("Welcome to Example | 2026", "42|all|day", "JOBID|STATE", "7", "a" * 5000),
+)
+ASKED: tuple[Callable[[], object], ...] = (
+    lambda: slurm.queue(["12_0", "12_4"]),
+    lambda: slurm.named("x-train-1"),
+    slurm.own_jobs,
+    lambda: slurm.steps(["12_0"]),
+    lambda: slurm.hosts_of("12_0"),
+    lambda: slurm.leaving("12"),
+    lambda: slurm.avoid_host("12", "12_0", "n1", 5),
+    slurm.largest_array,
+    lambda: accounted_runs({"12_0"}, name_prefix="x-", since=1e9, timeout_s=5),
+    lambda: ask_site(Launcher(ClusterSpec(executor="slurm", partition="cpu"), RunDirectory(Path("/nowhere")), "x"), 2),
+)
+
+
+@given(data=st.data())
+@fuzz(400)
+def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
+    """Real answers with anything in them, each before anyone who asks."""
+    said = data.draw(st.sampled_from(SLURM_SAYS))
+    for _ in range(data.draw(st.integers(0, 4))):
+        at, piece = data.draw(st.integers(0, len(said))), data.draw(st.sampled_from(PIECES))
+        said = said[:at] + piece + said[at + data.draw(st.integers(0, 3)) :]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("slurm", "accounting"):
+            patch.setattr(f"tula_hpc.{module}.run_command", lambda *_: said)
+        patch.setattr("tula_hpc.sbatch.run", lambda *_, **__: slurm_command.Done(0, "", said))
+        for ask in ASKED:
+            with contextlib.suppress(LaunchError):
+                ask()
+
+
+@given(said=st.binary(max_size=200), code=st.sampled_from([0, 1, -9, 127]))
+@fuzz(300)
+def test_whatever_bytes_a_command_prints_are_words(said: bytes, code: int) -> None:
+    shown = said.decode(errors="backslashreplace")
+    done = slurm_command.Done(code, shown, shown)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm_command, "run", lambda *_, **__: done)
+        if code == 0:
+            assert slurm.run_command(["squeue"]) == shown
+            return
+        with pytest.raises(LaunchError) as raised:
+            slurm.run_command(["squeue"])
+    line = slurm.in_one_line(raised.value)
+    assert line.startswith("squeue failed: ")
+    assert len(line.splitlines()) == 1
 
 
 def test_a_plan_is_written_within_what_is_believed(run: RunDirectory) -> None:

@@ -504,6 +504,23 @@ def test_a_controller_that_is_killed_comes_again_a_few_times(
     assert (log.read_text().count("requeue 17") if log.exists() else 0) == requeued
 
 
+@pytest.mark.parametrize(("silences", "asked"), [(0, 1), (2, 3), (9, 4)])
+def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silences: int, asked: int
+) -> None:
+    monkeypatch.setattr("tula_hpc.sbatch.REQUEUE_PAUSES_S", (0, 0, 0, 0))
+    scontrol, log = tmp_path / "scontrol", tmp_path / "asked"
+    scontrol.write_text(
+        "#!/bin/sh\n[ $1 = requeue ] || { echo JobState=RUNNING; exit; }\n"
+        f"echo >>{log}; [ $(wc -l <{log}) -gt {silences} ]\n"
+    )
+    scontrol.chmod(0o700)
+    script = "\n".join(["(exit 137)", *come_again(tmp_path)])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == 137
+    assert log.read_text().count("\n") == asked
+
+
 def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     detached = Launcher(ClusterSpec(), run, "tula-test", detached=True)

@@ -123,7 +123,8 @@ def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) 
 
 
 def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[[Answers], None]) -> None:
-    answer({"squeue": "", "sacct": "9_[0-3%1]\n9_4\n12\n12+0\n12+1\n"})
+    known = "9_[0-3%1]|x\n9_4|x\n12|x\n12+0|x\n12+1|x\n13|y\n"
+    answer({"squeue": "ARRAY_JOB_ID|NAME\n", "sacct": known})
     assert slurm.named("x") == ["9", "12"]
 
 

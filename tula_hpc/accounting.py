@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tula_hpc.slurm import run_command
+from tula_hpc.slurm_command import count_in, run_command
 
 SLACK_S = 3600.0  # between the clocks of this machine and of the accounting
 FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
@@ -56,5 +56,5 @@ def accounted_runs(
 
 def _run(fields: list[str]) -> AccountedRun:
     job_id, _, state, elapsed, nodes = fields
-    numbers = [int(text) if text.isdecimal() else 0 for text in (elapsed, nodes)]
+    numbers = [count_in(text) or 0 for text in (elapsed, nodes)]
     return AccountedRun(job_id, state.partition(" ")[0], float(numbers[0]), numbers[1])

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.command import exit_code_of
 from tula_hpc.files import make_private, write_out
+from tula_hpc.printable import in_short_lines, printable, printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.check_job import CheckJob, RankReport
@@ -54,6 +55,7 @@ exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, 
 """
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     return exit_code_of(_run, _parser().parse_args(arguments))
@@ -369,9 +371,8 @@ def _table_lines(verdict: Verdict, width: int) -> Iterator[str]:
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
     # logs and Slurm may say anything
-    printable = "".join(character if character.isprintable() else " " for character in text)
     return textwrap.wrap(
-        printable,
+        in_short_lines(printable(text.replace("\n", " "))),
         max(width, 70),
         initial_indent=head,
         subsequent_indent=" " * len(head),

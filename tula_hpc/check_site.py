@@ -15,6 +15,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError
 from tula_hpc.launch import Launcher
 from tula_hpc.records import Record
+from tula_hpc.slurm_command import count_in, no_answer
 
 TIMEOUT_S = 20.0
 NO_LIMIT = ("", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "Partition_Limit")
@@ -94,13 +95,18 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
         LaunchError: There is no Slurm here, or it does not answer.
     """
     shown = _ask("scontrol", "show", "config")
-    config = dict(re.findall(r"^(\w+)\s*= (\S*)", shown, re.MULTILINE))
-    partitions = [_fields(line) for line in _ask("scontrol", "show", "partition", "--oneliner").splitlines()]
+    config = dict(re.findall(r"^(\w+) *= (\S*)", shown, re.MULTILINE))
+    if not config:
+        raise no_answer("scontrol show config", shown)
+    shown = _ask("scontrol", "show", "partition", "--oneliner")
+    partitions = [_fields(line) for line in shown.splitlines() if line.startswith("PartitionName=")]
+    if not partitions:
+        raise no_answer("scontrol show partition", shown)
     chosen = next((each for each in partitions if _is_chosen(each, launcher.cluster)), None)
     enforced = config.get("AccountingStorageEnforce", "none").split(",")
     return Site(
         user=getpass.getuser(),
-        partitions=tuple(each.get("PartitionName", "") for each in partitions),
+        partitions=tuple(each["PartitionName"] for each in partitions),
         partition=_partition(chosen, config) if chosen else None,
         nodes=_nodes(chosen["PartitionName"]) if chosen else (),
         enforces_accounts=bool({"associations", "limits", "qos", "safe", "all"} & set(enforced)),
@@ -132,23 +138,19 @@ def _partition(fields: dict[str, str], config: dict[str, str]) -> Partition:
         name=fields["PartitionName"],
         state=fields.get("State", ""),
         qos="" if fields.get("QoS", "") in NO_LIMIT else fields["QoS"],
-        total_nodes=_count(fields.get("TotalNodes", "")) or 0,
-        max_nodes=_count(fields.get("MaxNodes", "")),
+        total_nodes=count_in(fields.get("TotalNodes", "")) or 0,
+        max_nodes=count_in(fields.get("MaxNodes", "")),
         max_minutes=minutes_of(fields.get("MaxTime", "")),
-        default_memory_mb_per_cpu=_count(own.get("DefMemPerCPU", "")),
-        default_memory_mb_per_node=_count(own.get("DefMemPerNode", "")),
+        default_memory_mb_per_cpu=count_in(own.get("DefMemPerCPU", "")),
+        default_memory_mb_per_node=count_in(own.get("DefMemPerNode", "")),
     )
-
-
-def _count(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 def minutes_of(text: str) -> int | None:
     """Read a time limit in minutes: 30, 1:30, 2:00:00 or 1-12:00:00; None where there is none."""
     if text in NO_LIMIT:
         return None
-    found = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})", text)
+    found = re.fullmatch(r"(?:(?P<days>[0-9]{1,9})-)?(?P<clock>[0-9]{1,9}(?::[0-9]{1,9}){0,2})", text)
     if found is None:
         return None
     clock = [int(each) for each in found["clock"].split(":")]
@@ -166,7 +168,7 @@ def _nodes(partition: str) -> tuple[Nodes, ...]:
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
         Nodes(
-            count=int(row[0]),
+            count=count,
             cpus=_leading_number(row[1]),
             memory_mb=_leading_number(row[2]),
             gres=row[3],
@@ -174,13 +176,13 @@ def _nodes(partition: str) -> tuple[Nodes, ...]:
             features=row[5],
         )
         for row in rows
-        if len(row) == 6 and row[0].isdecimal()
+        if len(row) == 6 and (count := count_in(row[0])) is not None
     )
 
 
 def _leading_number(text: str) -> int:
     """Read a number that sinfo may mark with + where nodes differ."""
-    found = re.match(r"\d+", text)
+    found = re.match(r"[0-9]{1,15}", text)
     return int(found[0]) if found else 0
 
 
@@ -210,7 +212,7 @@ def _associations() -> tuple[Limits, ...]:
 
 def _nodes_in(tres: str) -> int | None:
     """Read the nodes of a list such as cpu=40,node=4."""
-    return next((_count(item[5:]) for item in tres.split(",") if item.startswith("node=")), None)
+    return next((count_in(item[5:]) for item in tres.split(",") if item.startswith("node=")), None)
 
 
 def _accounting(*words: str) -> Sequence[Sequence[str]]:

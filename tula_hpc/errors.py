@@ -5,6 +5,7 @@
     │   └── RunDirectoryError   the run directory may not be used: other inputs, other owner, or in use
     ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
     │   ├── LaunchError         a job could not be submitted or watched
+    │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
     │   │   └── RefusedError            the scheduler said no
     │   │       └── SubmitLimitError        because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
@@ -53,6 +54,10 @@ class StageError(TulaError):
 
 class LaunchError(StageError):
     """A job could not be submitted or watched."""
+
+
+class NotStartedError(LaunchError):
+    """A command of the scheduler cannot be run here at all: it is missing, or no program."""
 
 
 class RefusedError(LaunchError):

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1_000_000  # with less left, a disk counts as full: what filled it has just been deleted again
@@ -75,11 +75,12 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def write_out(text: str) -> None:
-    """Print it all, for whoever still reads."""
+def write_out(text: str, stream: TextIO | None = None) -> None:
+    """Print it all, for whoever still reads; on standard output or what stands for it."""
+    stream = stream or sys.stdout
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        stream.write(text)
+        stream.flush()
     except BrokenPipeError:
         drop_output()
 

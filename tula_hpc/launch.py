@@ -6,6 +6,7 @@ import contextlib
 import math
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import complaining_nodes, ends, read_logs
 from tula_hpc.local_alive import is_alive, was_killed
+from tula_hpc.printable import in_short_lines
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
 from tula_hpc.search_path import is_found_elsewhere
 from tula_hpc.waiting import explain
@@ -402,7 +404,7 @@ class Launcher:
         for job in jobs:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
-            tail = ends(logs, LOG_TAIL_LINES)
+            tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
             if failure is Failure.BUG:  # or it could not even write down that there is no space
                 full = full_disk(self.run.root) if full is None else full
                 failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
@@ -428,8 +430,10 @@ class Launcher:
     def _executor(self, folder: Path, request: Request) -> Any:
         import submitit
 
-        if self.cluster.executor == "slurm" and not slurm.available():
-            raise LaunchError("sbatch is not on PATH: run this on a Slurm login node, or with a local cluster file")
+        # submitit looks for srun
+        missing = next((name for name in ("sbatch", "srun") if shutil.which(name) is None), None)
+        if self.cluster.executor == "slurm" and missing:
+            raise LaunchError(f"{missing} is not on PATH: run this on a Slurm login node, or with a local cluster file")
         executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
         # AutoExecutor still translates the parameters
         if self.cluster.executor == "slurm":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
 from typing import Protocol
+
+from tula_hpc.printable import printable, printable_output, with_own_escapes
 
 LOG_EVERY_S = 60.0  # in a log an unchanged state is repeated this often, as a sign of life
 
@@ -42,27 +45,29 @@ class BarProgress:
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
         )
-        self.bar = Progress(*columns, console=Console(stderr=True))
+        self.bar = Progress(*columns, console=Console(file=with_own_escapes(sys.stderr)))
+        self.cleaning = contextlib.ExitStack()
         self.task = self.bar.add_task("", stage=stage, total=None)
 
     def __enter__(self) -> BarProgress:
         """Start drawing."""
         self.bar.start()
+        # rich has put itself in the place of both streams, and takes escapes in what is printed meanwhile for its own
+        self.cleaning.enter_context(printable_output())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the bar as it is."""
+        self.cleaning.close()
         self.bar.stop()
 
     def update(self, done: float, total: float, text: str) -> None:
         """Redraw."""
-        from rich.markup import escape
-
-        self.bar.update(self.task, completed=done, total=total, description=escape(text))
+        self.bar.update(self.task, completed=done, total=total, description=printable(text))
 
 
 class LineProgress:

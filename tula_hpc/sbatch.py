@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from tula_hpc import slurm
 from tula_hpc.env import outside_of_job
-from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.errors import LaunchError, NotStartedError, RefusedError, SubmitLimitError
+from tula_hpc.slurm_command import no_answer, run
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
+SUBMIT_S = 300.0  # sbatch tries again by itself while the controller does not answer
 TEST_S = 30.0  # so long an answer about a job that nobody submits is waited for
 NO: dict[type[RefusedError], str] = {
     RefusedError: "the scheduler refused the job",
@@ -33,8 +35,11 @@ NO: dict[type[RefusedError], str] = {
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
 REVIVALS = 3  # of a job whose process is killed, see `come_again`
-_SUBMITTED = re.compile(r"^Submitted batch job (\d+)\b", re.MULTILINE)  # perhaps "… on cluster a"
-_ID_ALONE = re.compile(r"^(\d+)(?:;\S+)?\s*$", re.MULTILINE)  # of a site's sbatch that is told --parsable
+_COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
+_PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
+REQUEUE_PAUSES_S = (2, 5, 10, 30)  # after attempts that failed
+_SUBMITTED = re.compile(r"^Submitted batch job ([0-9]+)\b", re.MULTILINE)  # perhaps "… on cluster a"
+_ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")  # all that is printed by a site's sbatch that is told --parsable
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
 
@@ -60,7 +65,11 @@ def come_again(folder: Path) -> list[str]:
         "tula_code=$?",
         'if [ "$tula_code" -gt 1 ] && scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
         f'  echo "$tula_code" >>{killed}',
-        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || scontrol requeue "$SLURM_JOB_ID"',
+        # a controller that does not answer for a moment must not be the end of the sweep
+        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || for pause in {" ".join(map(str, REQUEUE_PAUSES_S))}; do',
+        '    scontrol requeue "$SLURM_JOB_ID" && break',
+        '    sleep "$pause"',
+        "  done",
         "fi",
         'exit "$tula_code"',
     ]
@@ -93,10 +102,32 @@ class PatientExecutor(SlurmExecutor):
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         """Return the id from sbatch's words; a site's own words around them may speak of jobs too."""
         text = string if isinstance(string, str) else string.decode(errors="replace")
-        found = _SUBMITTED.findall(text) or _ID_ALONE.findall(text)
-        if not found:
-            raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
-        return str(found[-1])
+        if found := _SUBMITTED.findall(text):
+            return str(found[-1])
+        if alone := _ID_ALONE.fullmatch(text):
+            return alone[1]
+        raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
+
+    def _submit_command(self, command: str) -> Job[Any]:
+        """As submitit's, but sbatch may print whatever it likes.
+
+        Raises:
+            FailedJobError: sbatch failed; its words.
+            FailedSubmissionError: It did not say which job it has submitted.
+            LaunchError: It cannot be started, or had to be stopped.
+        """
+        key = uuid.uuid4().hex
+        script = Path(self.folder) / f".submission_file_{key}.sh"
+        script.write_text(self._make_submission_file_text(command, key))
+        done = run(self._make_submission_command(script), SUBMIT_S)
+        if done.code < 0:
+            raise LaunchError(f"sbatch failed: {done.complaint}")
+        if done.code:
+            raise FailedJobError(done.complaint)
+        job_id = self._get_job_id_from_submission_command(done.stdout)
+        job: Job[Any] = SlurmJob(self.folder, job_id, list(range(self._num_tasks())))
+        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job
 
     def _submit_once(self) -> str:
         """One array under this name, and its id."""
@@ -108,9 +139,13 @@ class PatientExecutor(SlurmExecutor):
                 given = [name for name, value in self.parameters.items() if value is not None]
                 with outside_of_job([*given, *self.parameters.get("additional_parameters", {})]):
                     job_id = str(self._submit_command(self._submitit_command_str).job_id)
-            except FailedJobError as error:
+            except NotStartedError:
+                raise
+            except (FailedJobError, LaunchError) as error:
                 words, tried = _last_line(str(error)), True
-                if (refusal := _refusal(str(error))) is not None:
+                # where sbatch was killed by us, nobody has refused anything
+                refusal = _refusal(str(error)) if isinstance(error, FailedJobError) else None
+                if refusal is not None:
                     raise refusal(f"{NO[refusal]}: {_with_limit(words, str(error))}") from None
                 slurm.say(f"sbatch: {words}; looking for the job, then trying again")
                 time.sleep(pause_s)
@@ -169,16 +204,18 @@ def could_start(script: str) -> str:
     given = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
     try:
         with outside_of_job(given):
-            asked = ["sbatch", "--test-only"]
-            done = subprocess.run(asked, input=script, capture_output=True, text=True, timeout=TEST_S, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+            done = run(["sbatch", "--test-only"], TEST_S, stdin=script)
+    except LaunchError as error:
         raise LaunchError(f"sbatch gives no answer: {error}") from None
-    words = re.sub("^((sbatch|error|allocation failure): )*", "", _last_line(done.stderr))
-    if done.returncode == 0:
-        return words
-    if (refusal := _refusal(done.stderr)) is None:
+    if done.code == 0:
+        lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+        if answer := next((line for line in lines if _COULD_START.search(line)), ""):
+            return _PREFIX.sub("", answer)
+        raise no_answer("sbatch --test-only", "\n".join(lines))
+    words = _PREFIX.sub("", _last_line(done.complaint))
+    if done.code < 0 or (refusal := _refusal(done.complaint)) is None:
         raise LaunchError(f"sbatch gives no answer: {words}")
-    raise refusal(_with_limit(words, done.stderr))
+    raise refusal(_with_limit(words, done.complaint))
 
 
 def _with_limit(line: str, words: str) -> str:
@@ -188,5 +225,7 @@ def _with_limit(line: str, words: str) -> str:
 
 
 def _last_line(words: str) -> str:
+    """Return sbatch's last line, before those that a site adds."""
     lines: Sequence[str] = words.strip().splitlines()
-    return lines[-1] if lines else "no reason was given"
+    own = [line for line in lines if line.startswith("sbatch: ")]
+    return [*lines, *own][-1] if lines else "no reason was given"

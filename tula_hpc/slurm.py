@@ -6,19 +6,24 @@ import contextlib
 import getpass
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.env import restart_count, without_filters
-from tula_hpc.errors import LaunchError
+from tula_hpc.env import restart_count
+from tula_hpc.errors import LaunchError, NotStartedError
+from tula_hpc.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
+from tula_hpc.slurm_command import run_command as run_command  # noqa: PLC0414 - for who asks what is not asked here
 
-COMMAND_TIMEOUT_S = 60
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)  # pauses in which a controller may come back
 DEFAULT_LARGEST_ARRAY = 1001  # Slurm's own MaxArraySize
+MOST_REASON = 500  # characters of why a job waits
+MOST_FIELDS = 100_000  # characters of what the controller knows of a job
+REQUEUE_S = 40.0  # of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
+REQUEUE_TIMEOUT_S = 15.0  # of a single attempt, and of the question before it why the job has to leave
+REQUEUE_PAUSE_S = 3.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
@@ -42,31 +47,6 @@ class StepState(NamedTuple):
     job_id: str
     state: str
     exit_code: str
-
-
-def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Standard output of one of Slurm's commands, without the filters that a user may have set for squeue.
-
-    Raises:
-        LaunchError: It failed or did not answer; the message holds its own words.
-    """
-    try:
-        done = subprocess.run(
-            arguments,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            env=without_filters(),
-        )
-    except FileNotFoundError:
-        raise LaunchError(f"{arguments[0]} is not on PATH: is this a Slurm login node?") from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{arguments[0]} did not answer within {timeout_s:g} s") from None
-    except subprocess.CalledProcessError as error:
-        raise LaunchError(f"{arguments[0]} failed: {(error.stderr or error.stdout).strip()}") from None
-    return done.stdout
 
 
 T = TypeVar("T")
@@ -118,12 +98,25 @@ _UNANSWERED = re.compile(
     r"Could not establish a configuration source",  # where clients have their configuration from the controller
     re.IGNORECASE,
 )
+# scontrol's words for a no that stays one: slurm_errno.c, of a job that may not be requeued, is over or another's
+_REFUSED = re.compile(
+    r"Requested operation is presently disabled|Invalid job id|Access/permission denied|Invalid user id|"
+    r"Job has already finished|already completing or completed|Only batch jobs are accepted",
+    re.IGNORECASE,
+)
 _SUBMIT_LIMIT = re.compile(
     r"MaxSubmitJob|job submit limit|Job violates accounting/QOS policy|maximum number of jobs", re.IGNORECASE
 )
 
-_PARENT = re.compile(r"^(\d+)", re.MULTILINE)  # of 12, of 12_3 and 12_[4-6%2], of 12+0 and 12.batch
-_TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")  # of an array that waits, where they are not shown one by one
+# 12, 12_3 and 12_[4-6%2], 12+0 and 12.batch
+_JOB = re.compile(r"(?P<parent>[0-9]{1,15})(?:[_+.].*)?")
+# of an array that waits, where they are not shown one by one
+_TASKS = re.compile(r"(?P<parent>[0-9]+)_\[(?P<tasks>[0-9,-]+)(?:%[0-9]+)?\]")
+_SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
+_BRACKETS = re.compile(r"\[[^\]]*\]")
+_HOST = re.compile(r"[\w.-]+")
+_HEADING = re.compile(r"[A-Z][A-Z_]*")
+_STATE = re.compile(r"[A-Z_]+|\?")
 # of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
@@ -154,14 +147,43 @@ def named(name: str) -> list[str]:
     Raises:
         LaunchError: The controller does not answer.
     """
-    ids = set(_PARENT.findall(run_command(["squeue", "-h", "-t", "all", "-n", name, "-o", "%F"])))
-    if not ids:
+    rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
+    if not rows:
         try:
-            text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID"])
+            text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID,JobName"])
         except LaunchError:  # no accounting
             text = ""
-        ids = set(_PARENT.findall(text))
-    return sorted(ids, key=int)
+        rows = _rows(text, 2)
+    found = (_JOB.fullmatch(job_id) for job_id, shown in rows if shown == name)
+    return sorted({match["parent"] for match in found if match}, key=int)
+
+
+def _queued(
+    columns: Sequence[str], options: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S, *, second: re.Pattern[str]
+) -> list[list[str]]:
+    """Return squeue's rows. Its headings are asked for, too: without any job they tell an answer from none.
+
+    Args:
+        columns: squeue's formats; the first is a job's id.
+        options: Which jobs.
+        timeout_s: For the answer.
+        second: What the second column holds, by which rows are told from lines that a site puts around them.
+
+    Raises:
+        LaunchError: It does not answer.
+    """
+    text = run_command(["squeue", *options, "-o", "|".join(columns)], timeout_s)
+    rows = _rows(text, len(columns))
+    jobs = [row for row in rows if _JOB.fullmatch(row[0]) and second.fullmatch(row[1])]
+    if not jobs and not any(all(map(_HEADING.fullmatch, row)) for row in rows):
+        raise no_answer("squeue", text)
+    return jobs
+
+
+def _rows(text: str, columns: int) -> list[list[str]]:
+    """Return the rows of a table with bars, the last column as it is; a site's own lines around it are none."""
+    rows = ([cell.strip() for cell in line.split("|", columns - 1)] for line in text.splitlines())
+    return [row for row in rows if len(row) == columns]
 
 
 def task_ids(job_id: str, count: int) -> list[str]:
@@ -171,7 +193,7 @@ def task_ids(job_id: str, count: int) -> list[str]:
 
 def own_jobs(timeout_s: float = COMMAND_TIMEOUT_S) -> int:
     """Jobs that this user has in the queue, tasks of arrays counted one by one."""
-    return len(run_command(["squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i"], timeout_s).split())
+    return len(_queued(["%i", "%T"], ["-r", "-u", getpass.getuser()], timeout_s, second=_STATE))
 
 
 def cancel(job_ids: Iterable[str]) -> None:
@@ -190,18 +212,25 @@ def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None
     Raises:
         LaunchError: Slurm does not answer, or no task waits.
     """
-    told = run_command(["scontrol", "show", "job", "--oneliner", task_id], timeout_s)
-    found = re.search(r"\bExcNodeList=(\S+)", told)
-    excluded = [found[1]] if found and found[1] != "(null)" else []
+    # which says (null) where there are none: without the field, those before would be forgotten
+    told = _shown_fields(task_id, timeout_s).get("ExcNodeList")
+    if told is None:
+        raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
+    excluded = [] if told == "(null)" else [told]
     run_command(["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"], timeout_s)
 
 
 def hosts_of(job_id: str) -> list[str]:
     """Return the nodes of a job's last run, in the order of their numbers; none where nobody knows them."""
     with contextlib.suppress(LaunchError):
-        told = run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "NodeList"]).strip()
-        if told and told != "None assigned":
-            return run_command(["scontrol", "show", "hostnames", told]).split()
+        rows = _rows(run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,NNodes,NodeList"]), 3)
+        count, told = next(((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, ""))
+        if count and told != "None assigned":
+            lines = run_command(["scontrol", "show", "hostnames", told]).splitlines()
+            beginnings = tuple(item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(","))
+            hosts = [line for line in map(str.strip, lines) if line.startswith(beginnings) and _HOST.fullmatch(line)]
+            # a line more, and each number would lead to another node
+            return hosts if len(hosts) == count else []
     return []
 
 
@@ -217,30 +246,29 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
         return {}
     parents = sorted({job_id.partition("_")[0] for job_id in wanted})
     try:
-        text = run_command(["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(parents)], timeout_s)
+        rows = _queued(["%i", "%T", "%r"], ["-r", "-t", "all", "-j", ",".join(parents)], timeout_s, second=_STATE)
     except LaunchError as error:
         if "Invalid job id" in str(error):  # squeue's answer when it knows none of them
             return {}
         raise
     found: dict[str, JobState] = {}
-    for line in text.splitlines():
-        shown, _, said = line.partition("|")
-        state, bar, reason = said.partition("|")
-        if bar:
-            found |= dict.fromkeys(_ids_shown(shown), JobState(state, reason))
-    return {job_id: state for job_id, state in found.items() if job_id in wanted}
+    for shown, state, reason in rows:
+        found |= dict.fromkeys(_ids_shown(shown, wanted), JobState(state, reason[:MOST_REASON]))
+    return found
 
 
-def _ids_shown(shown: str) -> list[str]:
-    """Return the ids that squeue shows in one: of the tasks of an array that wait together, else that one."""
+def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
+    """Return those ids that squeue shows in one: of the tasks of an array that wait together, else that one."""
     match = _TASKS.fullmatch(shown)
     if match is None:
-        return [shown]
-    ids = []
-    for item in match[2].split(","):
-        first, _, last = item.partition("-")
-        ids += [f"{match[1]}_{index}" for index in range(int(first), int(last or first) + 1)]
-    return ids
+        return [shown] if shown in wanted else []
+    spans = [span for item in match["tasks"].split(",") if (span := _SPAN.fullmatch(item))]
+    ranges = [range(int(span["first"]), int(span["last"] or span["first"]) + 1) for span in spans]
+    # it may show an array that is larger than any: those that are wanted are looked for in it
+    tasks = [
+        (job_id, count_in(job_id.partition("_")[2])) for job_id in wanted if job_id.startswith(f"{match['parent']}_")
+    ]
+    return [job_id for job_id, task in tasks if any(task in each for each in ranges)]
 
 
 def largest_array() -> int:
@@ -249,8 +277,9 @@ def largest_array() -> int:
         text = run_command(["scontrol", "show", "config"])
     except LaunchError:
         return DEFAULT_LARGEST_ARRAY
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
-    return int(match[1]) if match else DEFAULT_LARGEST_ARRAY
+    match = re.search(r"^MaxArraySize\s*=\s*([0-9]{1,9})\s*$", text, re.MULTILINE)
+    # 0 means that there are no arrays: a task is a job of its own then
+    return max(1, int(match[1])) if match else DEFAULT_LARGEST_ARRAY
 
 
 def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
@@ -264,11 +293,12 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
         text = run_command(["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode"])
     except LaunchError:
         text = ""
+    wanted = set(job_ids)
     found: dict[str, list[StepState]] = {}
-    for line in text.splitlines():
-        if line.count("|") == 2:
-            row = StepState(*line.split("|"))
-            found.setdefault(row.job_id.partition(".")[0], []).append(row._replace(state=row.state.split(" ")[0]))
+    for step_id, state, exit_code in _rows(text, 3):
+        job_id = step_id.partition(".")[0]
+        if job_id in wanted:
+            found.setdefault(job_id, []).append(StepState(step_id, state.partition(" ")[0], exit_code))
     ended = {row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over}
     late = [job_id for job_id in job_ids if job_id not in ended]
     return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
@@ -291,33 +321,58 @@ class Leaving(StrEnum):
     PREEMPTED = "preempted"  # without any time of grace, or after it; or requeued
 
 
-def leaving(job_id: str) -> Leaving | None:
+def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
     """Return why a running process's job is on its way out, or None if it is not: TERM comes for several reasons.
 
     A job that is preempted or near its time limit is still RUNNING during its grace time.
     """
-    fields = _job_fields(job_id)
+    fields = _job_fields(job_id, timeout_s)
     if fields.get("JobState", "RUNNING") == "RUNNING":
         return None  # also where it is unknown: a needless requeue does less harm than lost work
     # a job that is being requeued shows no time of a preemption, but its next restart
-    requeued = int(fields.get("Restarts", "0")) > restart_count()
+    requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
     preempted = fields.get("PreemptTime", "None") != "None"
     return Leaving.PREEMPTED if requeued or preempted else Leaving.CANCELLED
 
 
-def _job_fields(job_id: str) -> dict[str, str]:
+def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
     """Return what the controller knows of a job, by `scontrol show job`'s names; empty where it does not answer."""
     try:
-        text = run_command(["scontrol", "show", "job", "--oneliner", job_id])
+        return _shown_fields(job_id, timeout_s)
     except LaunchError:
         return {}
-    return dict(_FIELD.findall(text.partition("\n")[0]))
 
 
-def requeue(job_id: str) -> str | None:
-    """Ask for a requeue of the running job; None when granted, else Slurm's words."""
-    try:
-        run_command(["scontrol", "requeue", job_id])
-    except LaunchError as error:
-        return str(error)
-    return None
+def _shown_fields(job_id: str, timeout_s: float) -> dict[str, str]:
+    text = run_command(["scontrol", "show", "job", "--oneliner", job_id], timeout_s)
+    line = next((line for line in text.splitlines() if line.startswith("JobId=")), "")
+    return dict(_FIELD.findall(line[:MOST_FIELDS]))
+
+
+def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
+    """Ask for a requeue of the running job, again and again for a while; None when granted, else Slurm's words.
+
+    Args:
+        job_id: Of the job that asks.
+        within_s: So long; a job that is preempted or at its time limit is killed soon.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            run_command(["scontrol", "requeue", job_id], _no_longer(until, REQUEUE_TIMEOUT_S))
+        except NotStartedError as error:
+            return str(error)
+        except LaunchError as error:
+            words = in_one_line(error)
+        else:
+            return None
+        if _REFUSED.search(words) or time.monotonic() + REQUEUE_PAUSE_S >= until:
+            return words
+        time.sleep(REQUEUE_PAUSE_S)
+        # an attempt that had no answer may have been worked off: another one would be refused
+        if leaving(job_id, _no_longer(until, REQUEUE_TIMEOUT_S)) is Leaving.PREEMPTED:
+            return None
+
+
+def _no_longer(until: float, timeout_s: float) -> float:
+    return max(1.0, min(timeout_s, until - time.monotonic()))

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.command import exit_code_of
 from tula_hpc.files import write_out
+from tula_hpc.printable import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.accounting import AccountedRun
@@ -63,6 +64,7 @@ input; 3 nothing goes on, and nobody acts: run the same command again; 4 not kno
 """
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     return exit_code_of(_run, _parser().parse_args(arguments))

@@ -16,6 +16,7 @@ from tula_hpc.analysis.formatting import (
 )
 from tula_hpc.devices import first_line
 from tula_hpc.job_status import JobPhase, JobStatus
+from tula_hpc.printable import in_short_lines, printable
 from tula_hpc.records import Configuration
 from tula_hpc.run_cost import CostStatus, StageCost
 from tula_hpc.run_state import CommandStatus, PlanStatus, ProfileStatus, RunStatus, StudyStatus
@@ -51,7 +52,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
-    text = "".join(character if character.isprintable() else "?" for character in text)  # logs may hold anything
+    text = in_short_lines(printable(text.replace("\n", " ")))  # logs may hold anything
     if text.startswith("log: "):  # a path is to be copied
         return f"{label:<{LABEL_WIDTH}}{text}"
     return textwrap.fill(

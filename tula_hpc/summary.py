@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tula_hpc.printable import printable, with_own_escapes
 from tula_hpc.records import Measurement, Plan, TrainResult
 
 if TYPE_CHECKING:
@@ -25,22 +27,22 @@ def print_summary(
 ) -> None:
     """Print the table with rich, and below it what profiling cost; see `report_tables.summary_rows`."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from tula_hpc.analysis.report_tables import summary_rows, summary_table
     from tula_hpc.analysis.text_columns import GAP, add_columns
 
-    console = Console()
+    console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
     console.width = console.width if console.is_terminal else LOG_WIDTH
     content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
-    where = f" on {escape(plan.chosen.partition)}" if plan.chosen.partition else ""
-    title = f"Chosen configuration and its neighbours{where}"
+    where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
+    title = Text(printable(f"Chosen configuration and its neighbours{where}"))
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     add_columns(table, _columns(content), console.width, [""] * len(content.rows))
     console.print(table)
     if profiling_cost:
-        console.print(f"profiling cost: {escape(profiling_cost)}", highlight=False)
+        console.print(printable(f"profiling cost: {profiling_cost}"))
 
 
 def _columns(content: TextTable) -> list[TextColumn]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from tula_hpc.command import add_input_options, check_run, exit_code_of, load_inputs, open_run, run_root, work
 from tula_hpc.errors import InputError
 from tula_hpc.pipeline import STAGES
+from tula_hpc.printable import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
     return exit_code_of(_run, _parser().parse_args(arguments))

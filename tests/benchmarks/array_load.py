@@ -24,6 +24,7 @@ from tula_hpc import slurm
 from tula_hpc.config import load_cluster
 from tula_hpc.launch import Launcher
 from tula_hpc.records import RunDirectory
+from tula_hpc.slurm_command import COMMAND_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_ARRAY = 101
@@ -47,7 +48,7 @@ class Requests:
         self.at: list[tuple[float, str]] = []
         self._ask = slurm.run_command
 
-    def __call__(self, arguments: Sequence[str], timeout_s: float = slurm.COMMAND_TIMEOUT_S) -> str:
+    def __call__(self, arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Pass the command on."""
         self.at.append((time.time(), arguments[0]))
         return self._ask(arguments, timeout_s)

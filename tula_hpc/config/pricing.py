@@ -58,6 +58,6 @@ class PricingSpec(Spec):
         return ASSUMED_START_S if self.restart_s is None else self.restart_s
 
     @property
-    def currency(self) -> str:
+    def currency(self) -> Literal["USD", "SU"]:
         """USD, or SU: service units, that is billing units times hours, where they have no price."""
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"

@@ -24,7 +24,7 @@ class Candidate(Record):
         None  # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
     )
     cost: float
-    currency: str = "USD"  # SU: service units, that is billing units times hours
+    currency: Literal["USD", "SU"] = "USD"  # SU: service units, that is billing units times hours
     energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
     checkpoint_minutes: float | None = None  # between two checkpoints, as time and cost reckon; training measures anew
     # of wall_time_s: steps, evaluation, checkpoints, starts, repeated (what restarts do again)

@@ -44,6 +44,7 @@ from tula_hpc.config import (
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
+from tula_hpc.printable import printable_output
 from tula_hpc.records import Footprint
 from tula_hpc.workloads.data import build_data
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
@@ -182,6 +183,7 @@ def describe(footprint: Footprint) -> Iterator[str]:
     yield from (f"Assumed: {text}." for text in footprint.assumptions)
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
     options = _parser().parse_args(arguments)

@@ -1,0 +1,245 @@
+"""Nothing that a model, a log, a record or Slurm says steers a terminal, or breaks a file of the report."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import fuzz
+from tests.hostile_words import COLOURS, CONTROL, HOSTILE, WORDS, spoil
+from tests.run_factory import make_run
+from tests.study_factory import make_study
+from tula_hpc import status
+from tula_hpc.analysis import figures, figures_study, plan, report
+from tula_hpc.analysis import study as study_report
+from tula_hpc.command import exit_code_of
+from tula_hpc.errors import Failure, InputError, LaunchError
+from tula_hpc.printable import MOST_ERROR_LINE, in_short_lines, printable, printable_output, with_own_escapes
+from tula_hpc.progress import BarProgress
+from tula_hpc.records import RunDirectory
+from tula_hpc.summary import print_summary
+
+ANY = st.text(st.one_of(st.characters(), st.sampled_from("\0\x1b\x7f\x9b\u2028\u202e\u2066\ud800\udfff\uffff\r\n\t")))
+
+
+@given(text=ANY)
+@fuzz(300)
+def test_whatever_it_is_it_can_be_shown_and_is_changed_once(text: str) -> None:
+    shown = printable(text)
+    assert not CONTROL.search(shown)
+    assert printable(shown) == shown
+    assert shown.count("\n") == text.count("\n")
+    shown.encode()
+
+
+@given(text=ANY, key=ANY)
+@fuzz(300)
+def test_json_stays_the_same_json(text: str, key: str) -> None:
+    value = {key: [text]}
+    for ascii_only in (True, False):
+        assert json.loads(printable(json.dumps(value, ensure_ascii=ascii_only))) == value
+
+
+def test_what_is_no_control_character_stays_as_it_is() -> None:
+    text = "naïve 北京 😀 العربية\ta \\x1b C:\\new\n"
+    assert printable(text) == text
+    assert printable("one\r\ntwo\r\n") == "one\ntwo\n"
+    assert printable("\x1b[31m\x9b\u202e") == r"\x1b[31m\u009b\u202e"
+
+
+def test_only_lines_that_are_too_long_are_cut() -> None:
+    assert in_short_lines(f"{'a' * 9}\n{'b' * 1234}", 10) == f"{'a' * 9}\n{'b' * 10}… (1,224 more characters)"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_of_any_encoding_shows_all_of_it(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with printable_output():
+        sys.stdout.write(f"− 北 \ud800 {HOSTILE}\n")
+    shown = stream.buffer.getvalue().decode(encoding)
+    assert not CONTROL.search(shown)
+    assert "txt.exe" in shown
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run with such words in all of its records."""
+    run = make_run(tmp_path / "run", epochs_done=20)
+    run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
+    run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail="x")
+    assert spoil(run) > 100
+    return run
+
+
+def check_shown(capsys: pytest.CaptureFixture[str], *, colours: bool = False) -> str:
+    printed, said = capsys.readouterr()
+    shown = COLOURS.sub("", printed) if colours else printed
+    assert not CONTROL.search(shown), CONTROL.findall(shown)
+    assert not CONTROL.search(said)
+    assert "Traceback" not in said
+    return shown + said
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_status_sends_nothing_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
+    run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail="x")
+    spoil(run)
+    status.main([str(run.root), *options])
+    shown = check_shown(capsys)
+    assert "[red]" in shown
+    if options:
+        assert json.dumps(HOSTILE) in json.dumps(json.loads(shown)), "JSON tells what was said"
+
+
+@pytest.mark.parametrize("colours", ["", "1"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_plan_sends_nothing_but_its_own_colours_to_the_terminal(
+    run: RunDirectory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    colours: str,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", colours)
+    plan.main([str(run.root), *options])
+    shown = check_shown(capsys, colours=bool(colours) and not options)
+    if options and not shown.startswith(str(run.root)):
+        json.loads(shown)
+
+
+def test_a_summary_takes_no_markup_and_sends_nothing_to_the_terminal(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with printable_output():
+        print_summary(run.read_plan(), run.measurements().records, None, HOSTILE)
+    assert "[red][/][link=file:///]x[/link]" in check_shown(capsys, colours=True)
+
+
+def test_a_bar_takes_no_markup_and_what_is_said_meanwhile_is_cleaned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    with printable_output():
+        before = sys.stderr
+        with BarProgress("train") as bar:
+            bar.update(1, 2, HOSTILE)
+            sys.stderr.write(f"{HOSTILE}\n")
+        assert sys.stderr is before
+    said = capsys.readouterr().err
+    for sent in ("\x1b]0;", "\x1b[2Jred", "\x07", "\x9b", "\u202e", "\x00"):
+        assert sent not in said
+    assert "[link=file:///]" in said
+
+
+def test_an_error_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: object) -> int:
+        raise LaunchError(f"{HOSTILE}\n{'x' * 10**6}")
+
+    with printable_output():
+        assert exit_code_of(fail, argparse.Namespace()) == 1
+    said = check_shown(capsys)
+    assert "txt.exe" in said
+    assert max(map(len, said.splitlines())) < MOST_ERROR_LINE + 100
+
+
+def written(folder: Path) -> Iterator[tuple[Path, str]]:
+    for path in folder.iterdir():
+        if path.suffix in (".html", ".svg", ".csv", ".tex"):
+            yield path, path.read_bytes().decode()
+
+
+def check_report(folder: Path) -> None:
+    for path, text in written(folder):
+        assert not CONTROL.search(text), (path.name, CONTROL.findall(text))
+        assert "<script" not in text
+        if path.suffix == ".svg":
+            ElementTree.fromstring(text)  # noqa: S314 - ours
+    assert list(folder.glob("*.html"))
+
+
+def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    code = report.main([str(run.root)])
+    shown = check_shown(capsys)
+    assert code == 0, shown
+    check_report(run.report)
+    page = (run.report / "report.html").read_text()
+    assert "could not be drawn" not in page
+    assert r"\x1b]0;owned\x07" in page
+
+
+@pytest.mark.parametrize("words", [*WORDS, "a\ud800b", "\ufffe\uffff"])
+def test_no_words_in_a_figure_keep_it_from_being_drawn(tmp_path: Path, words: str) -> None:
+    """Those of a currency used to end the report, since XML may not hold them."""
+    from matplotlib.figure import Figure
+
+    from tula_hpc.analysis.figures_drawing import Drawing, Table
+    from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
+    from tula_hpc.analysis.figures_style import styled
+
+    with styled():
+        figure = Figure()
+        axes = figure.subplots()
+        axes.plot([1, 2], label=words)
+        axes.set(title=words, xlabel=words)
+        axes.legend()
+        figure.text(0, 1, words, gid="title")
+    drawing = Drawing("x", words, words, figure, Table((words,), [(words,)]))
+    svg = drawing.svg()
+    drawing.png()
+    for text in (svg, drawing.inline_svg(svg), drawing.table.to_csv()):
+        assert not CONTROL.search(text)
+    page = TitlePage(words, words, words, (words,), [(words,)], [words], [words])
+    assert render_pdf(page, [drawing]).startswith(b"%PDF")
+
+
+def test_a_studys_report_holds_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.test_damaged_runs import SMALL_STUDY
+
+    monkeypatch.setattr(figures_study, "draw_study", lambda *_: figures.Figures([], []))
+    run = make_study(tmp_path / "study", SMALL_STUDY)
+    run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail=HOSTILE)
+    spoil(run)
+    assert study_report.main([str(run.root)]) == 0
+    check_shown(capsys)
+    check_report(run.report)
+
+
+def test_records_keep_what_was_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.log_event("failed", "train", detail=HOSTILE)
+    assert run.events()[-1].detail == HOSTILE
+
+
+@pytest.mark.parametrize("currency", ["EUR", "\x1b[31m", "usd", ""])
+def test_a_currency_is_one_of_two(tmp_path: Path, currency: str) -> None:
+    run = make_run(tmp_path / "run")
+    text = json.loads(run.plan_file.read_text())
+    text["chosen"]["currency"] = currency
+    run.plan_file.write_text(json.dumps(text))
+    with pytest.raises(InputError, match=r"plan\.json: is damaged: chosen\.currency: .*'USD' or 'SU'.*") as raised:
+        run.read_plan()
+    assert str(raised.value).isprintable()
+
+
+def test_who_draws_on_a_terminal_gets_the_stream_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    there = sys.stdout
+    with printable_output(), printable_output():
+        assert with_own_escapes(sys.stdout) is there
+    assert sys.stdout is there

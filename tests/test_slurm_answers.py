@@ -1,0 +1,309 @@
+"""Whatever Slurm's commands print, and whether they can be started at all: answers are read, all else is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.fake_slurm import AROUND, BROKEN, FAULTS, put_commands
+from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
+from tula_hpc import slurm, slurm_command, status
+from tula_hpc.accounting import accounted_runs
+from tula_hpc.check_site import ask_site
+from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import LaunchError, RefusedError, StorageError
+from tula_hpc.job_status import JobPhase
+from tula_hpc.launch import Launcher
+from tula_hpc.records import RunDirectory, write_atomically
+from tula_hpc.sbatch import could_start
+from tula_hpc.slurm import JobState, Leaving
+
+TASKS = ["12_0", "12_1"]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH; commands that hang or print without end are given up soon."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(slurm_command, "MOST_BYTES", 2**20)
+    patient = slurm_command.run
+
+    def run(arguments: list[str], timeout_s: float, **how: object) -> slurm_command.Done:
+        return patient(arguments, min(timeout_s, 0.4), **how)  # type: ignore[arg-type]  # handed through
+
+    monkeypatch.setattr(slurm_command, "run", run)
+    monkeypatch.setattr("tula_hpc.sbatch.run", run)
+    monkeypatch.setattr(slurm, "REQUEUE_PAUSE_S", 0.01)
+    monkeypatch.setattr("tula_hpc.sbatch.PAUSES_S", (0,))
+    monkeypatch.setattr("tula_hpc.sbatch.SETTLE_S", 0)
+    monkeypatch.setattr(slurm, "PATIENCE_S", (0,))
+    return folder
+
+
+class Question(NamedTuple):
+    """A function that asks Slurm: by which command, what it answers, and what where there is no answer."""
+
+    command: str
+    ask: Callable[[Path], object]
+    answer: object
+    without: object = None  # None: an error
+
+
+def ask_runs(_: Path) -> object:
+    runs = accounted_runs({"12_0"}, name_prefix="x-", since=1e9, timeout_s=5)
+    return [(run.state, run.node_seconds) for run in runs.get("12_0", [])]
+
+
+def ask_about_site(folder: Path) -> object:
+    site = ask_site(launcher(folder), 2)
+    return site.partitions, [each.count for each in site.nodes], [each.accepted for each in site.answers]
+
+
+def launcher(folder: Path) -> Launcher:
+    return Launcher(ClusterSpec(executor="slurm", partition="cpu"), RunDirectory(folder / "run").create(), "x")
+
+
+def submit(folder: Path) -> object:
+    jobs = launcher(folder).submit([print, print], stage="train", nodes=1, minutes=5)
+    return [job.job_id for job in jobs]
+
+
+GONE: list[object] = []
+QUESTIONS = {
+    "named": Question("squeue", lambda _: slurm.named("x-train-1"), ["12"]),
+    "own jobs": Question("squeue", lambda _: slurm.own_jobs(), 2),
+    "queue": Question(
+        "squeue",
+        lambda _: slurm.queue(TASKS),
+        {"12_0": JobState("RUNNING", "None"), "12_1": JobState("PENDING", "Resources")},
+    ),
+    "accounted runs": Question("sacct", ask_runs, [("PREEMPTED", 60.0), ("COMPLETED", 140.0)], without=GONE),
+    "steps": Question("sacct", lambda _: [row.state for row in slurm.steps(["12_0"])["12_0"]], ["FAILED"] * 2, GONE),
+    "hosts": Question("sacct", lambda _: slurm.hosts_of("12_0"), ["n1", "n2"], without=GONE),
+    "hosts by their list": Question("scontrol", lambda _: slurm.hosts_of("12_0"), ["n1", "n2"], without=GONE),
+    "the largest array": Question("scontrol", lambda _: slurm.largest_array(), 4001, without=1001),
+    "leaving": Question("scontrol", lambda _: slurm.leaving("12"), Leaving.CANCELLED, without=GONE),
+    "a host to avoid": Question("scontrol", lambda _: slurm.avoid_host("12", "12_0", "n1", 5), None),
+    "when a job could start": Question(
+        "sbatch",
+        lambda _: could_start("#!/bin/sh\n"),
+        "Job 12 to start at 2026-11-24T12:00:00 using 4 processors on nodes n1",
+    ),
+    "a submission": Question("sbatch", submit, ["12_0", "12_1"]),
+    "the site": Question("scontrol", ask_about_site, (("cpu",), [20], [True, True])),
+}
+questions = pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+
+
+@questions
+@pytest.mark.parametrize("how", AROUND)
+def test_an_answer_is_read_whatever_a_site_prints_around_it(commands: Path, question: Question, how: str) -> None:
+    put_commands(commands, how, question.command)
+    assert question.ask(commands) == question.answer
+
+
+@questions
+@pytest.mark.parametrize("how", [fault for fault in FAULTS if fault != "a child without end"])
+def test_what_is_no_answer_is_taken_for_none(commands: Path, question: Question, how: str) -> None:
+    put_commands(commands, how, question.command)
+    if question.command == "sbatch":
+        (commands / "squeue").write_text("#!/bin/sh\necho 'ARRAY_JOB_ID|NAME'\n")
+        (commands / "sacct").write_text("#!/bin/sh\nexit 1\n")
+    answer, error = answer_of(question, commands)
+    if error is None:
+        # where accounting fails, the controller tells
+        assert question.without is not None
+        assert answer in (question.without, None, ["CANCELLED"] * 2)
+        return
+    assert question.command in str(error) or isinstance(error, RefusedError)
+    assert len(str(error)) < 5000
+
+
+def answer_of(question: Question, folder: Path) -> tuple[object, LaunchError | None]:
+    try:
+        return question.ask(folder), None
+    except LaunchError as error:
+        return None, error
+
+
+@pytest.mark.parametrize("how", ["a child without end", "no end", "an answer without end"])
+def test_nothing_of_a_command_that_is_given_up_stays_behind(commands: Path, how: str) -> None:
+    put_commands(commands, how)
+    (commands / "squeue").write_text(f"#!/bin/sh\necho $$ >{commands}/group\n{(commands / 'squeue').read_text()}")
+    with pytest.raises(LaunchError, match=r"squeue (did not answer within 0\.4 s|printed more than 1 MiB)"):
+        slurm.own_jobs()
+    group, deadline = int((commands / "group").read_text()), time.monotonic() + 5
+    while alive_in(group) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive_in(group)
+
+
+def alive_in(group: int) -> list[int]:
+    """Processes of a group; one that is dead may wait long for somebody who asks how it ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                found.append(int(process.name))
+    return found
+
+
+def test_an_answer_without_end_takes_bounded_memory(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes come in seconds."""
+    put_commands(commands, "an answer without end")
+    monkeypatch.setattr(slurm_command, "run", slurm_command.run)
+    with pytest.raises(LaunchError, match="squeue printed more than 1 MiB and was stopped"):
+        slurm.own_jobs(30)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("no right to run it", "squeue cannot be started: Permission denied"),
+        ("no shebang", "squeue cannot be started: Exec format error"),
+        ("an interpreter that is not there", "squeue cannot be started: No such file or directory"),
+        ("nothing at all", "squeue is not on PATH: is this a Slurm login node?"),
+        ("nothing", "squeue answered nothing"),
+        ("a banner", "squeue gave no answer, but 'Welcome to Example | 2026'"),
+        ("a failure without a word", "squeue failed: exit code 3"),
+        ("a kill", "squeue failed: killed by signal 9"),
+        ("a failure with bytes", r"squeue failed: \xe4\xf6\xfc \xff\xfe" + "\0\x1b[31m"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said(commands: Path, how: str, words: str) -> None:
+    put_commands(commands, how)
+    with pytest.raises(LaunchError) as raised:
+        slurm.own_jobs()
+    assert str(raised.value) == words
+
+
+# ---- the whole
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run whose jobs may run, wait or be over."""
+    run = RunDirectory(tmp_path / "run").create()
+    write_atomically(run.sweep_file, SWEEP_TOML)
+    write_atomically(run.cluster_file, CLUSTER_TOML)
+    (run.slurm / "profile-12").mkdir()
+    for job_id in TASKS:
+        run.log_event("submitted", "profile", job_id=job_id, data={"folder": "slurm/profile-12", "nodes": 2})
+    return run
+
+
+@pytest.mark.parametrize("how", AROUND)
+def test_a_status_is_told_whatever_a_site_prints(
+    commands: Path, run: RunDirectory, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_commands(commands, how)
+    assert status.main([str(run.root)]) == 0
+    assert "scheduler" not in capsys.readouterr().out
+    told = {job.job_id: job.phase for job in status.status_of(run.root).jobs}
+    assert told == {"12_0": JobPhase.RUNNING, "12_1": JobPhase.WAITING}
+
+
+@pytest.mark.parametrize("only", ["squeue", ""])
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_status_without_an_answer_is_not_known(
+    commands: Path, run: RunDirectory, how: str, only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_commands(commands, how, only)
+    assert status.main([str(run.root)]) == 4
+    printed, said = capsys.readouterr()
+    assert said == ""
+    assert "scheduler  could not be asked: squeue " in printed
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert status.main([str(run.root), "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["scheduler"]["words"].startswith("squeue ")
+
+
+def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be enough that they were missing from a few answers, were these empty or about the weather."""
+    put_commands(commands)
+    there = launcher(tmp_path)
+    jobs = there.submit([print, print], stage="train", nodes=1, minutes=5)
+    monkeypatch.setattr("tula_hpc.launch.POLL_S", 0.0)
+    for how in ("nothing", "a banner"):
+        put_commands(commands, how, "squeue")
+        with pytest.raises(LaunchError, match="has not answered for 9 minutes: squeue"):
+            there.wait_for_some(jobs)
+
+
+def test_a_submission_of_which_sbatch_says_nothing_is_looked_for_by_its_name(commands: Path, tmp_path: Path) -> None:
+    put_commands(commands, "nothing", "sbatch")
+    names = 'for each do case "$each" in x-train-*) name=$each ;; esac; done'
+    (commands / "squeue").write_text(f'#!/bin/sh\n{names}\nprintf "ARRAY_JOB_ID|NAME\\n34|$name\\n"\n')
+    assert submit(tmp_path) == ["34_0", "34_1"]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_an_sbatch_that_cannot_be_started_is_not_a_full_disk(commands: Path, tmp_path: Path, how: str) -> None:
+    put_commands(commands, how, "sbatch")
+    with pytest.raises(LaunchError, match=r"^sbatch ") as raised:
+        submit(tmp_path)
+    assert not isinstance(raised.value, StorageError)
+
+
+# ---- a requeue
+
+
+def answers_in_turn(path: Path, answers: list[str]) -> None:
+    """Have a command do these one after another, and then the last one."""
+    cases = "\n".join(f"{number}) {answer} ;;" for number, answer in enumerate(answers))
+    count = f"n=0; [ ! -e {path}.n ] || read n <{path}.n; echo $((n + 1)) >{path}.n"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = requeue ] || exit 1\n{count}\ncase $n in\n{cases}\n*) {answers[-1]} ;;\nesac\n'
+    )
+
+
+def asked(path: Path) -> int:
+    return int(Path(f"{path}.n").read_text())
+
+
+@pytest.mark.parametrize("fault", ["exit 1", r"printf '\377' >&2; exit 1", "exec /bin/sleep 600", "kill -9 $$"])
+def test_a_requeue_that_has_no_answer_is_tried_again(commands: Path, fault: str) -> None:
+    put_commands(commands)
+    answers_in_turn(commands / "scontrol", [fault, fault, ":"])
+    assert slurm.requeue("12") is None
+    assert asked(commands / "scontrol") == 3
+
+
+def test_a_refused_requeue_is_not_tried_again(commands: Path) -> None:
+    put_commands(commands)
+    words = "Requested operation is presently disabled for job 12"
+    answers_in_turn(commands / "scontrol", [f"echo {words} >&2; exit 1"])
+    assert slurm.requeue("12") == f"scontrol failed: {words}"
+    assert asked(commands / "scontrol") == 1
+
+
+def test_a_requeue_that_never_has_an_answer_ends_in_time(commands: Path) -> None:
+    put_commands(commands)
+    answers_in_turn(commands / "scontrol", ["echo slurm_load_jobs error: Zero Bytes were transmitted >&2; exit 1"])
+    began = time.monotonic()
+    assert "Zero Bytes" in (slurm.requeue("12", within_s=0.5) or "")
+    assert time.monotonic() - began < 5
+    assert asked(commands / "scontrol") > 2
+
+
+def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: Path) -> None:
+    """Another one is refused then: the job waits already."""
+    put_commands(commands)
+    (commands / "scontrol").write_text(
+        "#!/bin/sh\n"
+        f"if [ $1 = requeue ]; then echo >>{commands}/asked; exec /bin/sleep 600; fi\n"
+        "echo JobId=12 JobState=PENDING Restarts=1 PreemptTime=None\n"
+    )
+    assert slurm.requeue("12") is None
+    assert (commands / "asked").read_text() == "\n"

@@ -1,0 +1,146 @@
+"""The one way in which a command of Slurm is run: what it prints may be anything, and may have no end.
+
+On many clusters `squeue` and its like are a site's own scripts, which put banners around answers, or are broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, NamedTuple
+
+from tula_hpc.env import without_filters
+from tula_hpc.errors import LaunchError, NotStartedError
+
+COMMAND_TIMEOUT_S = 60.0
+MOST_BYTES = 64 * 2**20  # of an answer: a million jobs, with 60 characters for each
+MOST_WORDS = 4_000  # characters of what a command says of its failure, the last ones
+MOST_SHOWN = 200  # characters of an answer that is none
+CHUNK_BYTES = 2**16
+
+
+class Done(NamedTuple):
+    """A command that has ended: its exit code and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def complaint(self) -> str:
+        """What it says of its failure, as far as that can be read in one go; never empty."""
+        how = f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code}"
+        return (self.stderr.strip() or self.stdout.strip() or how)[-MOST_WORDS:]
+
+
+def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """Standard output of one of Slurm's commands, without the filters that a user may have set for squeue.
+
+    Raises:
+        LaunchError: It failed or did not answer; the message holds its own words.
+    """
+    done = run(arguments, timeout_s, environment=without_filters())
+    if done.code:
+        raise LaunchError(f"{arguments[0]} failed: {done.complaint}")
+    return done.stdout
+
+
+def run(
+    arguments: Sequence[str], timeout_s: float, *, stdin: str = "", environment: Mapping[str, str] | None = None
+) -> Done:
+    """Run a command to its end, whatever exit code it has; bytes that are no UTF-8 are shown by their numbers.
+
+    Raises:
+        NotStartedError: It cannot be started.
+        LaunchError: It does not end in time, or prints without end, and was killed.
+    """
+    name = arguments[0]
+    try:
+        process = _start(arguments, stdin, environment)
+    except (OSError, ValueError) as error:
+        raise NotStartedError(_not_started(name, error)) from None
+    with process, _killed_if_given_up(process):
+        stdout, stderr = _read(process, name, timeout_s)
+    return Done(process.returncode, *(text.decode(errors="backslashreplace") for text in (stdout, stderr)))
+
+
+def _start(arguments: Sequence[str], stdin: str, environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    """Start it in a group of its own: a site's script must not leave behind what it has started."""
+    with contextlib.ExitStack() as stack:
+        given: IO[bytes] | int = subprocess.DEVNULL
+        if stdin:
+            # a pipe would have to be written to while the others are read
+            given = stack.enter_context(tempfile.TemporaryFile())
+            given.write(stdin.encode(errors="surrogateescape"))
+            given.seek(0)
+        return subprocess.Popen(
+            arguments,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _not_started(name: str, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError) and shutil.which(name) is None:
+        return f"{name} is not on PATH: is this a Slurm login node?"
+    words = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{name} cannot be started: {words}"
+
+
+@contextlib.contextmanager
+def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process that is given up, and what it has started: it may have ended, and they hold its pipes."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
+    """Return standard output and error when both are at their end, and the process too."""
+    deadline = time.monotonic() + timeout_s
+    pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+    read = {pipe.fileno(): bytearray() for pipe in pipes}
+    with selectors.DefaultSelector() as open_pipes:
+        for pipe in pipes:
+            open_pipes.register(pipe, selectors.EVENT_READ)
+        while open_pipes.get_map():
+            ready = open_pipes.select(max(0.0, deadline - time.monotonic()))
+            if not ready or time.monotonic() > deadline:
+                raise LaunchError(f"{name} did not answer within {timeout_s:g} s")
+            for key, _ in ready:
+                chunk = os.read(key.fd, CHUNK_BYTES)
+                read[key.fd] += chunk
+                if not chunk:
+                    open_pipes.unregister(key.fileobj)
+                if len(read[key.fd]) > MOST_BYTES:
+                    raise LaunchError(f"{name} printed more than {MOST_BYTES // 2**20} MiB and was stopped")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+        stdout, stderr = (bytes(text) for text in read.values())
+        return stdout, stderr
+    raise LaunchError(f"{name} did not end within {timeout_s:g} s")
+
+
+def no_answer(name: str, said: str) -> LaunchError:
+    """Make the error for what a command printed though it did not fail: nothing, or nothing of what was asked for."""
+    lines = said.split("\n")
+    first = next((line.strip() for line in lines if line.strip()), "")
+    return LaunchError(f"{name} gave no answer, but {first[:MOST_SHOWN]!r}" if first else f"{name} answered nothing")
+
+
+def count_in(text: str) -> int | None:
+    """Read a count as Slurm prints it; None where it is none, or out of all bounds."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else None
