@@ -8,11 +8,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.config.hidden import PARTITIONS, VALUE, is_hidden
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
-PARTITIONS = "partitions"  # a list of tables, each with a name
 MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
 
 
@@ -72,7 +72,8 @@ def override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     left = key.strip()
     if not equals or not left or left.endswith(".") or not text.isprintable():
-        raise InputError(f"expected section.key=value, got {text[:200]!r}", source="--set")
+        given = f"{key}={VALUE}" if equals and is_hidden(key.split(".")) else text
+        raise InputError(f"expected section.key=value, got {given[:200]!r}", source="--set")
     while "." in left:
         tables, left = _enter(tables, left, key)
     try:
