@@ -181,7 +181,7 @@ def test_of_a_damaged_cluster_file_a_report_shows_nothing() -> None:
         {"setup": {"x": SECRET}},
         {"partitions": [{"partition": "a", "environment": {"TOKEN": SECRET}}]},
     ],
-    ids=str,
+    ids=range(12),
 )
 def test_no_message_shows_a_value(tmp_path: Path, wrong: dict[str, object]) -> None:
     path = tmp_path / "cluster.toml"
