@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,9 @@ class FewLines:
         """Run the script, as a task of the array if there is an index."""
         task = {} if index is None else {"SLURM_ARRAY_JOB_ID": JOB_ID, "SLURM_ARRAY_TASK_ID": str(index)}
         own = {"SLURM_JOB_ID": JOB_ID, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", **task}
-        command: Sequence[str] = ["bash", str(self.folder / "script")]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, env={**os.environ, **own}, text=True, **pipes)
+        command = ["bash", str(self.folder / "script")]
+        out, err = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(command, env={**os.environ, **own}, text=True, stdout=out, stderr=err)
 
     def run(self, index: int | None = None) -> tuple[int, str]:
         """Run it to its end; returns the exit code, and what it said."""

@@ -8,8 +8,9 @@ submitit writes the pickle of a job that it requeues anew, on the node, where no
 is how many time-outs the job may still have. Here only this number is written, as text, and a job may never have more
 of them than its pickle says: whoever forges it ends a job's requeues early, or keeps them at their first number.
 
-What remains: who can change the script (its owner, the site's administrators) or the job's Python and its modules runs
-what he likes, and whoever can exchange the folder can keep the job from running.
+What remains: who can change the script (its owner, the site's administrators; or a stranger who exchanges the folder in
+the moment in which sbatch reads it) or the job's Python and its modules runs what he likes, and whoever can exchange
+the folder can keep the job from running.
 """
 
 from __future__ import annotations
