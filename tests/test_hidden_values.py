@@ -161,7 +161,9 @@ def test_a_report_shows_names_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_of_a_damaged_cluster_file_a_report_shows_nothing() -> None:
-    assert SECRET not in without_values(f'[environment]\nTOKEN = "{SECRET}"\n[')
+    for end in ("[", f"x = 0x{'f' * 9000}", f"{'a.' * 9000}b = 1", f"x = {'[' * 9000}"):
+        assert SECRET not in without_values(f'{end}\n[environment]\nTOKEN = "{SECRET}"\n')
+    assert SECRET not in without_values(f'[[partitions]]\nsetup = ["{SECRET}"]\n')
     assert without_values("") == ""
 
 

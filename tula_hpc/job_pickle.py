@@ -23,7 +23,6 @@ import re
 import shlex
 import stat
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -104,7 +103,7 @@ class RequeuePaths(JobPaths):
 def with_time_outs_left(job: DelayedSubmission, paths: JobPaths) -> DelayedSubmission:
     """Give a job that was requeued the number of time-outs that it has left, never more than it was submitted with."""
     try:
-        noted: Any = read_bounded(paths.submitted_pickle, 100)
+        noted = read_bounded(paths.submitted_pickle, 100)
     except OSError:
         return job
     if re.fullmatch(rb"-?\d{1,9}\n", noted):

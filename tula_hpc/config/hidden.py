@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = ("environment", "setup")
 PARTITIONS = "partitions"  # a list of tables, each with a name
 VALUE = "a value that is not shown"
-UNREADABLE = "# not shown: it is damaged, and may hold passwords\n"
 
 
 def is_hidden(key: Sequence[str]) -> bool:
@@ -19,18 +17,16 @@ def is_hidden(key: Sequence[str]) -> bool:
     return any(part in HIDDEN for part in own)
 
 
-def without_values(toml: str) -> str:
-    """Return a cluster file as text with the names of its variables, and how many lines of `setup` there are."""
-    import tomli_w
-
-    try:
-        tables = tomllib.loads(toml)
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return UNREADABLE if toml else ""
-    return tomli_w.dumps({key: _hide(value) if key in HIDDEN else value for key, value in tables.items()})
+def hide(value: Any) -> Any:
+    """Return tables with the names of variables, and a line for each line of `setup`, wherever they are."""
+    if isinstance(value, list):
+        return [hide(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _names_of(inner) if key in HIDDEN else hide(inner) for key, inner in value.items()}
 
 
-def _hide(value: Any) -> Any:
+def _names_of(value: Any) -> Any:
     if isinstance(value, dict):
         return dict.fromkeys(value, "not shown")
     if isinstance(value, list):

@@ -8,11 +8,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.config.hidden import PARTITIONS, VALUE, is_hidden
+from tula_hpc.config.hidden import PARTITIONS, VALUE, hide, is_hidden
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
+DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
 MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
 
 
@@ -61,6 +62,16 @@ def _tables(text: str) -> dict[str, Any]:
         if parts > MOST_KEY_PARTS:
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
     return tomllib.loads(text)
+
+
+def without_values(text: str) -> str:
+    """Return a cluster file without what may be a password; of one that is damaged, nothing."""
+    import tomli_w
+
+    try:
+        return tomli_w.dumps(hide(_tables(text)))
+    except (ValueError, RecursionError):
+        return DAMAGED
 
 
 def override(tables: dict[str, Any], text: str) -> None:
