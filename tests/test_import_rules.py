@@ -45,7 +45,7 @@ RULES: dict[str, set[str]] = {
     "local_alive": set(),
     "local_jobs": {"job_pickle", "local_alive"},
     "job_setup": {"config", "records"},
-    "job_pickle": {"errors", "files", "job_setup"},
+    "job_pickle": {"errors", "files", "job_setup", "records"},
     "job_start": {"env", "errors", "job_pickle"},
     "submitit_controller": {"env"},
     "stopping": {"timing"},

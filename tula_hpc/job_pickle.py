@@ -30,6 +30,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import in_words, read_bounded
 from tula_hpc.job_setup import WHAT_TO_DO
+from tula_hpc.records import write_atomically
 
 MOST_BYTES = 2**28  # far more than any job's
 
@@ -88,7 +89,7 @@ class TimeOutsLeft(DelayedSubmission):
 
     def dump(self, filepath: str | Path) -> None:
         """Write the number."""
-        Path(filepath).write_text(f"{self._timeout_countdown}\n")
+        write_atomically(Path(filepath), f"{self._timeout_countdown}\n")
 
 
 class RequeuePaths(JobPaths):
