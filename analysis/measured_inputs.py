@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, is_hidden
 from tula_hpc.config.mistakes import line_of, shown
 from tula_hpc.config.spec import Spec
 from tula_hpc.errors import InputError
@@ -65,7 +65,8 @@ def _changed(path: Path, table: tuple[str, ...], keys: Iterable[str], measured: 
     for key in keys:
         old, new = getattr(measured, key), getattr(wanted, key)
         if old != new:
-            words = f"the measurements are {_with(old)}; a sweep with a new --run-dir measures {_with(new)}"
+            there, wanted_one = (_with(old), _with(new)) if not is_hidden((key,)) else ("with another", "with this one")
+            words = f"the measurements are {there}; a sweep with a new --run-dir measures {wanted_one}"
             yield line_of(path, (*table, key), words)
 
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import get_args
 
 from tula_hpc.analysis.planning import AGAIN, make_plan
-from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec, load_cluster, load_sweep, split_overrides
+from tula_hpc.config import (
+    ClusterSpec,
+    ObjectiveSpec,
+    SweepSpec,
+    load_cluster,
+    load_sweep,
+    split_overrides,
+    told_by_set,
+)
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.invocation import command_line
@@ -72,6 +80,8 @@ def _answer(options: argparse.Namespace) -> str:
     if not options.run.is_dir():
         raise InputError("no such run directory", source=options.run)
     run = RunDirectory(options.run)
+    if warning := told_by_set(options.set):
+        print(f"warning: {warning}", file=sys.stderr)
     mine, others = split_overrides(options.set)
     if options.objective:
         mine.append(f"objective.kind={options.objective}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.pricing import fixed_share
-from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep, without_values
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import read_bounded
 from tula_hpc.records import (
@@ -161,7 +161,8 @@ def read_run(run: RunDirectory) -> RunContents:
     return RunContents(
         name=sweep.name if sweep else run.root.name,
         sweep_text=_read_text(run.sweep_file, notes),
-        cluster_text=_read_text(run.cluster_file, notes),
+        # reports are mailed around
+        cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
         cluster=_read_cluster(run.cluster_file, notes),
         measurements=measurements.records,

@@ -155,8 +155,8 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> N
         ("[sbatch]\nnice = 1.5", "sbatch.nice: expected a word, a whole number, true or false, got 1.5"),
         ('[sbatch]\n"a\\nb" = 1', r'sbatch: "a\\nb" holds characters'),
         ('[environment]\n"A B" = "1"', 'environment: "A B" holds characters'),
-        ('[environment]\nA = "1\\n2"', r'environment\.A: "1\\n2" holds characters'),
-        ("[environment]\nA = 1", "environment.A: expected text in quotes, got 1"),
+        ('[environment]\nA = "1\\n2"', r"environment\.A: a value that is not shown holds characters"),
+        ("[environment]\nA = 1", "environment.A: expected text in quotes, got a value that is not shown"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) -> None:

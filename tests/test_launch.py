@@ -19,6 +19,7 @@ from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.job_setup import setup_text
 from tula_hpc.launch import (
     CONTROL,
     CONTROL_MINUTES,
@@ -36,7 +37,7 @@ from tula_hpc.launch import (
 )
 from tula_hpc.local_alive import is_alive
 from tula_hpc.records import Event, RunDirectory, append_record
-from tula_hpc.sbatch import PatientExecutor, come_again, could_start, find_pickle
+from tula_hpc.sbatch import PatientExecutor, come_again, could_start
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -202,14 +203,12 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         "#SBATCH --requeue",
         "#SBATCH --signal=USR2@90",
         "#SBATCH --mail-type=END",
-        "module load cuda",
-        "export NCCL_ALGO=ring",
-        "export OMP_NUM_THREADS=8",
-        "export PYTHONSAFEPATH=1",
     ):
         assert line in lines, line
     assert any(line.startswith("srun") and " -K1 " in line for line in lines)
-    assert """export WORDS='a b'"'"'c'""" in lines
+    setup = setup_text(there.cluster).splitlines()
+    expected = ["module load cuda", "export OMP_NUM_THREADS=8", "export NCCL_ALGO=ring"]
+    assert setup[1:] == [*expected, """export WORDS='a b'"'"'c'""", "tula_setup=done"]
 
 
 @pytest.mark.parametrize(
@@ -370,34 +369,6 @@ def test_what_the_scheduler_refuses_is_on_record_unless_it_can_be_done_without(
     (event,) = there.run.events()
     assert (event.event, event.stage, event.job_id) == ("failed", stage, "")
     assert event.detail.endswith("Invalid feature specification")
-
-
-@pytest.mark.parametrize(
-    ("variables", "own", "target"),
-    [
-        ({"SLURM_JOB_ID": "17"}, "17_submitted.pkl", "task-0.pkl"),
-        (
-            {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"},
-            "17_2_submitted.pkl",
-            "task-2.pkl",
-        ),
-    ],
-    ids=["plain job", "task of an array"],
-)
-def test_a_job_finds_its_pickle_by_itself_once(
-    tmp_path: Path, variables: dict[str, str], own: str, target: str
-) -> None:
-    folder = tmp_path / "a b"
-    folder.mkdir()
-    (folder / target).touch()
-    script = "\n".join(["set -e", *find_pickle(folder)])
-    for _ in range(2):  # the second time as a requeued job, which may have a pickle of its own by then
-        subprocess.run(["bash", "-c", script], env=variables, check=True, timeout=60)
-        assert (folder / own).readlink() == Path(target)
-    (folder / own).unlink()
-    (folder / own).write_text("submitit's own")
-    subprocess.run(["bash", "-c", script], env=variables, check=True, timeout=60)
-    assert (folder / own).read_text() == "submitit's own"
 
 
 def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tula_hpc import profile_stage
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import SECRET_FILE
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.job_setup import SETUP_FILE
 from tula_hpc.jobs import ProfileJob
 from tula_hpc.launch import REFUSED, Launcher
 from tula_hpc.local_jobs import begun, take_pickle
@@ -80,7 +81,7 @@ def after_the_first_process() -> None:
     def submit_once(self: LocalExecutor, command: str) -> None:
         submit(self, command)
         deadline = time.monotonic() + 20
-        while not list(Path(self.folder).glob("*_submitted.pkl")) and time.monotonic() < deadline:
+        while not list(Path(self.folder).glob("[01]-*.pkl")) and time.monotonic() < deadline:
             time.sleep(0.01)
         die()
 
@@ -154,7 +155,7 @@ def test_where_no_process_was_started_there_is_nothing_to_find_later(tmp_path: P
     kill(before_any_process, partial(command.submit, "01"))
     assert command.launcher.find_lost() == []
     (folder,) = command.run.slurm.iterdir()
-    assert {path.name for path in folder.iterdir()} == {REFUSED, SECRET_FILE}
+    assert {path.name for path in folder.iterdir()} == {REFUSED, SECRET_FILE, SETUP_FILE}
 
 
 @pytest.mark.parametrize("at", [after_the_first_process, before_the_first_event])
@@ -223,8 +224,8 @@ def test_a_pickle_is_taken_once_by_its_job_or_by_whoever_gives_the_job_up(tmp_pa
 
     first = start(1)
     assert first.returncode == 0
-    assert (folder / f"{first.pid}_submitted.pkl").read_text() == "1"
+    assert (folder / f"1-{first.pid}.pkl").read_text() == "1"
     assert begun(folder, 2) == ["", str(first.pid)]
     late = start(0)
     assert late.returncode != 0
-    assert not (folder / f"{late.pid}_submitted.pkl").exists()
+    assert not (folder / f"0-{late.pid}.pkl").exists()

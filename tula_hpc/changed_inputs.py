@@ -45,7 +45,18 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     defaults = _keys(freeze(type(inputs)(name=inputs.name))) if old else {}
     every = sorted(old.keys() | new.keys())
     differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
-    return {key: (old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+    return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+
+
+def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
+    """Both values of a key, as far as they may be shown."""
+    from tula_hpc.config import is_hidden
+
+    if not is_hidden(key):
+        return was, now
+    if NOT_SET in (was, now):
+        return (NOT_SET, "set") if was == NOT_SET else ("set", NOT_SET)
+    return "one value", "another"
 
 
 def is_always_free(key: Key) -> bool:

@@ -95,8 +95,17 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     Raises:
         InputError: One line per mistake.
     """
-    from tula_hpc.config import hidden_peers, idle_keys, idle_reference, load_together, loaders_without_cores
+    from tula_hpc.config import (
+        hidden_peers,
+        idle_keys,
+        idle_reference,
+        load_together,
+        loaders_without_cores,
+        told_by_set,
+    )
 
+    if warning := told_by_set(options.set):
+        sys.stderr.write(f"warning: {warning}\n")
     dry = getattr(options, "dry_run", False)
     spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
     for key, why in idle_keys(spec):

@@ -85,6 +85,11 @@ def join_job() -> WorkerEnvironment:
     )
 
 
+def enter_submission(folder: str) -> None:
+    """Tell submitit, in the process of a worker, in which folder its job's files are."""
+    os.environ["SUBMITIT_FOLDER"] = folder
+
+
 def has_peers() -> bool:
     """Whether the job that this process has joined has other workers."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

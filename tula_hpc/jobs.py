@@ -21,10 +21,10 @@ class Requeueable:
         raise NotImplementedError
 
     def checkpoint(self) -> Any:
-        """What submitit resubmits when it handles a signal itself: the same job."""
-        import submitit
+        """What submitit writes down when it handles a signal itself; the job is the same, and is not pickled again."""
+        from tula_hpc.job_pickle import TimeOutsLeft
 
-        return submitit.helpers.DelayedSubmission(self)
+        return TimeOutsLeft(self)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from tula_hpc.errors import Failure, InputError, LaunchError, RefusedError, Stor
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.job_ends import classify
 from tula_hpc.job_logs import complaining_nodes, ends, read_logs
+from tula_hpc.job_setup import describe_setup, run_setup, write_setup
 from tula_hpc.local_alive import is_alive, was_killed
 from tula_hpc.printable import in_short_lines
 from tula_hpc.records import Event, Record, RunDirectory, read_document, write_atomically
-from tula_hpc.search_path import is_found_elsewhere
 from tula_hpc.waiting import explain
 
 POLL_S = 2.0
@@ -42,6 +42,7 @@ CONTROL = "control"  # the stage of a detached sweep's controller jobs
 GUARD = "guard"  # the role of one that waits in case another dies with its whole job
 CONTROL_MINUTES = 30 * 24 * 60  # so long one may wait for room below a limit, requeued at each time limit of its own
 TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requeued any more
+MADE_LATER = "…"  # in a dry run, for a hash of what is written at the submission
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
 KILLED_HERE = slurm.StepState("", "", "0:9")  # of a job on this machine, in Slurm's words
@@ -276,9 +277,9 @@ class Launcher:
         )
         executor = self._executor(folder, request)
         write_atomically(folder / SECRET_FILE, secrets.token_hex(32))
+        setup = run_setup(folder, write_setup(folder, self.cluster))
         write_atomically(folder / NOTICE, notice.model_dump_json())
-        parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
-        executor.update_parameters(**self._own(parameters, notice.name, folder, request))
+        executor.update_parameters(**self._own(notice.name, folder, request, setup))
         try:
             ids = [str(job.job_id) for job in _submit(executor, [job for job, _ in tasks])]
         except RefusedError:
@@ -286,16 +287,17 @@ class Launcher:
             raise
         return self._log_submitted(folder, notice, ids)
 
-    def _own(self, parameters: dict[str, Any], name: str, folder: Path, request: Request) -> dict[str, Any]:
-        """The parameters with what belongs to one submission."""
+    def _own(self, name: str, folder: Path, request: Request, setup: Sequence[str]) -> dict[str, Any]:
+        """The parameters of one submission, with what belongs to it alone."""
+        parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
         if self.cluster.executor == "local":
-            return parameters
-        from tula_hpc.sbatch import come_again, find_pickle
+            return {**parameters, "local_setup": [*parameters["local_setup"], *setup]}
+        from tula_hpc.sbatch import come_again, trust_folder
 
         more = dict(parameters["slurm_additional_parameters"])
         if request.after:
             more["dependency"] = "afterany:" + ":".join(request.after)
-        own = {"slurm_setup": [*find_pickle(folder), *parameters["slurm_setup"]]}
+        own = {"slurm_setup": [*trust_folder(folder), *parameters["slurm_setup"], *setup]}
         if request.stage == CONTROL:
             own["slurm_teardown"] = come_again(folder)
         return {**parameters, "name": name, **own, "slurm_additional_parameters": more}
@@ -463,7 +465,7 @@ class Launcher:
             "timeout_min": minutes,
             # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell.
             # INT: a terminal sends Ctrl-C to the jobs too, which are in the same process group; they are to go on
-            "local_setup": ["trap : EXIT", "trap '' INT", *gpus, *self.setup_lines()],
+            "local_setup": ["trap : EXIT", "trap '' INT", *gpus],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
@@ -484,7 +486,7 @@ class Launcher:
             "slurm_signal_delay_s": cluster.signal_delay_s,
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
-            "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', *self.setup_lines()],
+            "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', describe_setup(cluster)],
             "slurm_additional_parameters": _without_false({**requeue, **cluster.sbatch, **self._exclude(stage)}),
         }
 
@@ -502,19 +504,11 @@ class Launcher:
                 raise InputError(f"{own}: {in_words(error)}", key="sbatch.exclude") from None
         return {"exclude": ",".join(filter(None, [own, *avoided]))}
 
-    def setup_lines(self) -> list[str]:
-        """Shell lines before the task: the template's own, then its environment."""
-        threads = {"OMP_NUM_THREADS": str(self.cluster.cpus_per_worker)}
-        # a job starts where the command did, and would import submitit and torch from there
-        path = {"PYTHONSAFEPATH": "1"} if is_found_elsewhere() else {}
-        exports = {**threads, **path, **self.cluster.environment}
-        return [*self.cluster.setup, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items())]
-
     def script(self, *, stage: str, nodes: int, minutes: int, tasks: int) -> str:
         """The sbatch script that `submit` would hand in; for --dry-run, without Slurm."""
         from submitit.slurm import slurm as submitit_slurm
 
-        from tula_hpc.sbatch import DEFAULTS, find_pickle
+        from tula_hpc.sbatch import DEFAULTS, know_pickles, start_command, trust_folder
 
         plain = {"name": "job_name", "timeout_min": "time", "tasks_per_node": "ntasks_per_node"}
         parameters = dict(DEFAULTS)
@@ -523,10 +517,12 @@ class Launcher:
         if "mem_gb" in parameters:
             parameters["mem"] = submitit_slurm._convert_mem(parameters.pop("mem_gb"))
         folder = self.run.slurm / f"{stage}-…"
-        parameters["setup"] = [*find_pickle(folder), *parameters["setup"]]
-        command = f"python -u -m submitit.core._submit {shlex.quote(str(folder))}"
+        setup = [*run_setup(folder, MADE_LATER), know_pickles([MADE_LATER])]
+        parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup]
         parameters["map_count"] = tasks if tasks > 1 else None
-        return str(submitit_slurm._make_sbatch_string(command=command, folder=folder, **parameters))
+        return str(
+            submitit_slurm._make_sbatch_string(command=start_command("python", folder), folder=folder, **parameters)
+        )
 
 
 def _begun(path: Path, notice: Notice) -> list[str]:

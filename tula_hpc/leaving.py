@@ -2,7 +2,7 @@
 
 At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time limit of a collective,
 and Python waits for every thread that is not a daemon. All the while the process lives, so that neither `srun -K1` nor
-its peers notice the failure. What must be kept is on disk by then: the record, submitit's pickle and the traceback.
+its peers notice the failure. What must be kept is on disk by then: the record and the traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tula_hpc.env import has_peers
 def leaving_at_once() -> Iterator[None]:
     """Have the process of a worker with peers end right after what the block raises has been reported.
 
-    The exception goes on its way: submitit pickles it and Python prints it before the interpreter's end begins.
+    The exception goes on its way: Python prints it before the interpreter's end begins.
     """
     try:
         yield

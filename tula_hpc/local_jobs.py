@@ -19,16 +19,16 @@ from submitit import Job
 from submitit.core.utils import DelayedSubmission
 from submitit.local.local import LocalExecutor
 
+from tula_hpc.job_pickle import job_command, write_pickle
 from tula_hpc.local_alive import hold_lock
 
 
 def take_pickle(folder: Path, index: int) -> list[str]:
-    """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which submitit looks for it."""
+    """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which the job looks for it."""
     place = shlex.quote(str(folder))
     return [
         f"exec </dev/null >>{place}/$$_shell.out 2>&1",  # the command's own would stay open until the job ends
         f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
-        f"ln -s {index}-$$.pkl {place}/$$_submitted.pkl",
     ]
 
 
@@ -54,13 +54,13 @@ class TakingExecutor(LocalExecutor):
     """submitit's executor for jobs that take their pickles themselves; all are there before the first job starts."""
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        for index, delayed in enumerate(delayed_submissions):
+        for delayed in delayed_submissions:
             delayed.set_timeout(self.parameters["timeout_min"], self.max_num_timeout)
-            delayed.dump(Path(self.folder) / f"task-{index}.pkl")
-        setup = self.parameters["setup"]
-        return [self._start(index, setup) for index in range(len(delayed_submissions))]
+        folder, setup = Path(self.folder), self.parameters["setup"]
+        hashes = [write_pickle(folder, index, delayed) for index, delayed in enumerate(delayed_submissions)]
+        return [self._start(index, sha256, setup) for index, sha256 in enumerate(hashes)]
 
-    def _start(self, index: int, setup: Sequence[str]) -> Job[Any]:
+    def _start(self, index: int, sha256: str, setup: Sequence[str]) -> Job[Any]:
         folder = Path(self.folder)
         self.parameters["setup"] = [*take_pickle(folder, index), *setup, *hold_lock(folder), run_controller(folder)]
-        return self._submit_command(self._submitit_command_str)
+        return self._submit_command(job_command(self.python, folder, index, sha256))

@@ -23,6 +23,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from tula_hpc import slurm
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, NotStartedError, RefusedError, SubmitLimitError
+from tula_hpc.job_pickle import job_command, write_pickle
 from tula_hpc.slurm_command import no_answer, run
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
@@ -43,16 +44,21 @@ _ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")  # all that is printed by a s
 SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
 
 
-def find_pickle(folder: Path) -> list[str]:
-    """Shell lines that give a job's own pickle, `task-<index>.pkl`, the name under which submitit looks for it."""
+def trust_folder(folder: Path) -> list[str]:
+    """Shell lines that end a job whose folder has come to belong to somebody else."""
     place = shlex.quote(str(folder))
-    return [
-        # another folder may have come in its place since, with pickles that run whatever they like
-        f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}",
-        "tula_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        f"[ -e {place}/${{tula_job}}_submitted.pkl ] || "
-        f"ln -s task-${{SLURM_ARRAY_TASK_ID:-0}}.pkl {place}/${{tula_job}}_submitted.pkl",
-    ]
+    return [f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}"]
+
+
+def know_pickles(hashes: Sequence[str]) -> str:
+    """Return a line of bash with the SHA-256 of each task's pickle."""
+    return f"tula_pickles=({' '.join(hashes)})"
+
+
+def start_command(python: str, folder: Path) -> str:
+    """Return what each worker of the task runs, with the hash that its script knows."""
+    index = "${SLURM_ARRAY_TASK_ID:-0}"
+    return job_command(python, folder, f'"{index}"', f'"${{tula_pickles[{index}]}}"')
 
 
 def come_again(folder: Path) -> list[str]:
@@ -89,14 +95,19 @@ class PatientExecutor(SlurmExecutor):
         self.parameters |= DEFAULTS
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        for index, delayed in enumerate(delayed_submissions):
+        for delayed in delayed_submissions:
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
-            delayed.dump(Path(self.folder) / f"task-{index}.pkl")
-        count = len(delayed_submissions)
+        folder, count = Path(self.folder), len(delayed_submissions)
+        hashes = [write_pickle(folder, index, delayed) for index, delayed in enumerate(delayed_submissions)]
+        self.parameters["setup"] = [*self.parameters["setup"], know_pickles(hashes)]
         if count > 1:
             self.parameters["map_count"] = count
         ids = slurm.task_ids(self._submit_once(), count)
         return [SlurmJob(self.folder, task, list(range(self._num_tasks()))) for task in ids]
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return start_command(self.python, Path(self.folder))
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:

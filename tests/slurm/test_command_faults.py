@@ -137,7 +137,7 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     assert "detached: job" in said
     assert "tula_hpc.status" in said
     assert detached.run.train().result_file.exists()
-    first = next(detached.run.slurm.glob(f"control-*/{detached.control()[0]}_submitted.pkl")).parent
+    first = next(detached.run.slurm.glob(f"control-*/{detached.control()[0]}_submission.sh")).parent
     assert (first / "killed").read_text() == "137\n"
     assert "--- restart 1" in "".join(path.read_text() for path in first.glob("*.err"))
     submitted = detached.submissions()

@@ -20,6 +20,7 @@ from tests.slurm.testcluster import MiniCluster
 from tula_hpc import slurm
 from tula_hpc.config import load_cluster
 from tula_hpc.errors import LaunchError
+from tula_hpc.jobs import Requeueable
 from tula_hpc.launch import NOTICE, Launcher
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import submission_of
@@ -102,6 +103,36 @@ def test_larger_arrays_are_submitted_in_pieces_that_run_one_after_another(
     assert runs(notes) == dict.fromkeys(range(6), 1)
     spans = [tuple(map(float, path.read_text().split())) for path in notes.glob("*.txt")]
     assert max(sum(began <= at < ended for began, ended in spans) for at, _ in spans) <= 3
+
+
+def stops_once(folder: Path) -> Requeueable:
+    """A job that writes down what it sees of its environment, and the first time then waits to be stopped."""
+
+    class StopsOnce(Requeueable):
+        def __call__(self) -> None:
+            index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+            with (folder / f"{index}.txt").open("a") as file:
+                file.write(os.environ["TOKEN"] + "\n")
+            time.sleep(60 if (folder / f"{index}.txt").read_text().count("\n") == 1 else 0)
+
+    return StopsOnce()
+
+
+def test_what_submitit_requeues_runs_again_from_its_pickle_with_a_secret_that_slurm_does_not_show(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path
+) -> None:
+    launcher = launcher_at(tmp_path, "array_parallelism=2", "environment.TOKEN=5ecret")
+    jobs = launcher.submit([stops_once(notes), stops_once(notes)], stage="profile", nodes=1, minutes=2)
+    slurm_cluster.wait_for(lambda: len(runs(notes)) == len(jobs), 60, "both tasks")
+    for job in jobs:
+        asked = [["squeue", "-o", "%all", "-j"], ["scontrol", "show", "job"]]
+        assert all("5ecret" not in slurm_cluster.run(*words, job.job_id) for words in asked)
+    assert "5ecret" not in slurm_cluster.run("scontrol", "write", "batch_script", jobs[0].array_id, "-")
+    slurm_cluster.signal(jobs[0].array_id, "USR2")
+    launcher.wait(jobs)
+    assert runs(notes) == {0: 2, 1: 2}
+    assert {path.read_text() for path in notes.iterdir()} == {"5ecret\n" * 2}
+    assert [path.read_text() for path in jobs[0].folder.glob("*_time_outs_left.txt")] == ["2\n"] * 2
 
 
 def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(

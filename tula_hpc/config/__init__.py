@@ -8,6 +8,7 @@ from tula_hpc.config.ags import AgsOptions, Gate, Granularity, LrScaling
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.fitting import check_together, cluster_sizes, loaders_without_cores, study_part, sweep_for
 from tula_hpc.config.gpus import hidden_peers
+from tula_hpc.config.hidden import is_hidden, told_by_set
 from tula_hpc.config.idle_keys import idle_keys, idle_reference
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
@@ -18,7 +19,7 @@ from tula_hpc.config.spec import GIB, Spec
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
 from tula_hpc.config.study_columns import study_column
 from tula_hpc.config.sweep import JOB_NAMES, SweepSpec
-from tula_hpc.config.toml import MAX_FILE_BYTES, tables_by_name
+from tula_hpc.config.toml import MAX_FILE_BYTES, tables_by_name, without_values
 from tula_hpc.config.training import CHECKPOINT_MINUTES, Method, TrainingSpec
 from tula_hpc.config.workload import WorkloadSpec
 
@@ -51,6 +52,7 @@ __all__ = [
     "hidden_peers",
     "idle_keys",
     "idle_reference",
+    "is_hidden",
     "load_cluster",
     "load_sweep",
     "load_together",
@@ -61,4 +63,6 @@ __all__ = [
     "study_part",
     "sweep_for",
     "tables_by_name",
+    "told_by_set",
+    "without_values",
 ]

@@ -84,13 +84,13 @@ class ClusterSpec(Spec):
     controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     signal_delay_s: int = Field(default=90, ge=1, le=65_535)  # USR2 this long before the time limit; Slurm's most
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
-    setup: tuple[Line, ...] = Field(default=(), max_length=1000)
+    setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
     # further sbatch options, by long name
     sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = Field(
         default={}, max_length=100
     )
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = Field(
-        default={}, max_length=1000
+        default={}, max_length=1000, repr=False
     )
     pricing: PricingSpec = PricingSpec()
     # several kinds of nodes, each planned with its own measurements
@@ -99,9 +99,10 @@ class ClusterSpec(Spec):
     @field_validator("setup")
     @classmethod
     def _shell_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for line in value:
-            if re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
-                raise ValueError(f"expected lines for the shell, got {shown(line)}; sbatch's options go into [sbatch]")
+        for number, line in enumerate(value, 1):
+            if found := re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
+                begins = f"line {number} begins with {shown(found[0])}"
+                raise ValueError(f"expected lines for the shell; {begins}; sbatch's options go into [sbatch]")
         return value
 
     @field_validator("srun_args")

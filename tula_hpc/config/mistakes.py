@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from tula_hpc.config.hidden import VALUE, is_hidden
 from tula_hpc.config.spec import Spec
 from tula_hpc.errors import InputError
 
@@ -51,13 +52,19 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
         return line_of(path, location, "is required")
     if item["type"] == "value_error":
         return line_of(path, *_own_words(location, str(item["msg"]).removeprefix("Value error, ")))
+    got = _shown_unless_hidden(location, item["input"])
     if "pattern" in item["type"]:
         if location[-1] == "[key]":
             location = location[:-2]  # what follows names the key
-        message = f"{shown(item['input'])} holds characters that are not allowed here"
+        message = f"{got} holds characters that are not allowed here"
         return line_of(path, location, f"{message} (pattern {item['ctx']['pattern']})")
     meant = _tables_meant(kind, location, item["input"])
-    return line_of(path, location, f"{words_of(item)}{meant}, got {shown(item['input'])}")
+    return line_of(path, location, f"{words_of(item)}{meant}, got {got}")
+
+
+def _shown_unless_hidden(location: Sequence[str], value: object) -> str:
+    # what stands there of a key that is no name is the key itself
+    return VALUE if is_hidden(location) and location[-1] != "[key]" else shown(value)
 
 
 def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:

@@ -8,11 +8,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.config.hidden import PARTITIONS, VALUE, hide, is_hidden
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
 MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
-PARTITIONS = "partitions"  # a list of tables, each with a name
+DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
 MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
 
 
@@ -63,6 +64,16 @@ def _tables(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def without_values(text: str) -> str:
+    """Return a cluster file without what may be a password; of one that is damaged, nothing."""
+    import tomli_w
+
+    try:
+        return tomli_w.dumps(hide(_tables(text)))
+    except (ValueError, RecursionError):
+        return DAMAGED
+
+
 def override(tables: dict[str, Any], text: str) -> None:
     """Set one key, from `section.key=value`, or, of one of `[[partitions]]`, `partitions.NAME.key=value`.
 
@@ -72,7 +83,8 @@ def override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     left = key.strip()
     if not equals or not left or left.endswith(".") or not text.isprintable():
-        raise InputError(f"expected section.key=value, got {text[:200]!r}", source="--set")
+        given = f"{key}={VALUE}" if equals and is_hidden(key.split(".")) else text
+        raise InputError(f"expected section.key=value, got {given[:200]!r}", source="--set")
     while "." in left:
         tables, left = _enter(tables, left, key)
     try:

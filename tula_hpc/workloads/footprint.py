@@ -40,6 +40,7 @@ from tula_hpc.config import (
     load_together,
     local_batches,
     sweep_for,
+    told_by_set,
 )
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
@@ -188,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
     options = _parser().parse_args(arguments)
     begin_process()
+    if warning := told_by_set(options.set):
+        print(f"warning: {warning}", file=sys.stderr)
     try:
         # data that is known by its name need not be here
         sweep, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=False)

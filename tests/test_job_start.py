@@ -1,0 +1,211 @@
+"""A job runs what was submitted, whatever lies in its folder when it starts."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.batch_scripts import FewLines
+from tula_hpc.config import ClusterSpec
+from tula_hpc.job_ends import telling_line
+from tula_hpc.job_setup import SETUP_FILE, WHAT_TO_DO
+from tula_hpc.jobs import Requeueable
+from tula_hpc.launch import Launcher
+from tula_hpc.records import RunDirectory
+
+
+def leave(path: Path) -> Callable[[], None]:
+    """A job that adds a line to a file. An inner function, because those are pickled by value."""
+
+    def job() -> None:
+        with path.open("a") as file:
+            file.write("ran\n")
+
+    return job
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch '{self.path}'",)
+
+
+def exchange(folder: Path, entry: str, content: bytes) -> None:
+    """Put another folder of the same owner in the place of this one; it holds a stranger's file."""
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir(mode=0o700)
+    for path in folder.with_name("moved").iterdir():
+        if path.name != entry:
+            path.rename(folder / path.name)
+    (folder / entry).write_bytes(content)
+
+
+def with_a_file(folder: Path, entry: str, content: bytes) -> None:
+    exchange(folder, entry, content)
+
+
+def with_a_link(folder: Path, entry: str, content: bytes) -> None:
+    exchange(folder, entry, b"")
+    theirs = folder.with_name("theirs")
+    theirs.write_bytes(content)
+    (folder / entry).unlink()
+    (folder / entry).symlink_to(theirs)
+
+
+def with_a_link_to_its_own(folder: Path, entry: str, _: bytes) -> None:
+    """What is behind a link may be exchanged between two looks at it."""
+    (folder / entry).rename(folder / "own")
+    (folder / entry).symlink_to("own")
+
+
+def with_a_pipe(folder: Path, entry: str, _: bytes) -> None:
+    (folder / entry).unlink()
+    os.mkfifo(folder / entry)
+
+
+ATTACKS = [with_a_file, with_a_link, with_a_link_to_its_own, with_a_pipe]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_batch_script_refuses_a_pickle_that_was_not_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, str, bytes], None]
+) -> None:
+    there = FewLines(tmp_path, monkeypatch)
+    folder = there.submit(leave(tmp_path / "ran"))
+    attack(folder, "task-0.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
+    code, said = there.run()
+    assert code != 0
+    assert f"{folder / 'task-0.pkl'}: " in said.splitlines()[-1]
+    assert said.splitlines()[-1].endswith(WHAT_TO_DO)
+    assert "Traceback" not in said
+    assert not (tmp_path / "hostile").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_each_task_of_an_array_knows_its_own_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = FewLines(tmp_path, monkeypatch)
+    folder = there.submit(*(leave(tmp_path / f"ran-{index}") for index in range(3)))
+    assert there.run(index=2)[0] == 0
+    (folder / "task-1.pkl").write_bytes((folder / "task-0.pkl").read_bytes())
+    code, said = there.run(index=1)
+    assert (code != 0, "found one with" in said) == (True, True)
+    assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-2"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(
+    tmp_path: Path, attack: Callable[[Path, str, bytes], None]
+) -> None:
+    run, begun, go = RunDirectory(tmp_path / "run").create(), tmp_path / "begun", tmp_path / "go"
+    waits = f"touch '{begun}'; while [ ! -e '{go}' ]; do sleep 0.02; done"
+    launcher = Launcher(ClusterSpec(setup=(waits,)), run, "tula-x")
+    (job,) = launcher.submit([leave(tmp_path / "ran")], stage="train", nodes=1, minutes=1)
+    wait_for(begun)
+    attack(job.folder, f"0-{job.job_id}.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
+    go.touch()
+    (ended,) = launcher.wait([job])
+    told = telling_line(ended.log_tail)
+    assert told.startswith(f"{job.folder / f'0-{job.job_id}.pkl'}: ")
+    assert WHAT_TO_DO in told or "SHA-256" in told
+    assert not (tmp_path / "hostile").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("attack", [with_a_file, with_a_link])
+def test_a_batch_script_refuses_a_setup_that_was_not_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, str, bytes], None]
+) -> None:
+    there = FewLines(tmp_path, monkeypatch, environment={"TOKEN": "x"})
+    folder = there.submit(leave(tmp_path / "ran"))
+    attack(folder, SETUP_FILE, f"touch '{tmp_path / 'hostile'}'; tula_setup=done".encode())
+    code, said = there.run()
+    assert code != 0
+    assert said.splitlines()[-1] == f"{folder / SETUP_FILE}: is not what was submitted; {WHAT_TO_DO}"
+    assert not (tmp_path / "hostile").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+def waits(path: Path) -> Requeueable:
+    """A job that submitit requeues; what it is must not depend on a module that jobs cannot import."""
+
+    class Waits(Requeueable):
+        def __call__(self) -> None:
+            path.touch()
+            time.sleep(60)
+
+    return Waits()
+
+
+def time_out(there: FewLines, begun: Path) -> str:
+    """Start the job, and have its time run out; returns what it said."""
+    begun.unlink(missing_ok=True)
+    with there.start() as process:
+        wait_for(begun)
+        # srun and bash have become, or wait for, the worker
+        workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(workers.stdout.split()[0]), signal.SIGUSR2)
+        said, _ = process.communicate(timeout=60)
+    return said
+
+
+def test_a_job_that_submitit_requeues_starts_from_the_same_pickle_as_often_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, begun = FewLines(tmp_path, monkeypatch), tmp_path / "begun"
+    folder = there.submit(waits(begun))
+    before = (folder / "task-0.pkl").read_bytes()
+    for left in (2, 1, 0):
+        assert f"Requeued job 7 ({left} remaining timeouts)" in time_out(there, begun)
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n" * (3 - left)
+        assert (folder / "7_time_outs_left.txt").read_text() == f"{left}\n"
+    assert "timed-out too many times" in time_out(there, begun)
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n" * 3
+    assert (folder / "task-0.pkl").read_bytes() == before
+    assert [path.name for path in folder.glob("*.pkl")] == ["task-0.pkl"]
+
+
+@pytest.mark.parametrize("content", [b"99\n", b"9" * 5000])
+def test_nobody_gives_a_job_more_time_outs_than_it_was_submitted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    there, begun = FewLines(tmp_path, monkeypatch), tmp_path / "begun"
+    folder = there.submit(waits(begun))
+    (folder / "7_time_outs_left.txt").write_bytes(content)
+    assert "Requeued job 7 (2 remaining timeouts)" in time_out(there, begun)
+
+
+def test_a_job_on_this_machine_that_is_requeued_starts_from_the_same_pickle(tmp_path: Path) -> None:
+    counts = tmp_path / "counts"
+
+    class StopsOnce(Requeueable):
+        def __call__(self) -> None:
+            with counts.open("a") as file:
+                file.write("ran\n")
+            if counts.read_text() == "ran\n":
+                os.kill(os.getpid(), signal.SIGUSR2)
+                time.sleep(60)
+
+    launcher = Launcher(ClusterSpec(), RunDirectory(tmp_path / "run").create(), "tula-x")
+    (job,) = launcher.submit([StopsOnce()], stage="train", nodes=1, minutes=1)
+    (ended,) = launcher.wait([job])
+    assert counts.read_text() == "ran\n" * 2
+    assert ended.log_tail.splitlines()[-1].endswith("Job completed successfully")
+    assert [path.name for path in job.folder.glob("*.pkl")] == [f"0-{job.job_id}.pkl"]
