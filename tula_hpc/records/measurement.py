@@ -66,8 +66,8 @@ class MemoryUse(Record):
     def is_credible(self) -> bool:
         """Whether the counts can be true."""
         held = self.baseline_bytes + self.peak_bytes
-        counts = (count for _, count in self if count is not None)
-        return min(self.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for count in counts)
+        counts = [count for count in self.__dict__.values() if count is not None]
+        return min(self.reserved_bytes, held) > 0 and min(counts) >= 0 and max(counts) < CREDIBLE_BYTES
 
     @property
     def ran_short(self) -> bool:
@@ -140,6 +140,12 @@ class Measurement(Record):
         """Part of `elapsed_s` that went into smaller_computes."""
         names = [compute_of(batch) for batch, _ in self.smaller_computes]
         return sum(self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names)
+
+    def without_samples(self) -> Measurement:
+        """The same, of whose samples only the sums are left that `beside_s` is made of."""
+        beside = [compute_of(batch) for batch, _ in self.smaller_computes]
+        sums = {name: [sum(self.samples[name])] for name in beside if name in self.samples}
+        return self.model_copy(update={"samples": sums}) if self.samples else self
 
     @property
     def configuration(self) -> Configuration:

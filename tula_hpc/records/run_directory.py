@@ -24,6 +24,8 @@ from tula_hpc.records.reading import ReadResult, read_document, read_records
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record
 
+MAX_SAMPLED_BYTES = 32 * 1024**2  # of measurements with every sample, which are most of their bytes and rarely read
+
 
 def _check_room(folder: Path) -> None:
     """Refuse a folder of a run that might hold what someone else wants us to read or execute."""
@@ -243,8 +245,10 @@ class RunDirectory:
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
-        """All measurements, in order of file name and line."""
-        return read_records(Measurement, sorted(self.profile.glob("*.jsonl")))
+        """All measurements, in order of file name and line; of very many without their single samples."""
+        paths = sorted(self.profile.glob("*.jsonl"))
+        size = sum(path.stat().st_size for path in paths if path.is_file())
+        return read_records(Measurement, paths, Measurement.without_samples if size > MAX_SAMPLED_BYTES else None)
 
     def job_notes(self) -> list[JobNote]:
         """What all profile jobs said of themselves, job by job."""
