@@ -131,7 +131,7 @@ class Measurement(Record):
 
     @model_validator(mode="after")
     def _smaller_indeed(self) -> Measurement:
-        if any(batch >= self.local_batch for batch, _ in self.smaller_computes):
+        if self.smaller_computes and max(batch for batch, _ in self.smaller_computes) >= self.local_batch:
             raise ValueError(f"smaller_computes: expected batches below local_batch = {self.local_batch}")
         return self
 

@@ -35,7 +35,8 @@ Places = NDArray[np.int64]
 # a line as the trainer writes it: fields in order, without blanks
 _STEP = re.compile(rb'\{"kind":"step","step":\d+,"samples_seen":(\d{1,15}),')
 _ATTEMPT = re.compile(rb'"attempt":(\d{1,9})\}\s*$')
-_NO_NOISE = (b'"noise_trace":null', b'"noise_gradient_square":null')
+_NOISE = b'"noise_trace":'
+_NO_ATTEMPT = b'"attempt":null}\n'
 
 
 class _Index:
@@ -49,26 +50,28 @@ class _Index:
         self.others: list[AnyMetrics] = []
         self.skipped = 0
 
-    def add(self, place: int, line: bytes) -> None:
-        """Take a line in."""
+    def add(self, place: int, line: bytes) -> bool:
+        """Take a line in; whether it was one that is held as a record."""
         found = _STEP.match(line)
         if found is None or not line.endswith(b"}\n"):
-            self._add_parsed(place, line)
-            return
-        attempt = _ATTEMPT.search(line, len(line) - 30)
-        has_noise = b'"noise_trace":' in line and not any(words in line for words in _NO_NOISE)
+            return self._add_parsed(place, line)
+        attempt = None if line.endswith(_NO_ATTEMPT) else _ATTEMPT.search(line, len(line) - 30)
+        noise_at = line.find(_NOISE)
+        has_noise = noise_at >= 0 and not line.startswith(b"null", noise_at + len(_NOISE))
         self._add_step(place, int(found[1]), int(attempt[1]) if attempt else None, has_noise)
+        return False
 
-    def _add_parsed(self, place: int, line: bytes) -> None:
+    def _add_parsed(self, place: int, line: bytes) -> bool:
         try:
             row = parse_metrics(line)
         except ValueError:
             self.skipped += 1
-            return
+            return False
         if isinstance(row, StepMetrics):
             self._add_step(place, row.samples_seen, row.attempt, row.noise_trace is not None)
-        else:
-            self.others.append(row)
+            return False
+        self.others.append(row)
+        return True
 
     def _add_step(self, place: int, samples_seen: int, attempt: int | None, has_noise: bool) -> None:
         self.line.append(place)
@@ -109,8 +112,8 @@ def _indexed(path: Path) -> _Index:
         if place >= MAX_LINES:
             message = f"expected at most {MAX_LINES:,} lines; a larger training.log_interval_steps keeps it shorter"
             raise RunDirectoryError(message, source=path)
-        index.add(place, line)
-        bounds.check(path, len(index.others), len(line))
+        if index.add(place, line):
+            bounds.check(path, len(index.others), len(line))
     return index
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -91,10 +92,23 @@ _NONE_SET: set[str] = set()
 
 def _light(record: R) -> R:
     """The same without pydantic's list of the fields that were in the file, which takes more than the record itself."""
-    for part in (record, *record.__dict__.values()):
+    object.__setattr__(record, "__pydantic_fields_set__", _NONE_SET)
+    for name in _parts(type(record)):
+        part = getattr(record, name)
         if isinstance(part, BaseModel):
             object.__setattr__(part, "__pydantic_fields_set__", _NONE_SET)
     return record
+
+
+@functools.cache
+def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Fields that hold a record."""
+    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
+    return tuple(name for name, types in kinds.items() if any(_is_record(each) for each in types))
+
+
+def _is_record(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -104,7 +118,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
             if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
                 raise RunDirectoryError(f"expected at most {MAX_LINES_BYTES:,} bytes; {ASIDE}", source=path)
             while line := file.readline(MAX_LINE_BYTES):
-                if line.strip():
+                if not line.isspace():
                     yield line
                 while line and not line.endswith(b"\n"):
                     line = file.readline(MAX_LINE_BYTES)
