@@ -72,17 +72,24 @@ def draw_training(run: RunContents) -> Drawing | Missing:
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
     """Events of training whose place on the epoch axis is known, and changes of the batch."""
-    steps = ((row.samples_seen, row.epoch) for row in metrics.steps)
-    known = sorted({(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)})
-    samples, epochs = np.array(known, dtype=np.float64).T
-    for event in events:
-        seen = event.data.get("samples_seen")
-        placed = isinstance(seen, int) and len(known) > 1
-        if placed and event.stage == "train" and event.event in EVENT_NAMES:
-            yield Mark(float(np.interp(seen, samples, epochs)), EVENT_NAMES[event.event])
+    known = [event for event in events if event.stage == "train" and event.event in EVENT_NAMES]
+    placed = [(event, seen) for event in known if isinstance(seen := event.data.get("samples_seen"), int)]
+    epochs = _epochs_of(metrics, [seen for _, seen in placed])
+    for (event, _), epoch in zip(placed, epochs, strict=False):  # none where no step is known
+        yield Mark(epoch, EVENT_NAMES[event.event])
     for before, after in itertools.pairwise(metrics.epochs):
         if before.global_batch != after.global_batch:
             yield Mark(before.epoch, f"B = {after.global_batch:,}")
+
+
+def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
+    """Epochs done when so many samples were seen; nothing where no line of the log tells."""
+    steps = ((row.samples_seen, row.epoch) for row in metrics.steps)
+    known = sorted({(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)})
+    if len(known) < 2:
+        return []
+    samples, epochs = zip(*known, strict=True)
+    return [float(epoch) for epoch in np.interp(seen, samples, epochs)]
 
 
 def _judged(training: Training) -> list[tuple[int, float]]:

@@ -58,7 +58,7 @@ def read_records(kind: type[R], paths: Iterable[Path], shorten: Callable[[R], R]
 
 
 class Bounds:
-    """How many records may be held, and how far the process may grow by them: a line of JSON may take 60 times its bytes.
+    """How many records may be held, and how far the process may grow by them: JSON may take 60 times its bytes.
 
     Each kind of a run's records has its own: all together a command stays within 1 GB.
     """
