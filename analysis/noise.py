@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 MIN_TERMS = 3  # fewer say nothing about how far they scatter
 RESAMPLES = 1000
-MAX_TERMS = 4_000  # go into the interval; more would take gigabytes, and make it hardly narrower than it is by then
+MAX_TERMS = 4_000  # go into the interval, or it would take gigabytes; of more it is wider than it need be
 LEVEL = 0.9
 
 

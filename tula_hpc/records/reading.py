@@ -65,7 +65,7 @@ class Bounds:
 
     def __init__(self) -> None:
         self.unseen_bytes = 0
-        self.peak_bytes = _peak_bytes()
+        self.before_bytes = _resident_bytes()
 
     def check(self, path: Path, records: int, line_bytes: int) -> None:
         """Refuse to hold more than this many, after each one."""
@@ -75,7 +75,7 @@ class Bounds:
         if self.unseen_bytes < MAX_LINE_BYTES:
             return
         self.unseen_bytes = 0
-        if _peak_bytes() - self.peak_bytes > MAX_HELD_BYTES:
+        if _resident_bytes() - self.before_bytes > MAX_HELD_BYTES:
             message = f"expected records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory; {ASIDE}"
             raise RunDirectoryError(message, source=path)
 
@@ -83,8 +83,13 @@ class Bounds:
 ASIDE = "move what is not needed out of the run directory"
 
 
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _resident_bytes() -> int:
+    """Of this process; 0 where the kernel does not tell. Its peak may be that of the process that started it."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
 
 
 _NONE_SET: set[str] = set()
