@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tula_hpc.errors import Failure
+from tula_hpc.records.reading import parse_record
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 
 CREDIBLE_S = 1e6  # what a record says beyond that is damaged
@@ -37,9 +38,14 @@ class StepTimes(Record):
     @property
     def are_credible(self) -> bool:
         """Whether step and parts can be true; `forward_time_s` is left out alone where it is damaged."""
-        parts = (self.data_time_s, self.compute_time_s, self.optimizer_time_s, self.allreduce_time_s)
-        possible = all(0.0 <= part < CREDIBLE_S for part in (*parts, self.update_time_s))
-        return possible and MOMENT_S < self.step_time_s < CREDIBLE_S
+        return (
+            0.0 <= self.data_time_s < CREDIBLE_S
+            and 0.0 <= self.compute_time_s < CREDIBLE_S
+            and 0.0 <= self.optimizer_time_s < CREDIBLE_S
+            and 0.0 <= self.allreduce_time_s < CREDIBLE_S
+            and 0.0 <= self.update_time_s < CREDIBLE_S
+            and MOMENT_S < self.step_time_s < CREDIBLE_S
+        )
 
 
 class MemoryUse(Record):
@@ -151,6 +157,22 @@ class Measurement(Record):
     def configuration(self) -> Configuration:
         """The configuration that was measured."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+_SAMPLES = b'"samples":{'
+
+
+def parse_without_samples(line: bytes) -> Measurement:
+    """A measurement from JSON, see `Measurement.without_samples`; most are cut out before they are parsed.
+
+    Raises:
+        ValueError: It is none.
+    """
+    start = line.find(_SAMPLES)
+    if start < 0 or b'"smaller_computes":[]' not in line:
+        return parse_record(Measurement, line).without_samples()
+    end = line.find(b"}", start)
+    return parse_record(Measurement, line[:start] + _SAMPLES + line[end:])
 
 
 def is_usable(measurement: Measurement) -> bool:

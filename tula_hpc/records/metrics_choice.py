@@ -86,7 +86,8 @@ class _Index:
         seen = np.asarray(self.samples_seen)[left]
         order = np.argsort(seen, kind="stable")
         is_last = np.append(np.diff(seen[order]) > 0, True)[: len(order)]
-        return left[order[is_last]]
+        kept: Places = left[order[is_last]]
+        return kept
 
 
 def read_chosen(path: Path) -> Metrics:

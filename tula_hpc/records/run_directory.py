@@ -17,7 +17,7 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import Measurement
+from tula_hpc.records.measurement import Measurement, parse_without_samples
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.rates import TunedRates
 from tula_hpc.records.reading import ReadResult, read_document, read_records
@@ -248,7 +248,7 @@ class RunDirectory:
         """All measurements, in order of file name and line; of very many without their single samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        return read_records(Measurement, paths, Measurement.without_samples if size > MAX_SAMPLED_BYTES else None)
+        return read_records(Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None)
 
     def job_notes(self) -> list[JobNote]:
         """What all profile jobs said of themselves, job by job."""
