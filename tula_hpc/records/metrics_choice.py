@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records.metrics import (
     MAX_STEPS,
     AnyMetrics,
@@ -25,7 +24,7 @@ from tula_hpc.records.metrics import (
     parse_metrics,
     split,
 )
-from tula_hpc.records.reading import Bounds, lines_of
+from tula_hpc.records.reading import Bounds, lines_of, out_of_bounds
 
 MAX_LINES = 5_000_000
 SEED = 0  # the same file gives the same choice
@@ -111,8 +110,8 @@ def _indexed(path: Path) -> _Index:
     index, bounds = _Index(), Bounds()
     for place, line in enumerate(lines_of(path)):
         if place >= MAX_LINES:
-            message = f"expected at most {MAX_LINES:,} lines; a larger training.log_interval_steps keeps it shorter"
-            raise RunDirectoryError(message, source=path)
+            advice = "a larger training.log_interval_steps keeps it shorter"
+            raise out_of_bounds(path, f"at most {MAX_LINES:,} lines", advice)
         if index.add(place, line):
             bounds.check(path, len(index.others), len(line))
     return index

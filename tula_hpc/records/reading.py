@@ -75,17 +75,22 @@ class Bounds:
     def check(self, path: Path, records: int, line_bytes: int) -> None:
         """Refuse to hold more than this many, after each one."""
         if records > MAX_RECORDS:
-            raise RunDirectoryError(f"expected at most {MAX_RECORDS:,} records up to here; {ASIDE}", source=path)
+            raise out_of_bounds(path, f"at most {MAX_RECORDS:,} records up to here", ASIDE)
         self.unseen_bytes += line_bytes
         if self.unseen_bytes < MAX_LINE_BYTES:
             return
         self.unseen_bytes = 0
         if _resident_bytes() - self.before_bytes > MAX_HELD_BYTES:
-            message = f"expected records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory; {ASIDE}"
-            raise RunDirectoryError(message, source=path)
+            raise out_of_bounds(path, f"records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE)
 
 
 ASIDE = "move what is not needed out of the run directory"
+
+
+def out_of_bounds(path: Path, bound: str, advice: str) -> RunDirectoryError:
+    """The error of a file beyond a bound, with the file's size."""
+    size = path.stat().st_size / 1e6 if path.exists() else 0.0
+    return RunDirectoryError(f"has {size:,.1f} MB; expected {bound}; {advice}", source=path)
 
 
 def _resident_bytes() -> int:
@@ -126,7 +131,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
-                raise RunDirectoryError(f"expected at most {MAX_LINES_BYTES:,} bytes; {ASIDE}", source=path)
+                raise out_of_bounds(path, f"at most {MAX_LINES_BYTES:,} bytes", ASIDE)
             while line := file.readline(MAX_LINE_BYTES):
                 if not line.isspace():
                     yield line
