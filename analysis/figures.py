@@ -60,6 +60,7 @@ class Figures(NamedTuple):
 
 def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
+    run = run.in_figures()
     alone, partition = run.of_chosen_partition(), run.plan.chosen.partition if run.plan else ""
     results = (attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items())
     return Figures.of(_told(result, partition) for result in results)

@@ -16,6 +16,7 @@ from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.formatting import format_number, format_percent, format_score, in_percent, plural
+from tula_hpc.analysis.report_bounds import MOST_ROWS, ends
 from tula_hpc.analysis.report_data import RunContents, Training
 from tula_hpc.config import Gate, TrainingSpec
 from tula_hpc.records import EpochMetrics, Event, Metrics, StepMetrics
@@ -71,24 +72,24 @@ def draw_training(run: RunContents) -> Drawing | Missing:
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
     """Events of training whose place on the epoch axis is known, and changes of the batch."""
-    for event in events:
-        epoch = _epoch_of(metrics, event) if event.stage == "train" and event.event in EVENT_NAMES else None
-        if epoch is not None:
-            yield Mark(epoch, EVENT_NAMES[event.event])
+    known = [event for event in events if event.stage == "train" and event.event in EVENT_NAMES]
+    placed = [(event, seen) for event in known if isinstance(seen := event.data.get("samples_seen"), int)]
+    epochs = _epochs_of(metrics, [seen for _, seen in placed])
+    for (event, _), epoch in zip(placed, epochs, strict=False):  # none where no step is known
+        yield Mark(epoch, EVENT_NAMES[event.event])
     for before, after in itertools.pairwise(metrics.epochs):
         if before.global_batch != after.global_batch:
             yield Mark(before.epoch, f"B = {after.global_batch:,}")
 
 
-def _epoch_of(metrics: Metrics, event: Event) -> float | None:
-    """Epochs done at an event, from the samples seen till then."""
-    seen = event.data.get("samples_seen")
+def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
+    """Epochs done when so many samples were seen; nothing where no line of the log tells."""
     steps = ((row.samples_seen, row.epoch) for row in metrics.steps)
     known = sorted({(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)})
-    if not isinstance(seen, int) or len(known) < 2:
-        return None
+    if len(known) < 2:
+        return []
     samples, epochs = zip(*known, strict=True)
-    return float(np.interp(seen, samples, epochs))
+    return [float(epoch) for epoch in np.interp(seen, samples, epochs)]
 
 
 def _judged(training: Training) -> list[tuple[int, float]]:
@@ -195,8 +196,9 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
         for training in trainings
         for row in training.metrics.epochs
     ]
-    rows += [(f"event {mark.what}", mark.epoch, None, None, None, None) for mark in marks]
-    return Table(columns, rows)
+    left_out: tuple[Cell, ...] = (f"{len(marks) - MOST_ROWS:,} more events", None, None, None, None, None)
+    found: list[tuple[Cell, ...]] = [(f"event {mark.what}", mark.epoch, None, None, None, None) for mark in marks]
+    return Table(columns, rows + ends(found, left_out))
 
 
 def draw_sensitivity(run: RunContents) -> Drawing | Missing:

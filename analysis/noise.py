@@ -24,6 +24,7 @@ Array = NDArray[np.float64]
 
 MIN_TERMS = 3  # fewer say nothing about how far they scatter
 RESAMPLES = 1000
+MAX_TERMS = 4_000  # go into the interval, or it would take gigabytes; of more it is wider than it need be
 LEVEL = 0.9
 
 
@@ -93,7 +94,11 @@ def _estimate(
     square, trace = weights @ terms
     if square <= 0 or trace <= 0:
         return None
-    drawn = np.random.default_rng(0).integers(len(terms), size=(RESAMPLES, len(terms)))
+    random = np.random.default_rng(0)
+    if len(terms) > MAX_TERMS:
+        some = random.choice(len(terms), MAX_TERMS, replace=False)
+        terms, weights = terms[some], weights[some]
+    drawn = random.integers(len(terms), size=(RESAMPLES, len(terms)))
     ratios = _ratio(np.einsum("rn,rnk->rk", weights[drawn], terms[drawn]))
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="nearest")
     batch = float(trace / square)

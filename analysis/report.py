@@ -78,11 +78,12 @@ def write_report(run: RunDirectory) -> list[Path]:
     contents = read_run(run)
     drawn = figures.draw_all(contents)
     svgs = [drawing.svg() for drawing in drawn.drawings]
-    files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, _page(contents, drawn, svgs)).encode()}
+    summary, page = _summary(contents), _page(contents, drawn, svgs)
+    page["summary"] = summary_table(summary)
+    files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
     files |= figure_files(drawn.drawings, svgs)
-    files["report.pdf"] = figures.render_pdf(
-        _title_page(contents), drawn.drawings
-    )  # last: it lays the figures out anew
+    # last: it lays the figures out anew
+    files["report.pdf"] = figures.render_pdf(_title_page(page, summary), drawn.drawings)
     return replace_files(run.report, figures.FIGURES, files)
 
 
@@ -142,7 +143,6 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "title": contents.name,
         "subtitle": _subtitle(contents),
         "answer": answer(contents),
-        "summary": summary_table(_summary(contents)),
         "about_plan": about_plan(contents),
         "warnings": warnings(contents),
         "figures": [(drawing, Markup(svg)) for drawing, svg in zip(drawn.drawings, inline, strict=True)],  # noqa: S704 - our XML
@@ -150,11 +150,13 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "colours": COLOURS,
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
+        "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": model_tables(plan.models) if plan else [],
         "fallbacks": fallback_table(plan) if plan else None,
         "candidates": candidate_table(plan, contents.measurements) if plan else None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
         "events": event_table(contents.events),
+        "happened": len(contents.events),
     }
 
 
@@ -173,12 +175,12 @@ def _subtitle(contents: RunContents) -> str:
     return " · ".join(["How many nodes, which batch size, how long, at what cost", *parts])
 
 
-def _title_page(contents: RunContents) -> TitlePage:
+def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> TitlePage:
     from tula_hpc.analysis.figures import TitlePage
 
-    table = TextTable(SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in _summary(contents)])
-    lists = (about_plan(contents), warnings(contents))
-    return TitlePage(contents.name, _subtitle(contents), answer(contents), *table, *lists)
+    table = TextTable(SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary])
+    head = (page["title"], page["subtitle"], page["answer"])
+    return TitlePage(*head, *table, page["about_plan"], page["warnings"])
 
 
 @printable_output()

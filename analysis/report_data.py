@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.pricing import fixed_share
+from tula_hpc.analysis.report_bounds import MOST_POINTS, about_drawn, about_steps, drawn, evenly
 from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep, without_values
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import read_bounded
@@ -62,6 +64,11 @@ class Training(NamedTuple):
     def epoch_time_s(self) -> float | None:
         """See `median_epoch_s`."""
         return median_epoch_s(self.metrics.epochs)
+
+    def in_figures(self) -> Training:
+        """With no more epochs than a figure can show."""
+        epochs, curvature = evenly(self.metrics.epochs, MOST_POINTS), evenly(self.metrics.curvature, MOST_POINTS)
+        return self._replace(metrics=self.metrics._replace(epochs=epochs, curvature=curvature))
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
@@ -115,7 +122,7 @@ class RunContents(NamedTuple):
     def ok(self) -> list[Measurement]:
         """Measurements whose times can be true, by N and local batch."""
         timed = (item for item in self.measurements if item.status == "ok" and item.times and item.times.are_credible)
-        return sorted(timed, key=lambda item: item.configuration)
+        return sorted(timed, key=attrgetter("nodes", "workers_per_node", "local_batch"))
 
     @property
     def out_of_memory(self) -> list[Configuration]:
@@ -133,6 +140,11 @@ class RunContents(NamedTuple):
             measurements=[item for item in self.measurements if item.partition == name],
             plan=self.plan.model_copy(update={"candidates": candidates}),
         )
+
+    def in_figures(self) -> RunContents:
+        """With no more measurements and epochs than a figure can show."""
+        trainings = [training.in_figures() for training in self.trainings]
+        return self._replace(measurements=drawn(self.measurements), trainings=trainings)
 
     @property
     def memory_kinds(self) -> str:
@@ -157,6 +169,7 @@ def read_run(run: RunDirectory) -> RunContents:
     measurements = run.measurements()
     if measurements.skipped:
         notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}.")
+    notes += about_drawn(measurements.records)
     sweep, events = _read_sweep(run.sweep_file, notes), run.events()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
@@ -240,6 +253,7 @@ def _read_trainings(run: RunDirectory, events: Sequence[Event], notes: list[str]
         training = Training(folder.name, read_metrics(files.metrics_file), result, partition)
         if training.metrics.skipped:
             notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}.")
+        notes += about_steps(folder.name, training.metrics.logged, len(training.metrics.steps))
         if training.metrics.steps or training.metrics.epochs or training.result:
             yield training
 
@@ -279,12 +293,21 @@ def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -
         measurements: Of one partition, where there are several.
         dataset_samples: Training samples in an epoch, for records that do not say.
     """
-    times: dict[Configuration, list[float]] = {}
+    times: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:
-        epoch = measured_epoch(item, item.dataset_samples or dataset_samples)
-        if item.status == "ok" and epoch is not None:
-            times.setdefault(item.configuration, []).append(epoch.value)
-    return {configuration: statistics.median(values) for configuration, values in times.items()}
+        epoch_s = _measured_epoch_s(item, item.dataset_samples or dataset_samples) if item.status == "ok" else None
+        if epoch_s is not None:
+            times.setdefault((item.nodes, item.workers_per_node, item.local_batch), []).append(epoch_s)
+    return {Configuration(*place): statistics.median(values) for place, values in times.items()}
+
+
+def _measured_epoch_s(measurement: Measurement, dataset_samples: int) -> float | None:
+    """The value of `measured_epoch`."""
+    times = measurement.times
+    steps = dataset_samples // (measurement.nodes * measurement.workers_per_node * measurement.local_batch)
+    if times is None or steps == 0:
+        return None
+    return times.step_time_s * steps + measurement.updates_per_epoch * times.update_time_s
 
 
 _TIMES = ("train_time_s", "epoch_time_s", "step_time_s")

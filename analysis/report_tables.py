@@ -16,6 +16,7 @@ from tula_hpc.analysis.formatting import (
     plural,
 )
 from tula_hpc.analysis.parts import of_part
+from tula_hpc.analysis.report_bounds import MOST_ROWS, cut, ends
 from tula_hpc.analysis.report_data import Interval, measured_epochs, predicted
 from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, TrainResult
 
@@ -215,22 +216,27 @@ def fallback_table(plan: Plan) -> TextTable:
 
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:
-    """Profiles that ended without times."""
-    rows: list[tuple[str, ...]] = [
-        (str(item.configuration), item.status, str(item.failure or UNKNOWN), item.detail, item.job_id)
-        for item in measurements
-        if item.status != "ok"
-    ]
+    """Profiles that ended without times; of very many the first and the last."""
+    failed = [item for item in measurements if item.status != "ok"]
+    left_out = ("", "", "", f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl", "")
+    rows = [_failure_cells(item) if item else left_out for item in ends(failed, None)]
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
 
 
-def event_table(events: Iterable[Event]) -> TextTable:
-    """What happened, in order."""
-    rows: list[tuple[str, ...]] = [
-        (format_time(event.time), event.stage, event.event, event.detail or str(event.failure or ""), event.job_id)
-        for event in events
-    ]
+def _failure_cells(item: Measurement) -> tuple[str, ...]:
+    return (str(item.configuration), item.status, str(item.failure or UNKNOWN), cut(item.detail), item.job_id)
+
+
+def event_table(events: Sequence[Event]) -> TextTable:
+    """What happened, in order; of very many events the first and the last."""
+    left_out = ("", "", "", f"{len(events) - MOST_ROWS:,} more are in events.jsonl", "")
+    rows = [_event_cells(event) if event else left_out for event in ends(events, None)]
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
+
+
+def _event_cells(event: Event) -> tuple[str, ...]:
+    detail = cut(event.detail or str(event.failure or ""))
+    return (format_time(event.time), event.stage, event.event, detail, event.job_id)
 
 
 def format_time(unix_s: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tula_hpc.analysis import cautions, checkpoints
 from tula_hpc.analysis.aggregate import is_out_of_memory, summarize
@@ -226,8 +226,9 @@ def _scaled_nothing(run: RunContents) -> Iterator[str]:
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:
     """Each partition has a model of its own."""
-    for name in sorted({item.partition for item in run.ok}):
-        devices = sorted({item.device for item in run.ok if item.partition == name and item.device})
+    found = {(item.partition, item.device) for item in run.ok}
+    for name in sorted({partition for partition, _ in found}):
+        devices = sorted(device for partition, device in found if partition == name and device)
         if len(devices) > 1:
             yield f"The nodes{_of(name)} differ: {', '.join(devices)}. One model for all of them is an average."
 
@@ -242,16 +243,17 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
     """Name and value of each fact about where the numbers come from."""
     if not run.measurements:
         return []
+    ok = run.ok
     facts = [
-        ("measured", _counts(run)),
+        ("measured", _counts(run.measurements, ok)),
         ("when (UTC)", _period(run.measurements)),
         ("hosts", _listed(host for item in run.measurements for host in item.hosts)),
         ("device", _listed(item.device for item in run.measurements)),
         ("backend", _listed(item.backend for item in run.measurements)),
-        ("versions", _listed(f"{name} {version}" for item in run.ok for name, version in item.versions.items())),
-        ("parameters of the model", _listed(f"{item.parameters:,}" for item in run.ok if item.parameters)),
-        ("training samples", _listed(f"{item.dataset_samples:,}" for item in run.ok if item.dataset_samples)),
-        ("timed steps", _steps(run)),
+        ("versions", _listed(f"{name} {version}" for item in ok for name, version in item.versions.items())),
+        ("parameters of the model", _listed(f"{item.parameters:,}" for item in ok if item.parameters)),
+        ("training samples", _listed(f"{item.dataset_samples:,}" for item in ok if item.dataset_samples)),
+        ("timed steps", _steps(ok)),
         ("memory", f"{run.memory_kinds}, its peak, per worker"),
         ("what profiling cost", profiling_cost(run)),
     ]
@@ -290,10 +292,10 @@ def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
     return {name: pricing.usd_per_node_hour for name, pricing in prices if pricing.basis == "node-hour"}
 
 
-def _counts(run: RunContents) -> str:
-    out = sum(map(is_out_of_memory, run.measurements))
-    failed = len(run.measurements) - len(run.ok) - out
-    parts = [plural(len(run.ok), "profile")]
+def _counts(measurements: Sequence[Measurement], ok: Sequence[Measurement]) -> str:
+    out = sum(map(is_out_of_memory, measurements))
+    failed = len(measurements) - len(ok) - out
+    parts = [plural(len(ok), "profile")]
     parts += [f"{out} out of memory"] if out else []
     parts += [f"{failed} failed"] if failed > 0 else []
     return ", ".join(parts)
@@ -313,8 +315,8 @@ def _listed(items: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def _steps(run: RunContents) -> str:
-    steps = [item.steps for item in run.ok if item.steps]
+def _steps(ok: Iterable[Measurement]) -> str:
+    steps = [item.steps for item in ok if item.steps]
     if not steps:
         return ""
     least, most = min(steps), max(steps)

@@ -92,6 +92,7 @@ def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequ
         "runs": _as_text(contents),
         "sweep_text": contents.sweep_text,
         "events": event_table(contents.events),
+        "happened": len(contents.events),
     }
 
 

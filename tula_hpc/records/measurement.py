@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tula_hpc.errors import Failure
+from tula_hpc.records.reading import parse_record
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 
 CREDIBLE_S = 1e6  # what a record says beyond that is damaged
@@ -37,9 +38,14 @@ class StepTimes(Record):
     @property
     def are_credible(self) -> bool:
         """Whether step and parts can be true; `forward_time_s` is left out alone where it is damaged."""
-        parts = (self.data_time_s, self.compute_time_s, self.optimizer_time_s, self.allreduce_time_s)
-        possible = all(0.0 <= part < CREDIBLE_S for part in (*parts, self.update_time_s))
-        return possible and MOMENT_S < self.step_time_s < CREDIBLE_S
+        return (
+            0.0 <= self.data_time_s < CREDIBLE_S
+            and 0.0 <= self.compute_time_s < CREDIBLE_S
+            and 0.0 <= self.optimizer_time_s < CREDIBLE_S
+            and 0.0 <= self.allreduce_time_s < CREDIBLE_S
+            and 0.0 <= self.update_time_s < CREDIBLE_S
+            and MOMENT_S < self.step_time_s < CREDIBLE_S
+        )
 
 
 class MemoryUse(Record):
@@ -66,8 +72,8 @@ class MemoryUse(Record):
     def is_credible(self) -> bool:
         """Whether the counts can be true."""
         held = self.baseline_bytes + self.peak_bytes
-        counts = (count for _, count in self if count is not None)
-        return min(self.reserved_bytes, held) > 0 and all(0 <= count < CREDIBLE_BYTES for count in counts)
+        counts = [count for count in self.__dict__.values() if count is not None]
+        return min(self.reserved_bytes, held) > 0 and min(counts) >= 0 and max(counts) < CREDIBLE_BYTES
 
     @property
     def ran_short(self) -> bool:
@@ -131,7 +137,7 @@ class Measurement(Record):
 
     @model_validator(mode="after")
     def _smaller_indeed(self) -> Measurement:
-        if any(batch >= self.local_batch for batch, _ in self.smaller_computes):
+        if self.smaller_computes and max(batch for batch, _ in self.smaller_computes) >= self.local_batch:
             raise ValueError(f"smaller_computes: expected batches below local_batch = {self.local_batch}")
         return self
 
@@ -141,10 +147,32 @@ class Measurement(Record):
         names = [compute_of(batch) for batch, _ in self.smaller_computes]
         return sum(self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names)
 
+    def without_samples(self) -> Measurement:
+        """The same, of whose samples only the sums are left that `beside_s` is made of."""
+        beside = [compute_of(batch) for batch, _ in self.smaller_computes]
+        sums = {name: [sum(self.samples[name])] for name in beside if name in self.samples}
+        return self.model_copy(update={"samples": sums}) if self.samples else self
+
     @property
     def configuration(self) -> Configuration:
         """The configuration that was measured."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+
+_SAMPLES = b'"samples":{'
+
+
+def parse_without_samples(line: bytes) -> Measurement:
+    """A measurement from JSON, see `Measurement.without_samples`; most are cut out before they are parsed.
+
+    Raises:
+        ValueError: It is none.
+    """
+    start = line.find(_SAMPLES)
+    if start < 0 or b'"smaller_computes":[]' not in line:
+        return parse_record(Measurement, line).without_samples()
+    end = line.find(b"}", start)
+    return parse_record(Measurement, line[:start] + _SAMPLES + line[end:])
 
 
 def is_usable(measurement: Measurement) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field, RootModel
 
-from tula_hpc.records.reading import R, read_records
+from tula_hpc.records.reading import Bounds, R, lines_of, parse_record
 from tula_hpc.records.record import Batch, Record
 
 SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
 SCALE_BINS_PER_OCTAVE = 6
+MAX_STEPS = 4_000  # logged steps of a training that are held; of more an even choice
 ROUNDING = 1e-4  # factors so near to 1 come of norms in single precision alone
 
 
@@ -121,10 +123,11 @@ class _AnyMetrics(RootModel[AnyMetrics]):
 class Metrics(NamedTuple):
     """metrics.jsonl, split by kind."""
 
-    steps: list[StepMetrics]
+    steps: list[StepMetrics]  # at most about `MAX_STEPS`
     epochs: list[EpochMetrics]
     skipped: int
     curvature: Sequence[CurvatureMetrics] = ()
+    logged: int = 0  # steps, those that are not held included; 0 where all are
 
     @property
     def scaled_nothing(self) -> bool:
@@ -135,23 +138,54 @@ class Metrics(NamedTuple):
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
 
-    Those of a run that tuning rolled back for good are left out.
+    Those of a run that tuning rolled back for good are left out. Of very many steps only some are held, see
+    `metrics_choice`.
+
+    Raises:
+        RunDirectoryError: The file is there and cannot be read, or is out of all bounds.
     """
-    rows, skipped = read_records(_AnyMetrics, [path])
-    rolled_back = {row.root.attempt for row in rows if isinstance(row.root, RollbackMetrics)}
+    rows: list[AnyMetrics] = []
+    skipped, bounds, lines = 0, Bounds(), lines_of(path)
+    for line in islice(lines, MAX_STEPS):
+        try:
+            rows.append(parse_metrics(line))
+        except ValueError:
+            skipped += 1
+        bounds.check(path, len(rows), len(line))
+    if next(lines, None) is None:
+        return split(rows, skipped)
+    from tula_hpc.records.metrics_choice import read_chosen  # NumPy, which few commands need
+
+    return read_chosen(path)
+
+
+def parse_metrics(line: bytes) -> AnyMetrics:
+    """One line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return parse_record(_AnyMetrics, line).root
+
+
+def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
+    """Lines by kind, those that count; the later of two for the same samples or epoch does."""
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
     curvature: dict[int, CurvatureMetrics] = {}
-    for row in rows:
-        if isinstance(row.root, RollbackMetrics) or (row.root.attempt in rolled_back):
-            continue
-        if isinstance(row.root, StepMetrics):
-            steps[row.root.samples_seen] = row.root
-        elif isinstance(row.root, EpochMetrics):
-            epochs[row.root.epoch] = row.root
-        else:
-            curvature[row.root.epoch] = row.root
+    for row in _not_rolled_back(list(rows)):
+        if isinstance(row, StepMetrics):
+            steps[row.samples_seen] = row
+        elif isinstance(row, EpochMetrics):
+            epochs[row.epoch] = row
+        elif isinstance(row, CurvatureMetrics):
+            curvature[row.epoch] = row
     return Metrics(_in_order(steps), _in_order(epochs), skipped, _in_order(curvature))
+
+
+def _not_rolled_back(rows: Sequence[AnyMetrics]) -> Iterator[AnyMetrics]:
+    rolled_back = {row.attempt for row in rows if isinstance(row, RollbackMetrics)}
+    return (row for row in rows if row.attempt not in rolled_back)
 
 
 def _in_order(rows: dict[int, R]) -> list[R]:

@@ -17,12 +17,14 @@ from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_
 from tula_hpc.invocation import command_line
 from tula_hpc.records.events import Event, JobNote
 from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import Measurement
+from tula_hpc.records.measurement import Measurement, parse_without_samples
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.rates import TunedRates
 from tula_hpc.records.reading import ReadResult, read_document, read_records
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record
+
+MAX_SAMPLED_BYTES = 32 * 1024**2  # of measurements with every sample, which are most of their bytes and rarely read
 
 
 def _check_room(folder: Path) -> None:
@@ -243,8 +245,10 @@ class RunDirectory:
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
-        """All measurements, in order of file name and line."""
-        return read_records(Measurement, sorted(self.profile.glob("*.jsonl")))
+        """All measurements, in order of file name and line; of very many without their single samples."""
+        paths = sorted(self.profile.glob("*.jsonl"))
+        size = sum(path.stat().st_size for path in paths if path.is_file())
+        return read_records(Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None)
 
     def job_notes(self) -> list[JobNote]:
         """What all profile jobs said of themselves, job by job."""

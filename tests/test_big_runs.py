@@ -1,0 +1,255 @@
+"""Very many measurements, logged steps and events: memory, the report and its figures stay within bounds."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.big_run_factory import add_steps, make_big_run
+from tests.run_factory import configurations, make_run
+from tula_hpc import status
+from tula_hpc.analysis import noise, plan, report
+from tula_hpc.analysis.report_bounds import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.records import RollbackMetrics, append_record, parse_record, read_metrics, reading
+from tula_hpc.records import metrics as metrics_records
+from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics, split
+from tula_hpc.records.metrics_choice import even_choice
+
+MB = 1_000_000
+NARROW = "\u00a0"  # between a number and its unit on a page
+# the command's own process tells its peak: that of a child as its parent sees it includes the parent
+PEAK = """
+import pathlib, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+line = next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024, file=sys.stderr)
+"""
+
+
+def peak_mb(module: str, root: Path) -> float:
+    """Most memory of a command, as a process of its own."""
+    command = [sys.executable, "-c", PEAK, f"tula_hpc.{module}", str(root)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stderr.split()[-1]) / MB
+
+
+def held_mb(read: Callable[[], object]) -> float:
+    """Most memory of Python's objects while it reads."""
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1] / MB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_plan_and_status_of_very_many_measurements_take_little_memory(tmp_path: Path) -> None:
+    run = make_big_run(tmp_path / "run", measurements=10_000, of=configurations()[:1])
+
+    assert peak_mb("status", run.root) < 130  # 70 MB of text beside the 55 MB of a small run
+    assert (
+        peak_mb("analysis.plan", run.root) < 350
+    )  # beside 110 MB; the intervals of 40,000 terms of noise alone took 1.3 GB
+    assert run.measurements().records[-1].samples == {}
+
+
+def test_of_very_many_measurements_the_time_beside_them_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", stage="profile")
+    row = run.measurements().records[0]
+    changes = {
+        "smaller_computes": ((row.local_batch // 2, 0.1),),
+        "samples": {"step": [1.0] * 40, f"compute of {row.local_batch // 2}": [0.1, 0.3]},
+        "round_steps": {f"compute of {row.local_batch // 2}": 5},
+    }
+    append_record(run.profile / "z.jsonl", row.model_copy(update=changes))
+    before = run.measurements().records[-1]
+    monkeypatch.setattr("tula_hpc.records.run_directory.MAX_SAMPLED_BYTES", 0)
+
+    after = run.measurements().records[-1]
+
+    assert before.samples == changes["samples"]
+    assert "step" not in after.samples
+    assert after.beside_s == before.beside_s == pytest.approx(2.0)
+
+
+def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add_steps(run, 40_000)
+    file = run.train().metrics_file
+
+    found = read_metrics(file)
+
+    assert found.logged == 40_000
+    assert len(found.steps) == MAX_STEPS
+    assert len(found.epochs) == 20
+    steps = [row.step for row in found.steps]
+    assert (steps[0], steps[-1]) == (1, 40_000)
+    assert max(np.diff(steps)) < 20
+    assert min(np.diff(steps)) > 0
+    assert held_mb(lambda: read_metrics(file)) < 60  # of 40,000 records it would be 200
+
+
+def test_steps_of_which_few_are_too_many_are_those_that_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback of tuning, a restart and torn lines: the choice is from the same steps as without bounds."""
+    run = make_run(tmp_path / "run")
+    file = run.train().metrics_file
+    lines = file.read_bytes().splitlines(keepends=True)
+    step = next(parse_record(StepMetrics, line) for line in lines if b'"kind":"step"' in line)
+    again = [step.model_copy(update={"step": at, "samples_seen": at * 640, "loss": 9.0}) for at in (3, 4, 5)]
+    dropped = [step.model_copy(update={"samples_seen": 10**9 + at, "attempt": 7}) for at in range(50)]
+    foreign = json.dumps(step.model_copy(update={"samples_seen": 77}).model_dump(), indent=None)
+    added = [row.model_dump_json() for row in (*again, *again, *dropped, RollbackMetrics(attempt=7))]
+    torn = ['{"kind":"step","step":5,"samples_seen":640,', '{"kind":"step","step":1,"samples_seen":1,"x":}', foreign]
+    file.write_bytes(b"".join(lines) + "".join(f"{line}\n" for line in (*torn, *added)).encode())
+    whole = read_metrics(file)
+    monkeypatch.setattr(metrics_records, "MAX_STEPS", 10)  # goes the other way, and chooses all of them
+
+    assert read_metrics(file) == whole
+    assert whole.skipped == 2
+    assert not whole.logged
+
+
+def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add_steps(run, 3 * MAX_STEPS)
+    rows = [parse_metrics(line) for line in run.train().metrics_file.read_bytes().splitlines()]
+    steps = [row for row in rows if isinstance(row, StepMetrics)]
+    lines = [row.model_copy(update={"scaled": 0.0}).model_dump_json() for row in steps]
+    run.train().metrics_file.write_text("\n".join(lines) + "\n")
+    assert read_metrics(run.train().metrics_file).scaled_nothing
+    chosen = {row.step for row in read_metrics(run.train().metrics_file).steps}
+    place, other = next((place, row) for place, row in enumerate(steps) if row.step not in chosen)
+    lines[place] = other.model_copy(update={"scaled": 1.0, "scale_share": 1.0}).model_dump_json()
+
+    run.train().metrics_file.write_text("\n".join(lines) + "\n")
+
+    assert not read_metrics(run.train().metrics_file).scaled_nothing
+
+
+def test_what_is_rare_is_chosen_first() -> None:
+    rare = np.zeros(1_000_000, dtype=np.bool_)
+    rare[::100] = True
+
+    chosen = even_choice(rare, 1000)
+
+    assert len(chosen) == 1000
+    assert np.mean(rare[chosen]) > 0.99
+    assert even_choice(rare[:10], 1000).tolist() == list(range(10))
+    for count in (1001, 1999, 2000, 5003):
+        places = even_choice(np.zeros(count, dtype=np.bool_), 1000)
+        assert (places[0], places[-1]) == (0, count - 1)
+        assert len(np.unique(places)) == 1000
+
+
+def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    run = make_big_run(tmp_path / "run", measurements=10_000, steps=20_000, events=10_000)
+
+    assert peak_mb("analysis.report", run.root) < 450  # a small run's takes 200
+
+    page = (run.report / "report.html").read_text().replace(NARROW, " ")
+    assert len(page) < 5 * MB
+    assert f"Of 10,021 measurements figures show the medians of each configuration ({MOST_DRAWN} at most)." in page
+    assert "Of 20,000 logged steps in train/main/metrics.jsonl 4,000 are shown, evenly spread." in page
+    events = len(run.events())
+    assert f"Events ({events})" in page
+    assert page.count("<td>preempted</td>") <= MOST_ROWS
+    assert f"{events - MOST_ROWS:,} more are in events.jsonl" in page
+    rows = {path.stem: path.read_text().count("\n") for path in run.report.glob("*.csv")}
+    assert {"sensitivity", "step_breakdown", "training"} <= rows.keys()
+    assert max(rows.values()) <= MAX_STEPS + 100
+    assert rows["step_breakdown"] == 1 + len({row.configuration for row in run.measurements().records if row.times})
+    assert all(path.stat().st_size < 2 * MB for path in run.report.iterdir() if path.suffix in (".svg", ".csv", ".pdf"))
+
+
+def test_a_figure_of_repeats_shows_their_medians() -> None:
+    from tests.run_factory import measurement, oom
+
+    where, short = configurations()[:2]
+    rows = [measurement(where, seed) for seed in range(MOST_DRAWN)] + [oom(short)] * 30
+    random.Random(1).shuffle(rows)
+
+    shown = drawn(rows)
+
+    assert [(row.configuration, row.status) for row in shown] == [(where, "ok"), (short, "oom")]
+    times = [row.times.step_time_s for row in rows if row.times]
+    assert shown[0].times is not None
+    assert shown[0].times.step_time_s == pytest.approx(np.median(times))
+    assert drawn(rows[:MOST_DRAWN]) == rows[:MOST_DRAWN]
+
+
+def test_rows_that_are_left_out_are_in_the_middle() -> None:
+    assert ends(list(range(10)), "…", 4) == [0, 1, "…", 8, 9]
+    assert ends(list(range(4)), "…", 4) == [0, 1, 2, 3]
+    assert evenly(list(range(11)), 3) == [0, 5, 10]
+    assert evenly([1, 2], 3) == [1, 2]
+
+
+@pytest.mark.parametrize("main", [plan.main, report.main, status.main])
+def test_more_records_than_are_held_are_one_clear_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    main: Callable[[list[str]], int],
+) -> None:
+    run = make_big_run(tmp_path / "run", measurements=500)
+    monkeypatch.setattr(reading, "MAX_RECORDS", 400)
+
+    assert main([str(run.root)]) == 2
+
+    size = (run.profile / "more.jsonl").stat().st_size / MB
+    words = (
+        f"has {size:.1f} MB; expected at most 400 records up to here; move what is not needed out of the run directory"
+    )
+    assert capsys.readouterr().err == f"{run.profile / 'more.jsonl'}: {words}\n"
+
+
+def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty lists in an event take thirty times their bytes."""
+    run = make_run(tmp_path / "run")
+    inside = ",".join(["[]"] * 200_000)
+    line = f'{{"time":1.0,"event":"started","stage":"train","data":{{"lists":[{inside}]}}}}\n'
+    with run.events_file.open("a") as file:
+        file.writelines([line] * 30)
+    monkeypatch.setattr(reading, "MAX_HELD_BYTES", 50 * MB)
+
+    with pytest.raises(
+        RunDirectoryError, match=r"events\.jsonl: has 18\.\d MB; expected records that need at most 50 MB of memory"
+    ):
+        run.events()
+
+
+def test_metrics_of_too_many_lines_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    add_steps(run, 6_000)
+    monkeypatch.setattr("tula_hpc.records.metrics_choice.MAX_LINES", 5_000)
+
+    with pytest.raises(RunDirectoryError, match=r"expected at most 5,000 lines; a larger training\.log_interval_steps"):
+        read_metrics(run.train().metrics_file)
+
+
+def test_the_interval_of_very_many_noise_terms_takes_little_memory() -> None:
+    terms = np.random.default_rng(0).lognormal(size=(100_000, 2))
+
+    assert held_mb(lambda: noise._estimate(terms, np.ones(len(terms)), "profile", 0)) < 200
+
+
+def test_numbers_out_of_bounds_are_found_and_long_fractions_are_none() -> None:
+    for text in (b"[NaN]", b"-Infinity", b"[1e400]", b'{"a":-1E+0400}', b"[ -9999999999999999999.5]", b"1e100"):
+        assert reading._is_suspect(text)
+    assert not reading._is_suspect(b'{"a":0.014285714285714285,"b":[1e99,-3.0000000000000000001,17]}')
+    assert split([], 0).steps == []
