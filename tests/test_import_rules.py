@@ -100,7 +100,7 @@ RULES: dict[str, set[str]] = {
         "clock", "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "job_setup", "local_alive",
         "local_jobs", "printable", "records", "sbatch", "slurm", "waiting",
     },
-    "sbatch": {"env", "errors", "job_pickle", "slurm", "slurm_command"},
+    "sbatch": {"env", "errors", "job_pickle", "records", "slurm", "slurm_command"},
     "progress": {"printable"},
     "footprint": {"records", "search_path"},
     "stages": {

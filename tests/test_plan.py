@@ -689,7 +689,7 @@ def test_a_study_is_refused_as_one(run: RunDirectory, capsys: pytest.CaptureFixt
     assert main([str(run.root)]) == 2
     error = capsys.readouterr().err
     assert f"{run.root}: is a study" in error
-    assert "tula_hpc.analysis.study" in error
+    assert f"report {run.root} writes its report" in error
     assert error.count("\n") == 1
 
 

@@ -24,6 +24,7 @@ from tula_hpc import slurm
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.job_pickle import job_command, write_pickle
+from tula_hpc.records import write_atomically
 from tula_hpc.slurm_command import no_answer, run
 
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
@@ -129,7 +130,7 @@ class PatientExecutor(SlurmExecutor):
         """
         key = uuid.uuid4().hex
         script = Path(self.folder) / f".submission_file_{key}.sh"
-        script.write_text(self._make_submission_file_text(command, key))
+        write_atomically(script, self._make_submission_file_text(command, key))
         done = run(self._make_submission_command(script), SUBMIT_S)
         if done.code < 0:
             raise LaunchError(f"sbatch failed: {done.complaint}")
