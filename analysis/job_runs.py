@@ -31,12 +31,15 @@ class JobRun(NamedTuple):
         return self.ready_at - self.began_at
 
 
-def job_runs(notes: Sequence[JobNote], measurements: Iterable[Measurement] = ()) -> list[JobRun]:
+def job_runs(
+    notes: Sequence[JobNote], measurements: Iterable[Measurement] = (), *, limit_s: float = math.inf
+) -> list[JobRun]:
     """The runs that the notes tell of.
 
     Args:
         notes: In the order in which they were written, job after job.
         measurements: Tell how long a job lived that was killed without a word: the record that says so has the time.
+        limit_s: The jobs' time limit: one that seems to have run for longer did so by a clock that was set meanwhile.
     """
     jobs: dict[tuple[str, float], list[list[JobNote]]] = {}
     for told in _split(notes):
@@ -44,15 +47,15 @@ def job_runs(notes: Sequence[JobNote], measurements: Iterable[Measurement] = ())
     recorded: dict[str, list[float]] = {}
     for row in measurements:
         recorded.setdefault(row.job_id, []).append(row.finished_at)
-    return [run for (job_id, _), runs in jobs.items() for run in _runs(runs, recorded.get(job_id, []))]
+    return [run for (job_id, _), runs in jobs.items() for run in _runs(runs, recorded.get(job_id, []), limit_s)]
 
 
-def _runs(job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float]) -> Iterator[JobRun]:
+def _runs(job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float], limit_s: float) -> Iterator[JobRun]:
     """The runs of one job: a requeued one waits from the end of the run before."""
     waited_from = job[0][0].submitted_at
     for told, after in zip_longest(job, job[1:]):
         until = after[0].time if after else math.inf
-        run = _job_run(told, waited_from, [at for at in recorded_at if at < until])
+        run = _job_run(told, waited_from, [at for at in recorded_at if at < until], limit_s)
         waited_from = run.ended_at
         yield run
 
@@ -69,13 +72,15 @@ def _split(notes: Iterable[JobNote]) -> Iterator[list[JobNote]]:
         yield told
 
 
-def _job_run(told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float]) -> JobRun:
+def _job_run(told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float], limit_s: float) -> JobRun:
     first, last = told[0], told[-1]
     began_at = first.began_at or first.time
     ended_at = max(last.time, began_at)
     if last.note != "ended":
         ended_at = max([ended_at, *recorded_at])
+    ended_at = min(ended_at, began_at + limit_s)
     ready_at = next((note.time for note in told if note.note == "ready"), ended_at)
+    ready_at = min(max(ready_at, began_at), ended_at)
     waited_from = min(waited_from or began_at, began_at)
     return JobRun(first.allocated_nodes, waited_from, began_at, ready_at, ended_at, first.job_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tula_hpc.analysis import cautions, checkpoints
@@ -276,7 +277,9 @@ def profiling_cost(run: RunContents) -> str:
 def _used_by_profiling(run: RunContents) -> dict[str, float]:
     """Node-seconds by partition: of whole jobs, start-up included; where none left notes, of what they measured."""
     where = {item.job_id: item.partition for item in run.measurements}
-    used = [(where.get(job.job_id, ""), job.node_seconds) for job in job_runs(run.job_notes, run.measurements)]
+    limits = (60.0 * part.profile_minutes for part in (run.cluster.parts() if run.cluster else ()))
+    runs = job_runs(run.job_notes, run.measurements, limit_s=max(limits, default=math.inf))
+    used = [(where.get(job.job_id, ""), job.node_seconds) for job in runs]
     if not used:
         profiles = [item for item in run.measurements if item.stage == "profile"]
         used = [(item.partition, item.node_seconds or item.elapsed_s * item.nodes) for item in profiles]

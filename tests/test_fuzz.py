@@ -19,9 +19,11 @@ from tests.hostile import THINGS, damaged, put
 from tests.run_factory import make_run, measurement
 from tula_hpc import slurm, slurm_command
 from tula_hpc.accounting import accounted_runs
+from tula_hpc.analysis.job_runs import job_runs
 from tula_hpc.check_site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.drift_start import read_drift
+from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, LaunchError, TulaError
 from tula_hpc.launch import Launcher
 from tula_hpc.records import (
@@ -228,6 +230,38 @@ def test_whatever_bytes_a_command_prints_are_words(said: bytes, code: int) -> No
     line = slurm.in_one_line(raised.value)
     assert line.startswith("squeue failed: ")
     assert len(line.splitlines()) == 1
+
+
+LIMIT_S = 60.0 * ClusterSpec().profile_minutes
+
+
+@given(
+    times=st.lists(st.floats(0, 1e11), min_size=1, max_size=6),
+    began_at=st.floats(0, 1e11),
+    killed_at=st.floats(0, 1e11),
+)
+@fuzz(200)
+def test_whatever_clocks_say_a_job_costs_no_more_than_its_limit(
+    times: list[float], began_at: float, killed_at: float
+) -> None:
+    said = {"job_id": "1", "allocated_nodes": 4, "began_at": began_at, "submitted_at": times[-1]}
+    kinds = ["began", *["ready"] * (len(times) > 1), *["measuring"] * (len(times) - 2)]
+    notes = [JobNote.model_validate({**said, "note": kind, "time": at}) for kind, at in zip(kinds, times, strict=True)]
+    killed = measurement(Configuration(4, 1, 8)).model_copy(update={"job_id": "1", "finished_at": killed_at})
+    for run in job_runs(notes, [killed], limit_s=LIMIT_S):
+        assert 0.0 <= run.node_seconds <= 4 * LIMIT_S * (1 + 1e-6)
+        assert 0.0 <= run.startup_s <= LIMIT_S * (1 + 1e-6)
+
+
+@given(umask=st.integers(0, 0o777))
+@fuzz(50)
+def test_whatever_the_umask_nobody_else_may_write(umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        begin_process()
+        assert os.umask(0) == umask | 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_plan_is_written_within_what_is_believed(run: RunDirectory) -> None:

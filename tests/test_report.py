@@ -522,13 +522,13 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
         (row,) = (item for item in run.measurements().records if item.partition == name)
         path.unlink()
         append_record(path, row.model_copy(update={"job_id": name}))
-        for note, at in (("began", 1000.0), ("ready", 1100.0), ("ended", 4600.0)):
+        for note, at in (("began", 1000.0), ("ready", 1100.0), ("ended", 1720.0)):
             told = {"note": note, "time": at, "began_at": 1000.0, "job_id": name, "allocated_nodes": nodes}
             append_record(path.with_suffix(".notes"), JobNote.model_validate(told))
     contents = read_run(run)
-    assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 18_000.0
+    assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 3_600.0
     said = dict(how_measured(contents))["what profiling cost"]
-    assert said == "18,000 node-seconds (5 node-hours), 14.00 USD"  # 4 hours at 1 USD, 1 at 10 USD
+    assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
 
 
 def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:

@@ -113,17 +113,14 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
     """By the jobs' notes; runs from before there were notes by accounting, or else by what was measured."""
-    runs = job_runs(facts.notes, facts.measurements)
+    limit_s = _limit_s(facts, "profile")
+    runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
     if not runs:
         return _by_accounting(facts, jobs, "profile", accounted) or _measured(facts)
-    latest = {run.job_id: run for run in runs}
     running = {job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING}
-    used = [(run.job_id, run.node_seconds) for run in runs]
-    used += [
-        (job_id, run.nodes * _possible_s(facts, "profile", facts.now - run.ended_at))
-        for job_id, run in latest.items()
-        if job_id in running
-    ]
+    latest = {run.job_id: run for run in runs if run.job_id in running}
+    used = [(run.job_id, run.node_seconds) for run in runs if run is not latest.get(run.job_id)]
+    used += [(job_id, run.nodes * _bounded(facts.now - run.began_at, limit_s)) for job_id, run in latest.items()]
     return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
 
 
@@ -177,21 +174,26 @@ def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bo
     The time of a file is a sign only where no record tells of the end: copying a run changes it.
     """
     files = facts.trainings.get(job.label) if is_newest else None
+    limit_s = _limit_s(facts, "train")
     if job.phase is JobPhase.RUNNING:
-        return _possible_s(facts, "train", facts.now - job.submitted_at)
+        return _bounded(facts.now - job.submitted_at, limit_s)
     if job.phase in (JobPhase.FINISHED, JobPhase.FAILED) and last_sign > job.submitted_at:
-        return _possible_s(facts, "train", last_sign - job.submitted_at)
+        return _bounded(last_sign - job.submitted_at, limit_s)
     if files is not None and files.result is not None:
         return files.result.wall_time_s
     logged_at = (files.logged_at or 0.0) if files else 0.0
-    return _possible_s(facts, "train", max(last_sign, logged_at) - job.submitted_at)
+    return _bounded(max(last_sign, logged_at) - job.submitted_at, limit_s)
 
 
-def _possible_s(facts: Facts, stage: Literal["profile", "train"], seconds: float) -> float:
-    """Return what of that time a job of the stage can have run: between two looks at it the clock may have been set."""
+def _limit_s(facts: Facts, stage: Literal["profile", "train"]) -> float:
+    """Return the time limit of the stage's jobs: none can have run for longer, whatever clocks say that were set."""
     parts = facts.cluster.parts() if facts.cluster else ()
-    limits = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
-    return max(0.0, min(seconds, 60.0 * max(limits, default=math.inf)))
+    minutes = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
+    return 60.0 * max(minutes, default=math.inf)
+
+
+def _bounded(seconds: float, limit_s: float) -> float:
+    return max(0.0, min(seconds, limit_s))
 
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
