@@ -21,6 +21,7 @@ REMOTE = SYSTEM.replace(
     "remote process exited or there was a network error",
 )
 ECC = "uncorrectable ECC error encountered"
+LEAKED = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 22 leaked semaphores\n  warnings.warn('%d'"
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f
     g()
@@ -64,6 +65,11 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}tula_hpc.errors.MeetingError: rank 1 did not find rank 0 of job 7", Failure.KILLED),
         ([], f"{FRAME}KeyError: 'x'\n{FRAME}a.MeetingError: 1 of 2 workers did not come to rank 0", Failure.BUG),
         ([], f"{FRAME}RuntimeError: Connection closed by peer\n{FRAME}my.Error: no", Failure.BUG),
+        (
+            [],
+            f"{FRAME}RuntimeError: Connection closed by peer\n{LEAKED}\nsrun: error: n1: task 0: Exited",
+            Failure.KILLED,
+        ),
         ([], "[rank1]:   File \"x.py\", line 1\n[rank1]: KeyError: 'x'\nsrun: error: n1: task 0: Killed", Failure.BUG),
         (rows(("7", "FAILED", "139:0"), ("7.0", "FAILED", "0:11")), f"{FRAME}E: Broken pipe", Failure.BUG),
         ([], f"{FRAME}E: Broken pipe\nsrun: error: n1: task 0: Segmentation fault", Failure.BUG),

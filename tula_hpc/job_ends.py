@@ -166,8 +166,14 @@ def without_chatter(log: str) -> str:
     return "\n".join(line for line in log.splitlines() if line.strip() and not _CHATTER.match(line))
 
 
+# Python's warnings have an indented line of code below them, as tracebacks have
+_WARNING = re.compile(r"^.*:\d+: \w*Warning: .*\n  .*(\n|$)", re.MULTILINE)
+_SAID_BY_SLURM = re.compile(r"(srun|slurmstepd): ")
+
+
 def _exceptions(log: str) -> list[str]:
     """The last lines of tracebacks: the first that is not indented after one that is."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.splitlines()]  # which torch puts before them
-    pairs = itertools.pairwise(lines)
+    # torch puts the rank before them
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in _WARNING.sub("", log).splitlines()]
+    pairs = itertools.pairwise(line for line in lines if not _SAID_BY_SLURM.match(line))
     return [line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)]

@@ -257,7 +257,14 @@ def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpe
     settings = training.settings
     base = load_cluster(TEMPLATE, [f"workers_per_node={settings.configuration.workers_per_node}"])
     environment = {**base.environment, PACE_FILE: str(training.pace_file)}
-    shared = {"exclusive": False, "memory_gb": 2.0, "signal_delay_s": 5, "environment": environment}
+    # a preemption that another story causes may hit any job that can be preempted
+    shared = {
+        "partition": "steady",
+        "exclusive": False,
+        "memory_gb": 2.0,
+        "signal_delay_s": 5,
+        "environment": environment,
+    }
     return base.model_copy(update={**shared, **changes})
 
 

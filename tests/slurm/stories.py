@@ -25,7 +25,8 @@ OTHERS_ARE_OVER = threading.Event()
 
 ALONE: Mapping[str, object] = {"exclusive": True, "memory_gb": 4.0}
 NO_REQUEUE: Mapping[str, object] = {"sbatch": {"requeue": False, "no-requeue": True}}
-CANCELS: Mapping[str, object] = {**ALONE, "partition": "cancel"}  # what a preemption does there
+REQUEUES: Mapping[str, object] = {**ALONE, "partition": "batch"}  # what a preemption does there
+CANCELS: Mapping[str, object] = {**ALONE, "partition": "cancel"}
 KILLS: Mapping[str, object] = {**ALONE, "partition": "abrupt"}
 SUSPENDS: Mapping[str, object] = {"partition": "suspend"}
 SITE_DECIDES: Mapping[str, object] = {"sbatch": {"requeue": False}}
@@ -291,8 +292,8 @@ STORIES: dict[str, Story] = {
         stopped_in_evaluation, Settings(PAIR, pace_s=0.3, model="tests.examples.slow:build_slow_to_evaluate"), "two"
     ),
     "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
-    "preempted": Story(preempted, Settings(PAIR, cluster=ALONE, loader_workers=1), "two"),
-    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=ALONE, loader_workers=1)),
+    "preempted": Story(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
+    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES, loader_workers=1)),
     "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
     "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
     "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
@@ -308,7 +309,7 @@ STORIES: dict[str, Story] = {
     ),
     "no accounting": Story(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
     "preempted, JobRequeue=0": Story(
-        preempted_for_good, Settings(PAIR, cluster={**ALONE, **SITE_DECIDES}), "two", disturbs=True
+        preempted_for_good, Settings(PAIR, cluster={**REQUEUES, **SITE_DECIDES}), "two", disturbs=True
     ),
     "controller gone": Story(controller_gone, Settings(), disturbs=True),
 }

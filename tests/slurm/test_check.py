@@ -156,33 +156,31 @@ def check_healthy(checked: Checked) -> None:
     assert all(bus_rate(each) < 1.1e9 * LINK_GBS for each in crossing)
 
 
-def test_a_missing_interface_shared_cores_and_a_slow_node_are_found_in_one_job(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_interface_shared_cores_a_slow_node_and_two_ranks_on_one_device_are_found(
+    here: Path, slurm_env: dict[str, str]
 ) -> None:
+    """In two jobs at the same time, since torch opens none of the cluster's GPUs: Slurm's word says who has which."""
+    path, *options = files(here, sbatch='gpu_bind = "map_gpu:1,1"', nodes="3-4", name="gpus")
+    (here / path).write_text((here / path).read_text().replace("[sbatch]", 'device = "cuda"\ngres = "gpu:2"\n[sbatch]'))
     # every Python process of the job binds itself to the same core, as a wrong --cpu-bind would
     (here / "bound").mkdir()
     (here / "bound/sitecustomize.py").write_text("import os\nos.sched_setaffinity(0, {0})\n")
     environment = f'GLOO_SOCKET_IFNAME = "eth7"\nPYTHONPATH = "{here / "bound"}"'
-    with slow_node("ttc-node2"):
-        checked = check(capsys, files(here, environment=environment))
-    assert checked.code == 1
+    with (
+        slow_node("ttc-node2"),
+        checking(here, files(here, environment=environment), slurm_env) as first,
+        checking(here, [path, *options], slurm_env) as second,
+    ):
+        checked, gpus = first(), second()
+    assert (checked.code, gpus.code) == (1, 1)
+    assert "ranks 0, 1 on ttc-node3 have the same GPU 1" in gpus.found("devices")
+    assert "ranks 2, 3 on ttc-node4 have the same GPU 1" in gpus.found("devices")
     expected = {("interfaces", "failed"), ("all-reduce", "failed"), ("cores", "failed"), ("compute", "warning")}
     assert checked.not_ok() == expected, checked.data
     assert "eth7" in checked.found("interfaces")
     assert "eth0" in str(checked.partition["verdicts"])
     assert "ttc-node2" in checked.found("compute")
     assert "ttc-node1" not in checked.found("compute")
-
-
-def test_two_ranks_on_one_device_are_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The cluster's GPUs only count, so that torch opens none: Slurm's word says who has which."""
-    path, *options = files(here, sbatch='gpu_bind = "map_gpu:1,1"', nodes="3-4")
-    text = (here / path).read_text()
-    (here / path).write_text(text.replace("[sbatch]", 'device = "cuda"\ngres = "gpu:2"\n[sbatch]'))
-    checked = check(capsys, [path, *options])
-    assert checked.code == 1
-    assert "ranks 0, 1 on ttc-node3 have the same GPU 1" in checked.found("devices")
-    assert "ranks 2, 3 on ttc-node4 have the same GPU 1" in checked.found("devices")
 
 
 def test_a_job_that_waits_says_why_and_is_cancelled(

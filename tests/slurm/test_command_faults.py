@@ -135,7 +135,7 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     slurm_cluster.wait_for((detached.run.report / "report.html").exists, 300, "the report")
     said = detached.log.read_text()
     assert "detached: job" in said
-    assert "tula_hpc.status" in said
+    assert f" status {detached.run.root}" in said
     assert detached.run.train().result_file.exists()
     first = next(detached.run.slurm.glob(f"control-*/{detached.control()[0]}_submission.sh")).parent
     assert (first / "killed").read_text() == "137\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,30 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def digits(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder = tmp_path_factory.mktemp("digits")
-    done = sweep(DIGITS, folder, slurm_cluster.environment)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return Finished(folder, done)
+def finished(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """Two sweeps beside each other, since most of their time goes by waiting for jobs."""
+    options = ("--until", "plan", "--set", "cluster.memory_gb=1.5")
+    with slurm_cluster.cpu_share(200), ThreadPoolExecutor() as pool:
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("digits", "hungry")}
+        begun = {
+            "digits": pool.submit(sweep, DIGITS, folders["digits"], slurm_cluster.environment),
+            "hungry": pool.submit(sweep, HUNGRY, folders["hungry"], slurm_cluster.environment, *options),
+        }
+        ended = {name: future.result() for name, future in begun.items()}
+    for done in ended.values():
+        assert done.returncode == 0, done.stderr + done.stdout
+    return {name: Finished(folders[name], done) for name, done in ended.items()}
+
+
+@pytest.fixture(scope="session")
+def digits(finished: dict[str, Finished]) -> Finished:
+    return finished["digits"]
+
+
+@pytest.fixture(scope="session")
+def hungry(finished: dict[str, Finished]) -> Finished:
+    """A sweep whose larger batches exceed the memory that the job asked for, so that Slurm kills them."""
+    return finished["hungry"]
 
 
 def test_every_configuration_was_measured_on_nodes_of_its_own(digits: Finished) -> None:
@@ -158,16 +178,6 @@ def test_replanning_needs_no_slurm_and_no_torch(digits: Finished) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["objective"] == "cost"
-
-
-@pytest.fixture(scope="session")
-def hungry(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A sweep whose larger batches exceed the memory that the job asked for, so that Slurm kills them."""
-    folder = tmp_path_factory.mktemp("hungry")
-    with slurm_cluster.cpu_share(200):
-        done = sweep(HUNGRY, folder, slurm_cluster.environment, "--until", "plan", "--set", "cluster.memory_gb=1.5")
-    assert done.returncode == 0, done.stderr + done.stdout
-    return Finished(folder, done)
 
 
 def test_a_task_over_its_memory_limit_is_recorded_as_out_of_memory(hungry: Finished) -> None:
