@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -190,6 +191,41 @@ def test_many_who_say_nothing_keep_nobody_out(job: WorkerEnvironment, stack: Exi
     for _ in range(20):
         stack.enter_context(socket.create_connection((LOOPBACK, candidate_ports(job)[0])))
     assert all(worker.result(timeout=60) for worker in [rank_0, *begin(job, ranks=[1, 2])])
+
+
+def test_strangers_who_hold_all_places_and_come_again_keep_nobody_out(
+    job: WorkerEnvironment, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "MOST_STRANGERS", 8)
+    rank_0 = begin(job, ranks=[0])[0]
+    port, over = candidate_ports(job)[0], threading.Event()
+    stack.callback(over.set)
+
+    def come_again() -> None:
+        while not over.is_set():
+            with suppress(OSError), socket.create_connection((LOOPBACK, port), 1) as door:
+                door.recv(1)
+            over.wait(0.01)
+
+    for _ in range(30):
+        threading.Thread(target=come_again, daemon=True).start()
+    time.sleep(0.5)
+    assert all(worker.result(timeout=30) for worker in [rank_0, *begin(job, ranks=[1, 2])])
+
+
+def test_a_door_stays_open_where_one_connection_fails(job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process has no descriptors left, or who came has gone."""
+    faults = [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "gone")]
+    real = socket.socket.accept
+
+    def accept(self: socket.socket) -> object:
+        if faults:
+            raise faults.pop()
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    assert met(job)
+    assert not faults
 
 
 def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: WorkerEnvironment) -> None:

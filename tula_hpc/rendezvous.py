@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hmac
 import ipaddress
 import json
@@ -57,8 +58,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 LOOPBACK = "127.0.0.1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-# strangers that are heard at the same time, beside the workers that are expected
-MOST_STRANGERS = 64
+# connections that are heard at the same time, beside those of the workers that are expected
+MOST_STRANGERS = 256
 # <linux/filter.h>, <asm-generic/socket.h>
 SO_ATTACH_FILTER = 26
 
@@ -156,7 +157,7 @@ class _Door:
         self.guests: dict[int, _Guest] = {}
         self.changed = threading.Condition()
         self.refused: set[str] = set()
-        self.places = threading.BoundedSemaphore(MOST_STRANGERS + env.world_size)
+        self.unproven: list[socket.socket] = []
         self.socket = _listen(env)
 
     def gather(self, patience: timedelta) -> Store:
@@ -185,14 +186,36 @@ class _Door:
         return f"{count}, rank {absent[0]} for one; its own log may say why"
 
     def _serve(self) -> None:
-        # ends when `gather` closes the socket
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 connection, address = self.socket.accept()
-                if not self.places.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._hear, args=(connection, address[0]), daemon=True).start()
+            except OSError as error:
+                # `gather` has closed the socket
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                # one that has gone already, or there are too many for now
+                time.sleep(FIRST_PAUSE_S)
+                continue
+            self._make_room(connection)
+            threading.Thread(target=self._hear, args=(connection, address[0]), daemon=True).start()
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """Give a newcomer a place; where there is none, one that is drawn among those that hold one is sent away.
+
+        Strangers who hold all places, and come again at once, would keep the workers out for ever if newcomers had to
+        wait; and if the oldest went, by coming faster than a worker can prove itself.
+        """
+        with self.changed:
+            if len(self.unproven) >= MOST_STRANGERS + self.env.world_size:
+                drawn = self.unproven.pop(secrets.randbelow(len(self.unproven)))
+                # ends the thread that hears it, which closes it
+                with contextlib.suppress(OSError):
+                    drawn.shutdown(socket.SHUT_RDWR)
+            self.unproven.append(connection)
+
+    def _leave_room(self, connection: socket.socket) -> None:
+        with self.changed, contextlib.suppress(ValueError):
+            self.unproven.remove(connection)
 
     def _hear(self, connection: socket.socket, peer: str) -> None:
         """Give the worker at the other end its seat, or send it away."""
@@ -210,12 +233,15 @@ class _Door:
             connection.close()
             self._report(peer)
         finally:
-            self.places.release()
+            self._leave_room(connection)
 
     def _seat(self, rank: int, guest: _Guest) -> None:
         with self.changed:
-            if rank in self.guests or not 0 < rank < self.env.world_size:
+            # it may just have been drawn
+            sent_away = guest.connection not in self.unproven
+            if sent_away or rank in self.guests or not 0 < rank < self.env.world_size:
                 raise _StrangerError
+            self.unproven.remove(guest.connection)
             self.guests[rank] = guest
             self.changed.notify()
 
