@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_factory import CLUSTER_TOML, make_run
 from tula_hpc.clock import unix_time
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import Event, RunDirectory, append_record, write_atomically
+from tula_hpc.status import status_of
 
 YEARS_S = 1e8
 
@@ -25,3 +27,16 @@ def test_events_of_one_process_are_as_far_apart_as_they_were(
     run.log_event("finished", "train")
     first, last = (event.time for event in run.events())
     assert 0.0 <= last - first < 60.0
+
+
+@pytest.mark.parametrize("jump_s", [YEARS_S, -YEARS_S])
+def test_a_training_costs_what_it_took_where_the_clock_was_set_before_it_began(tmp_path: Path, jump_s: float) -> None:
+    """Of jobs on this machine the events alone tell; the command that submitted them goes on by its own clock."""
+    run = make_run(tmp_path / "run", stage="plan")
+    write_atomically(run.cluster_file, CLUSTER_TOML.replace('executor = "slurm"', 'executor = "local"'))
+    for event, at in (("submitted", 0.0), ("started", 5.0 + jump_s), ("finished", 35.0 + jump_s), ("ended", 36.0)):
+        said = Event(time=1.75e9 + at, event=event, stage="train", job_id="4000000", data={"nodes": 2, "label": "main"})
+        append_record(run.events_file, said)
+    cost = status_of(run.root).cost.train
+    assert cost is not None
+    assert cost.node_hours == pytest.approx(2 * 36.0 / 3600)
