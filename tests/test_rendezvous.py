@@ -68,6 +68,15 @@ def port_of(store: Store) -> int:
     return int(store.underlying_store.port)  # type: ignore[attr-defined] # of PrefixStore
 
 
+def addresses_of(port: int) -> list[str]:
+    """On which addresses somebody listens at a port, as the kernel writes them."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    text = "".join(table.read_text() for table in tables if table.exists())
+    lines = [line.split() for line in text.splitlines()]
+    places = [words[1] for words in lines if words[3] == "0A"]
+    return [place.partition(":")[0] for place in places if place.endswith(f":{port:04X}")]
+
+
 def listen(stack: ExitStack, port: int, answer: Callable[[socket.socket], None] | None = None) -> None:
     """A stranger on a port; without an answer it never even takes the connections that the kernel keeps for it."""
     server = stack.enter_context(socket.create_server((LOOPBACK, port)))
@@ -232,13 +241,17 @@ def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: Worker
     """It listens on the loopback alone, and there to the workers' address alone."""
     stores = met(job)
     port = port_of(stores[0])
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
-    assert [place for place in listening if place.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    assert addresses_of(port) == ["0100007F"]
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.2", 0))
         stranger.settimeout(0.5)
         with pytest.raises(TimeoutError):
             stranger.connect((LOOPBACK, port))
+
+
+def test_the_store_of_a_job_on_slurm_listens_where_its_workers_come(job: WorkerEnvironment) -> None:
+    stores = met(job._replace(on_slurm=True, hosts=("127.0.0.3", "elsewhere", "there")))
+    assert addresses_of(port_of(stores[0])) == ["0300007F"]
 
 
 def test_a_job_without_a_secret_says_so(job: WorkerEnvironment) -> None:

@@ -10,7 +10,9 @@ connections from the ranks' addresses alone, and its keys begin with a random pr
 torch's own way, env://, also knows one port only. Here a job has several, in an order of its own: rank 0 listens on the
 first that is free, and the others go round them until somebody there knows the secret.
 
-What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is trusted.
+What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is trusted. So are those who
+run processes on the ranks' hosts: torch's store knows no password, and lists its keys to them. None of them runs code
+in a rank, as nothing that comes from a peer is unpickled, but they can disturb a training or feed it numbers.
 """
 
 from __future__ import annotations
