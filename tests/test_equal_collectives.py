@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import TensorDataset
 
 from tests.lockstep import PeerLostError, Rank, in_step, ranks_of, stand_in
@@ -252,7 +253,7 @@ def overflows(rank: Rank, form: Form, root: Path) -> str:
             hooks.append(hook)
 
     def heal(worker: Worker) -> None:
-        assert worker.scaler.get_scale() < torch.amp.GradScaler("cpu").get_scale()
+        assert worker.scaler.get_scale() < GradScaler("cpu").get_scale()
         while hooks:
             hooks.pop().remove()
 
