@@ -23,6 +23,7 @@ from tula_hpc.config import (
     loaders_without_cores,
     local_batches,
 )
+from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
@@ -207,6 +208,17 @@ def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account()
     lines = (ROOT / "slurm_templates" / "v100.toml").read_text().splitlines()
     open_ = [line.split()[1] for line in lines if ASSIGNMENT.match(line) and line.startswith("# ")]
     assert open_ == ["partition", "account", "constraint", "NCCL_SOCKET_IFNAME"]
+
+
+def test_a_dry_run_of_the_papers_largest_network_offers_a_v100_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(ROOT / "sweeps" / "resnet50_imagenet.toml"), "--cluster", str(ROOT / "slurm_templates" / "v100.toml")]
+    assert main([*files, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)
+    offered = [max(map(int, found.split(", "))) for found in re.findall(r": local batches ([\d, ]+), in", out)]
+    assert trusted is not None
+    # by hand: activations of 256 images are 21 GiB, those of 512 are more than there is
+    assert offered == [int(trusted[1])] * 2 == [256, 256]
 
 
 def test_whatever_is_installed_is_pinned_with_its_hashes() -> None:

@@ -568,6 +568,23 @@ def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.
     assert (both.total_bytes, both.other_bytes) == (900, 2)
 
 
+def skip_where_refused(precision: object) -> None:
+    """These tests run on a V100 too, which bf16 is refused on."""
+    try:
+        check_precision(torch.device("cuda", 0), str(precision))
+    except InputError as refusal:
+        pytest.skip(str(refusal))
+
+
+def test_what_a_v100_refuses_fails_no_test_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "V100")
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    skip_where_refused("fp16")
+    with pytest.raises(pytest.skip.Exception, match="bf16 units"):
+        skip_where_refused("bf16")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("method", "workload"),
@@ -580,6 +597,7 @@ def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.
     ],
 )
 def test_a_profile_on_a_gpu(method: str, workload: dict[str, object]) -> None:
+    skip_where_refused(workload.get("precision"))
     found = measure(sweep(method, **workload), ClusterSpec(device="cuda"), CONFIGURATION, ALONE)
     assert (found.status, found.device) == ("ok", torch.cuda.get_device_name())
     assert found.memory is not None
@@ -597,6 +615,7 @@ def test_a_profile_on_a_gpu(method: str, workload: dict[str, object]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_a_few_steps_on_a_gpu_learn(precision: str) -> None:
+    skip_where_refused(precision)
     worker = Worker(sweep(precision=precision), ClusterSpec(device="cuda"), CONFIGURATION, ALONE)
     batches = worker.batches()
     losses = [float(worker.train_step(*next(batches))) for _ in range(40)]
