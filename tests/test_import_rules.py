@@ -145,7 +145,7 @@ RULES: dict[str, set[str]] = {
         "accounting", "command", "config", "errors", "files", "job_status", "local_alive", "printable", "records",
         "run_facts", "run_state", "slurm", "status_text", "study_stage",
     },
-    "check_job": {"check_probes", "config", "env", "jobs", "records", "stopping"},
+    "check_job": {"check_probes", "config", "env", "jobs", "leaving", "records", "stopping"},
     "check_probes": {
         "allocation", "check_job", "config", "env", "errors", "records", "rendezvous", "slurm", "stopping", "worker",
         "workloads",
