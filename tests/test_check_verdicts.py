@@ -146,6 +146,10 @@ def test_devices_of_several_kinds_without_kernels_or_in_use_are_told() -> None:
     typed = GPU.model_copy(update={"device_memory_gb": 40.0})
     (too_much,) = judged(Topic.DEVICE_MEMORY, [report(0, device=V100)], typed)
     assert too_much.remedy == "set device_memory_gb = 32.00"
+    fuller = V100.model_copy(update={"free_bytes": 31 * 2**30})
+    free = [report(0, device=fuller), report(1, device=V100.model_copy(update={"free_bytes": 2**35}))]
+    (enough,) = judged(Topic.DEVICE_MEMORY, free, GPU)
+    assert (enough.level, enough.found) == (Level.OK, "32 GiB each, at least 31 GiB of it free")
 
 
 def test_cores_that_are_too_few_or_shared_fail_and_unbound_workers_do_not() -> None:

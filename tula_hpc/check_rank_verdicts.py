@@ -208,7 +208,9 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
         found = f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
         yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {total / 2**30:.2f}")
     elif total and not used:
-        yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each")
+        free = min((device.free_bytes for _, device in known if device.free_bytes), default=0)
+        at_least = f", at least {format_bytes(free)} of it free" if free else ""
+        yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each{at_least}")
 
 
 def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
