@@ -10,6 +10,7 @@ import pytest
 
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import PreemptedError
 from tula_hpc.profiler import MOST_ATTEMPTS, MemoryMeter, NodePower, SharedTimes, StepProfile, measure
 from tula_hpc.stopping import Suspensions
 
@@ -27,6 +28,28 @@ def test_a_suspension_is_told_once() -> None:
     os.kill(os.getpid(), signal.SIGCONT)
     assert suspensions.take()
     assert not suspensions.take()
+
+
+LOST = "[gloo/unbound_buffer.cc:78] Timed out waiting 180000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("words", "suspended", "raised"),
+    [
+        (LOST, True, PreemptedError),
+        (LOST, False, RuntimeError),
+        ("Connection closed by peer [127.0.0.1]:919", True, PreemptedError),
+        ("mat1 and mat2 shapes cannot be multiplied", True, RuntimeError),
+    ],
+)
+def test_a_collective_whose_time_was_up_after_a_suspension_is_nobodys_fault(
+    words: str, suspended: bool, raised: type[Exception]
+) -> None:
+    suspensions = Suspensions().install()
+    if suspended:
+        os.kill(os.getpid(), signal.SIGCONT)
+    with pytest.raises(raised), suspensions.blamed():
+        raise RuntimeError(words)
 
 
 def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
