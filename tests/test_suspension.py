@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.forked import start_workers
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import PreemptedError
@@ -50,6 +56,37 @@ def test_a_collective_whose_time_was_up_after_a_suspension_is_nobodys_fault(
         os.kill(os.getpid(), signal.SIGCONT)
     with pytest.raises(raised), suspensions.blamed():
         raise RuntimeError(words)
+
+
+PATIENCE_S = 2.0
+
+
+def suspended_while_it_waits(rank: int, folder: Path) -> None:
+    """Stop the first worker, which waits in a collective, for longer than its patience; the second never comes."""
+    suspensions = Suspensions().install()
+    meeting, patience = f"file://{folder / 'meeting'}", timedelta(seconds=PATIENCE_S)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=patience)
+    processes = torch.zeros(2, dtype=torch.int64)
+    processes[rank] = os.getpid()
+    dist.all_reduce(processes)
+    if rank == 0:
+        with pytest.raises(PreemptedError, match="was suspended"), suspensions.blamed():
+            dist.all_reduce(torch.zeros(1))
+        (folder / "told").touch()
+    else:
+        peer = int(processes[0])
+        os.kill(peer, signal.SIGSTOP)
+        time.sleep(1.5 * PATIENCE_S)
+        os.kill(peer, signal.SIGCONT)
+        while not (folder / "told").exists() and Path(f"/proc/{peer}").exists():
+            time.sleep(0.05)
+    # the group's destructor would wait for the other worker
+    os._exit(0)
+
+
+def test_a_worker_that_was_stopped_in_a_collective_names_the_suspension(tmp_path: Path) -> None:
+    start_workers(2, suspended_while_it_waits, tmp_path, timeout_s=60)
+    assert (tmp_path / "told").exists()
 
 
 def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
