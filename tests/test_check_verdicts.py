@@ -310,6 +310,14 @@ def test_an_account_or_qos_that_is_not_the_users_fails_where_that_counts(enforce
     assert level(on_site(Topic.QOS, unknown, enforces_accounts=enforced, **known)) is Level.FAILED
 
 
+def test_what_hides_a_workers_peers_from_nccl_is_a_warning() -> None:
+    assert not on_site(Topic.DEVICES, GPU)
+    (verdict,) = on_site(Topic.DEVICES, GPU.model_copy(update={"gres": None, "sbatch": {"gpus_per_task": 1}}))
+    assert level([verdict]) is Level.WARNING
+    assert verdict.found.startswith("sbatch.gpus_per_task: ")
+    assert verdict.remedy.startswith('gres = "gpu:2" in its place')
+
+
 @pytest.mark.parametrize(("accepted", "expected"), [(True, Level.OK), (False, Level.FAILED), (None, Level.WARNING)])
 def test_slurms_answer_decides(accepted: bool | None, expected: Level) -> None:
     answer = Answer(job="train", minutes=30, nodes=2, accepted=accepted, text="says Slurm")
