@@ -210,6 +210,15 @@ def test_a_probe_that_failed_or_killed_its_worker_is_a_verdict_of_its_own() -> N
     assert level(each for each in lost if each.topic is Topic.WORKERS) is Level.FAILED
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("TimeoutError: did not end", Level.WARNING), ("OSError: no such file", Level.FAILED)]
+)
+def test_a_loader_that_is_slow_to_begin_is_a_warning_and_one_that_cannot_a_failure(text: str, expected: Level) -> None:
+    reports = [report(0, errors={Probe.LOADER: text}), report(1, errors={Probe.LOADER: text})]
+    (verdict,) = judged(Topic.LOADER, reports)
+    assert (verdict.level, verdict.hosts) == (expected, ("node0", "node1"))
+
+
 def test_sockets_beside_infiniband_are_a_warning() -> None:
     port = Interface(name="mlx5_0:1", up=True, mbit=100_000, infiniband=True)
     host = HOST.model_copy(update={"interfaces": (*HOST.interfaces, port)})
