@@ -55,6 +55,25 @@ def report(rank: int, uuid: str = "", *, interface: str = "", device: bool = Tru
     )
 
 
+def test_a_worker_that_fails_leaves_at_once_where_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not through the interpreter's end: nccl would wait there for the others until the job's time is up."""
+    left: list[int] = []
+
+    def fail(*_: object) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr("tula_hpc.check_job.join_job", lambda: place(0))
+    monkeypatch.setattr("tula_hpc.check_probes.run_probes", fail)
+    monkeypatch.setattr("tula_hpc.leaving.has_peers", lambda: True)
+    monkeypatch.setattr("tula_hpc.leaving._leave_with_the_interpreter", left.append)
+    monkeypatch.setattr("tula_hpc.stopping.StopRequest.install", lambda self: self)
+    with pytest.raises(SystemExit):
+        CheckJob(TWO_GPUS, WorkloadSpec(), 1, tmp_path)()
+    assert left == [1]
+
+
 def test_workers_agree_not_to_begin_what_would_hang(tmp_path: Path) -> None:
     assert agreed(tmp_path, report(0), report(1)) == [None] * 2
     assert agreed(tmp_path, report(0, "GPU-a"), report(1, "GPU-b")) == [None] * 2

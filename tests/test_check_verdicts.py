@@ -146,6 +146,10 @@ def test_devices_of_several_kinds_without_kernels_or_in_use_are_told() -> None:
     typed = GPU.model_copy(update={"device_memory_gb": 40.0})
     (too_much,) = judged(Topic.DEVICE_MEMORY, [report(0, device=V100)], typed)
     assert too_much.remedy == "set device_memory_gb = 32.00"
+    fuller = V100.model_copy(update={"free_bytes": 31 * 2**30})
+    free = [report(0, device=fuller), report(1, device=V100.model_copy(update={"free_bytes": 2**35}))]
+    (enough,) = judged(Topic.DEVICE_MEMORY, free, GPU)
+    assert (enough.level, enough.found) == (Level.OK, "32 GiB each, at least 31 GiB of it free")
 
 
 def test_cores_that_are_too_few_or_shared_fail_and_unbound_workers_do_not() -> None:
@@ -204,6 +208,15 @@ def test_a_probe_that_failed_or_killed_its_worker_is_a_verdict_of_its_own() -> N
     assert (loader.level, loader.hosts) == (Level.FAILED, ("node1",))
     lost = judge_job(CPU, WORKLOAD, [broken], 2)
     assert level(each for each in lost if each.topic is Topic.WORKERS) is Level.FAILED
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("TimeoutError: did not end", Level.WARNING), ("OSError: no such file", Level.FAILED)]
+)
+def test_a_loader_that_is_slow_to_begin_is_a_warning_and_one_that_cannot_a_failure(text: str, expected: Level) -> None:
+    reports = [report(0, errors={Probe.LOADER: text}), report(1, errors={Probe.LOADER: text})]
+    (verdict,) = judged(Topic.LOADER, reports)
+    assert (verdict.level, verdict.hosts) == (expected, ("node0", "node1"))
 
 
 def test_sockets_beside_infiniband_are_a_warning() -> None:
@@ -304,6 +317,14 @@ def test_an_account_or_qos_that_is_not_the_users_fails_where_that_counts(enforce
     assert level(on_site(Topic.QOS, high, enforces_accounts=enforced, **known)) is expected
     unknown = right.model_copy(update={"qos": "nowhere"})
     assert level(on_site(Topic.QOS, unknown, enforces_accounts=enforced, **known)) is Level.FAILED
+
+
+def test_what_hides_a_workers_peers_from_nccl_is_a_warning() -> None:
+    assert not on_site(Topic.DEVICES, GPU)
+    (verdict,) = on_site(Topic.DEVICES, GPU.model_copy(update={"gres": None, "sbatch": {"gpus_per_task": 1}}))
+    assert level([verdict]) is Level.WARNING
+    assert verdict.found.startswith("sbatch.gpus_per_task: ")
+    assert verdict.remedy.startswith('gres = "gpu:2" in its place')
 
 
 @pytest.mark.parametrize(("accepted", "expected"), [(True, Level.OK), (False, Level.FAILED), (None, Level.WARNING)])

@@ -27,6 +27,19 @@ PREEMPTED = (
 CANCELLED = PREEMPTED.replace("JobState=PREEMPTED", "JobState=CANCELLED").replace(
     "PreemptTime=2026-11-23T23:08:52", "PreemptTime=None"
 )
+# what a job's line holds between these and its folder since 24.05, since 25.05, and since 25.11, as public logs show it
+ALLOCATED = (
+    "OverSubscribe=NO Contiguous=0 Licenses=(null) LicensesAlloc=(null) Network=(null) Command=/home/a b/job 1.sh"
+)
+SUBMITTED = f"{ALLOCATED} SubmitLine=sbatch --export=ALL,PACE=1 --comment Restarts twice /home/a b/job 1.sh"
+EXCLUSIVE = SUBMITTED.replace("OverSubscribe=NO", "OverSubscribe=NO Exclusive=NO")
+LOGS = "StdErr= StdIn=/dev/null StdOut=/home/a b/12.out TresPerNode=gres/gpu:4 TresPerTask=cpu=8"
+LINES = {
+    "22.05": lambda line: line,
+    "24.05": lambda line: _later(line, ALLOCATED),
+    "25.05": lambda line: _later(line, SUBMITTED),
+    "25.11": lambda line: _later(line, EXCLUSIVE),
+}
 # while one that a preemption requeues is being killed
 REQUEUED = CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Restarts=0", "Restarts=1")
 STATES_NOT_OVER = (
@@ -36,6 +49,18 @@ STATES_NOT_OVER = (
 )
 
 Answers = Mapping[str, str | None]  # by command; None: it fails
+
+
+def _later(line: str, fields: str) -> str:
+    """Return a line of 22.05 as a later Slurm would write it."""
+    whole = line.replace("OverSubscribe=NO Command=/home/a b/job 1.sh", fields)
+    return whole.replace("Power= \n", f"{LOGS} \n")
+
+
+@pytest.fixture(params=LINES)
+def written(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """What a Slurm of that version makes of a job's line of 22.05."""
+    return LINES[request.param]
 
 
 @pytest.fixture
@@ -147,9 +172,9 @@ def test_ends_are_read_from_accounting(rows: str, failure: Failure, answer: Call
 
 @pytest.mark.parametrize("sacct", ["", "12|RUNNING|0:0\n12.batch|CANCELLED|0:15\n", None])
 def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
-    sacct: str | None, answer: Callable[[Answers], None]
+    sacct: str | None, answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
-    answer({"sacct": sacct, "scontrol": PREEMPTED})
+    answer({"sacct": sacct, "scontrol": written(PREEMPTED)})
     assert classify(slurm.steps(["12"])["12"], "") is Failure.PREEMPTED
 
 
@@ -169,10 +194,25 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
     ],
 )
 def test_a_job_that_is_preempted_or_requeued_is_told_from_one_that_is_cancelled(
-    printed: str | None, leaving: Leaving | None, answer: Callable[[Answers], None]
+    printed: str | None, leaving: Leaving | None, answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
-    answer({"scontrol": printed})
+    answer({"scontrol": written(printed) if printed else printed})
     assert slurm.leaving("12") is leaving
+
+
+def test_hosts_that_a_task_is_kept_off_are_read_and_kept(
+    written: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[str]] = []
+    line = written(PREEMPTED.replace("ExcNodeList=(null)", "ExcNodeList=n[1-3,7]"))
+
+    def run(arguments: Sequence[str], _timeout_s: float = 60.0) -> str:
+        asked.append(arguments)
+        return line
+
+    monkeypatch.setattr(slurm, "run_command", run)
+    slurm.avoid_host("12", "12_0", "n9", 5)
+    assert asked[-1] == ["scontrol", "update", "JobId=12", "ExcNodeList=n[1-3,7],n9"]
 
 
 def test_restarts_before_this_one_are_no_sign_of_another(

@@ -62,6 +62,15 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:1", Failure.KILLED),
         # srun kills the others when one raises: its exception is the reason, whatever its peers say
         ([], f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", Failure.BUG),
+        ([], f"{FRAME}tula_hpc.errors.PreemptedError: requeue refused: disabled", Failure.PREEMPTED),
+        # whose cause comes before it
+        (
+            [],
+            f"{FRAME}RuntimeError: Connection closed by peer\n{FRAME}tula_hpc.errors.PreemptedError: the job was "
+            "suspended",
+            Failure.PREEMPTED,
+        ),
+        ([], f"{FRAME}submitit.E: Job not requeued because: timed-out, and requeue refused: no", Failure.TIMED_OUT),
         ([], f"{FRAME}tula_hpc.errors.MeetingError: rank 1 did not find rank 0 of job 7", Failure.KILLED),
         ([], f"{FRAME}KeyError: 'x'\n{FRAME}a.MeetingError: 1 of 2 workers did not come to rank 0", Failure.BUG),
         ([], f"{FRAME}RuntimeError: Connection closed by peer\n{FRAME}my.Error: no", Failure.BUG),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.forked import start_workers
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import PreemptedError
 from tula_hpc.profiler import MOST_ATTEMPTS, MemoryMeter, NodePower, SharedTimes, StepProfile, measure
 from tula_hpc.stopping import Suspensions
 
@@ -27,6 +34,59 @@ def test_a_suspension_is_told_once() -> None:
     os.kill(os.getpid(), signal.SIGCONT)
     assert suspensions.take()
     assert not suspensions.take()
+
+
+LOST = "[gloo/unbound_buffer.cc:78] Timed out waiting 180000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("words", "suspended", "raised"),
+    [
+        (LOST, True, PreemptedError),
+        (LOST, False, RuntimeError),
+        ("Connection closed by peer [127.0.0.1]:919", True, PreemptedError),
+        ("mat1 and mat2 shapes cannot be multiplied", True, RuntimeError),
+    ],
+)
+def test_a_collective_whose_time_was_up_after_a_suspension_is_nobodys_fault(
+    words: str, suspended: bool, raised: type[Exception]
+) -> None:
+    suspensions = Suspensions().install()
+    if suspended:
+        os.kill(os.getpid(), signal.SIGCONT)
+    with pytest.raises(raised), suspensions.blamed():
+        raise RuntimeError(words)
+
+
+PATIENCE_S = 2.0
+
+
+def suspended_while_it_waits(rank: int, folder: Path) -> None:
+    """Stop the first worker, which waits in a collective, for longer than its patience; the second never comes."""
+    suspensions = Suspensions().install()
+    meeting, patience = f"file://{folder / 'meeting'}", timedelta(seconds=PATIENCE_S)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=patience)
+    processes = torch.zeros(2, dtype=torch.int64)
+    processes[rank] = os.getpid()
+    dist.all_reduce(processes)
+    if rank == 0:
+        with pytest.raises(PreemptedError, match="was suspended"), suspensions.blamed():
+            dist.all_reduce(torch.zeros(1))
+        (folder / "told").touch()
+    else:
+        peer = int(processes[0])
+        os.kill(peer, signal.SIGSTOP)
+        time.sleep(1.5 * PATIENCE_S)
+        os.kill(peer, signal.SIGCONT)
+        while not (folder / "told").exists() and Path(f"/proc/{peer}").exists():
+            time.sleep(0.05)
+    # the group's destructor would wait for the other worker
+    os._exit(0)
+
+
+def test_a_worker_that_was_stopped_in_a_collective_names_the_suspension(tmp_path: Path) -> None:
+    start_workers(2, suspended_while_it_waits, tmp_path, timeout_s=60)
+    assert (tmp_path / "told").exists()
 
 
 def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import join_job, restart_count
 from tula_hpc.jobs import Requeueable
+from tula_hpc.leaving import leaving_at_once
 from tula_hpc.records import Record, read_document
 
 VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
@@ -228,7 +229,8 @@ class CheckJob(Requeueable):
         env = join_job()
         from tula_hpc.check_probes import run_probes
 
-        run_probes(self, env, stop)
+        with leaving_at_once():
+            run_probes(self, env, stop)
 
     def report_file(self, rank: int) -> Path:
         """Where one worker reports."""

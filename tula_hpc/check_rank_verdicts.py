@@ -109,7 +109,10 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         if not report.finished and last is not None and last not in report.errors:
             found[last, "the worker ended in the middle of this"].append(report.hostname)
     for (probe, text), hosts in found.items():
-        yield failed(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
+        # trainings wait for longer: a tree of images that is listed for the first time takes minutes
+        late = probe is Probe.LOADER and text.startswith(TimeoutError.__name__)
+        make = warning if late else failed
+        yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
 
 
 def _named(hosts: Iterable[str]) -> str:
@@ -208,7 +211,9 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
         found = f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
         yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {total / 2**30:.2f}")
     elif total and not used:
-        yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each")
+        free = min((device.free_bytes for _, device in known if device.free_bytes), default=0)
+        at_least = f", at least {format_bytes(free)} of it free" if free else ""
+        yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each{at_least}")
 
 
 def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:

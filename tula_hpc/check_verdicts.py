@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tula_hpc.analysis.formatting import format_bytes, plural
 from tula_hpc.check_site import Limits, Nodes, Site
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import ClusterSpec, hidden_peers
 from tula_hpc.invocation import command_line
 from tula_hpc.records import Record
 
@@ -99,6 +99,7 @@ def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
         *_judge_time_limits(cluster, site),
         _judge_nodes(cluster, site),
         *_judge_host_memory(cluster, site),
+        *_judge_hidden_peers(cluster),
         *_judge_answers(site),
     ]
 
@@ -263,6 +264,12 @@ def _judge_host_memory(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
         yield warning(Topic.HOST_MEMORY, found, "set memory_gb, or [sbatch] mem = 0 for the whole node")
         return
     yield ok(Topic.HOST_MEMORY, f"a job has {shown}")
+
+
+def _judge_hidden_peers(cluster: ClusterSpec) -> Iterator[Verdict]:
+    for key, why in hidden_peers(cluster):
+        cost, _, remedy = why.partition("; ")
+        yield warning(Topic.DEVICES, f"{key}: {cost}", remedy)
 
 
 def _judge_answers(site: Site) -> Iterator[Verdict]:

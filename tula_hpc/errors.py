@@ -72,6 +72,10 @@ class MeetingError(StageError):
     """The workers of a job did not find each other."""
 
 
+class PreemptedError(StageError):
+    """The job had to make room for others: it leaves and is not requeued, or was suspended for too long."""
+
+
 class DeviceError(StageError):
     """A device of a node, or its driver, is broken: nobody's mistake, and other nodes can do the work."""
 

@@ -53,7 +53,11 @@ _SIGNS = (
     _Sign(Failure.DEVICE_FAILED, frozenset(), rf"^(\[rank\d+\]: )?tula_hpc\.errors\.DeviceError: |{DEVICE_WORDS}"),
     _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE|Node failure on"),
     _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
-    _Sign(Failure.PREEMPTED, frozenset({"PREEMPTED"}), r"DUE TO PREEMPTION"),
+    _Sign(
+        Failure.PREEMPTED,
+        frozenset({"PREEMPTED"}),
+        r"DUE TO PREEMPTION|^(\[rank\d+\]: )?tula_hpc\.errors\.PreemptedError: ",
+    ),
     _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
     _Sign(Failure.DIVERGED, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.DivergedError: "),
 )
@@ -89,6 +93,11 @@ _ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
 _CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
 _CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}  # signals that a process brings upon itself
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Tell whether a collective failed of the other side, which is gone or silent."""
+    return any(words.search(str(error)) for words in (_PEER_LOST, _NCCL_PEER_LOST, _NCCL_REMOTE))
 
 
 def _network_failed(exit_codes: Sequence[str], log: str) -> bool:

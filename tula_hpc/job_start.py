@@ -16,9 +16,11 @@ from pathlib import Path
 
 from submitit import JobEnvironment
 from submitit.core.logger import get_logger
+from submitit.core.utils import UncompletedJobError
 
+from tula_hpc import slurm
 from tula_hpc.env import enter_submission
-from tula_hpc.errors import LaunchError
+from tula_hpc.errors import LaunchError, PreemptedError
 from tula_hpc.job_pickle import RequeuePaths, load_pickle, with_time_outs_left
 
 WAIT_S = 60.0
@@ -42,13 +44,46 @@ def main(arguments: Sequence[str]) -> None:
     except LaunchError as error:
         sys.exit(str(error))
     paths = RequeuePaths(folder, job_id=env.job_id, task_id=env.global_rank)
-    env._handle_signals(paths, with_time_outs_left(job, paths))
+    job = with_time_outs_left(job, paths)
+    if env.cluster == "slurm":
+        env._requeue = Requeue(env.job_id, job._timeout_countdown)  # type: ignore[method-assign] # which it calls
+    env._handle_signals(paths, job)
     try:
         job.result()
     except Exception:
         logger.error("Submitted job triggered an exception")
         raise
     logger.info("Job completed successfully")
+
+
+class Requeue:
+    """Asks for the requeue of a job that has to leave, in the place of submitit, which takes a refusal for a bug.
+
+    Args:
+        job_id: Of the job.
+        time_outs_left: Before the signal.
+    """
+
+    def __init__(self, job_id: str, time_outs_left: int) -> None:
+        self.job_id, self.time_outs_left = job_id, time_outs_left
+
+    def __call__(self, countdown: int) -> None:
+        """Ask.
+
+        Args:
+            countdown: Time-outs that are left now; fewer where submitit takes this for one.
+
+        Raises:
+            UncompletedJobError: It is one, and refused.
+            PreemptedError: Refused.
+        """
+        words = slurm.requeue(self.job_id)
+        if words is None:
+            get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
+        elif countdown < self.time_outs_left:
+            raise UncompletedJobError(f"Job not requeued because: timed-out, and requeue refused: {words}")
+        else:
+            raise PreemptedError(f"requeue refused: {words}")
 
 
 def _await(path: Path) -> None:

@@ -111,9 +111,10 @@ def measure(
     suspensions = Suspensions().install()
     for left in reversed(range(MOST_ATTEMPTS)):
         known = SharedTimes.none() if shared is None else shared.copy()
-        measured, suspended = _measure(
-            sweep, cluster, configuration, env, known, job_began_at=job_began_at, suspensions=suspensions
-        )
+        with suspensions.blamed():
+            measured, suspended = _measure(
+                sweep, cluster, configuration, env, known, job_began_at=job_began_at, suspensions=suspensions
+            )
         if not suspended:
             break
         if env.rank == 0:

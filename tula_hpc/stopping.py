@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
+from tula_hpc.errors import PreemptedError
+from tula_hpc.job_ends import lost_a_peer
 from tula_hpc.timing import Agreement
 
 CHECK_EVERY_S = 1.0  # a preempted job has at least some seconds of grace; one small collective a second costs nothing
@@ -38,6 +41,20 @@ class Suspensions:
         """Return whether there was one since the last call."""
         seen, self._seen = self._seen, False
         return seen
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Name the suspension where a collective fails after it: clocks went on, and its time is up for all.
+
+        Raises:
+            PreemptedError: In place of that error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if lost_a_peer(error) and self.take():
+                raise PreemptedError("the job was suspended for longer than its workers wait for each other") from error
+            raise
 
 
 class StopRequest:

@@ -187,7 +187,8 @@ class Trainer:
     def run(self) -> str:
         """Train all epochs, or until asked to stop."""
         try:
-            return self._train_or_leave()
+            with self.suspensions.blamed():
+                return self._train_or_leave()
         except DivergedError as error:
             if self.study is None:
                 raise

@@ -1,4 +1,4 @@
-"""A model that meets a broken GPU on the nodes that BROKEN_HOSTS names; for tests that need such nodes."""
+"""A model that fails on the nodes that BROKEN_HOSTS names, in the words of BROKEN_SAYS: of a broken GPU, or others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Broken(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         self.passes += self.training
         if self.is_broken and self.passes > 1:
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+            raise RuntimeError(os.environ.get("BROKEN_SAYS", "CUDA error: uncorrectable ECC error encountered"))
         output: Tensor = self.head(images)
         return output
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_nodes")
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 SAID = "CUDA error: uncorrectable ECC error encountered"
+NCCL = "NCCL error in: NCCLUtils.hpp:317, unhandled system error (run with NCCL_DEBUG=INFO for details)"
 SWEEP = """
 name = "broken"
 [workload]
@@ -59,17 +60,18 @@ class Sweeps(NamedTuple):
     whole_left: Begun
     none_left: Begun
     too_few: Begun
+    no_gpus: Begun
 
 
 def run_sweep(
-    folder: Path, cluster: MiniCluster, broken: tuple[str, ...], *options: str, nodes: str = "1"
+    folder: Path, cluster: MiniCluster, broken: tuple[str, ...], *options: str, nodes: str = "1", said: str = SAID
 ) -> subprocess.CompletedProcess[str]:
     """Run the command while these nodes are broken."""
     path = folder / "sweep.toml"
     path.write_text(SWEEP.format(nodes=nodes))
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(TEMPLATE)]
     command += ["--run-dir", str(folder / "run"), *options]
-    environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken)}
+    environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken), "BROKEN_SAYS": said}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300)
 
 
@@ -90,6 +92,7 @@ def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory)
         yield Sweeps(
             whole_left=begin("whole_left", (first,), "--until", "plan"),
             none_left=begin("none_left", slurm_cluster.hosts, *one),
+            no_gpus=begin("no_gpus", (), *one, "--set", "cluster.device=cuda", "--set", "cluster.gres=gpu:1"),
             too_few=too_few,
         )
 
@@ -109,7 +112,7 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
     # the next command still knows of that node, and its training meets another one
-    trained = run_sweep(sweeps.whole_left.folder, slurm_cluster, (first, second))
+    trained = run_sweep(sweeps.whole_left.folder, slurm_cluster, (first, second), said=NCCL)
     assert trained.returncode == 0, trained.stderr + trained.stdout
     assert broken_jobs(run, "train") == {second: 1}
     assert run.train().result_file.exists()
@@ -127,6 +130,16 @@ def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
     assert all(f"{host} said '{SAID}'" in line for host in hosts)
+
+
+def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) -> None:
+    """The cluster's GPUs only count: no driver shows them to torch."""
+    done, run = sweeps.no_gpus.ended.result(), sweeps.no_gpus.run
+    assert done.returncode == 1
+    hosts = broken_jobs(run, "profile")
+    assert len(hosts) == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
+    assert all(f"{host} said 'Slurm granted 1 GPUs, but torch sees none: " in line for host in hosts)
 
 
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.examples.slow import PACE_FILE
 from tests.slurm.test_pipeline import sweep
 from tests.slurm.testcluster import MiniCluster
+from tula_hpc.errors import Failure
 from tula_hpc.records import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
@@ -84,3 +87,31 @@ def test_an_array_with_a_job_for_each_configuration(slurm_cluster: MiniCluster, 
     assert [job.job_id.partition("_")[2] for job in found.jobs] == ["0", "1"]
     assert len({job.job_id.partition("_")[0] for job in found.jobs}) == 1
     assert {m.job_id for m in found.run.measurements().records} == {job.job_id for job in found.jobs}
+
+
+def test_a_profile_whose_requeue_is_refused_is_followed_by_another(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    """It has to leave, as in a preemption with the user signal; that says nothing of what it measured."""
+    pace, run = tmp_path / "pace", RunDirectory(tmp_path / "run")
+    pace.write_text("1")
+    text = QUICK.replace("tula_hpc.workloads.compact:compact_cnn", "tests.examples.slow:build")
+    fields = ("search.cluster_sizes=[1]", "search.min_batch=64", "search.max_batch=64", "search.mode=full")
+    site = ("cluster.sbatch.requeue=false", "cluster.sbatch.no-requeue=true")
+    options = [word for field in (*fields, *site) for word in ("--set", field)]
+    environment = {**slurm_cluster.environment, PACE_FILE: str(pace)}
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(sweep, text, tmp_path, environment, "--until", "profile", *options)
+
+        def measures() -> bool:
+            return any(note.configuration for note in run.job_notes()) if run.profile.is_dir() else command.done()
+
+        slurm_cluster.wait_for(measures, 120, "the first measurement to begin")
+        (first,) = [event.job_id for event in run.events() if event.event == "submitted"]
+        slurm_cluster.signal(first, "USR2")
+        pace.write_text("0")
+        done = command.result()
+    assert done.returncode == 0, done.stderr + done.stdout
+    ends = [event.failure for event in run.events() if event.event == "ended" and event.job_id]
+    assert ends == [Failure.PREEMPTED, None]
+    (measured,) = run.measurements().records
+    assert measured.status == "ok"
+    assert measured.job_id != first
