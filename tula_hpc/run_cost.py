@@ -154,9 +154,10 @@ def _by_partition(facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[
 def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     if facts.executor != "local":
         return _from_steps(facts, jobs)
+    # the last on file, not the latest by its stamp: the command that submitted a job notes its end by the same clock,
+    # while a job that began after the machine's clock was set has another
     last_signs = {
-        (job.event.job_id, job.event.time): max([job.event.time, *(event.time for event in job.own)])
-        for job in submissions(facts.events)
+        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time for job in submissions(facts.events)
     }
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
