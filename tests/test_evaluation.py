@@ -26,7 +26,7 @@ def predicted(workers: float, batch: float, evaluation: Evaluation | None = None
 
 def epoch(seconds: float | None, *, workers: int = 2, batch: int = 128, number: int = 1) -> EpochMetrics:
     fields: dict[str, Any] = dict.fromkeys(EpochMetrics.model_fields, 0) | {"kind": "epoch", "epoch": number}
-    none = dict.fromkeys(("noise_scale", "critical_batch", "attempt"))
+    none = dict.fromkeys(("noise_scale", "critical_batch"))
     own = {"evaluation_time_s": seconds, "workers": workers, "global_batch": workers * batch, "complete": True}
     return EpochMetrics.model_validate(fields | none | own)
 

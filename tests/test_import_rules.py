@@ -89,12 +89,10 @@ RULES: dict[str, set[str]] = {
         "power", "records", "resident", "stopping", "timing", "worker", "workloads",
     },
     "trainings": {"clock", "config", "devices", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
-    "tuner": set(),
-    "tuning": {"checkpoint", "records", "tuner", "worker"},
     "trainer": {
         "cadence", "checkpoint", "clock", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "files",
         "jobs", "local_states", "memory_errors", "nested", "optim", "profiler", "records", "saving", "schedule",
-        "slurm", "stopping", "tuning", "worker", "workloads",
+        "slurm", "stopping", "worker", "workloads",
     },
     "launch": {
         "clock", "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "job_setup", "local_alive",
@@ -186,7 +184,6 @@ TORCH_ROOMS = {
     "forward_probe",
     "loader_waits",
     "noise_probe",
-    "tuning",
 }
 
 

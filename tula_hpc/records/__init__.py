@@ -23,7 +23,6 @@ from tula_hpc.records.metrics import (
     CurvatureMetrics,
     EpochMetrics,
     Metrics,
-    RollbackMetrics,
     StepMetrics,
     read_metrics,
 )
@@ -31,7 +30,7 @@ from tula_hpc.records.plan import Candidate, Knee, Plan
 from tula_hpc.records.rates import RateTrial, TunedRates
 from tula_hpc.records.reading import MAX_LINE_BYTES, ReadResult, parse_record, read_document, read_records
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.result import TrainResult, TuningOutcome
+from tula_hpc.records.result import TrainResult
 from tula_hpc.records.run_directory import RunDirectory
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record, write_atomically
@@ -62,7 +61,6 @@ __all__ = [
     "RateTrial",
     "ReadResult",
     "Record",
-    "RollbackMetrics",
     "RunDirectory",
     "StepMetrics",
     "StepParts",
@@ -70,7 +68,6 @@ __all__ = [
     "TrainDirectory",
     "TrainResult",
     "TunedRates",
-    "TuningOutcome",
     "WorkersPerNode",
     "append_record",
     "compute_of",
