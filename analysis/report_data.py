@@ -67,8 +67,7 @@ class Training(NamedTuple):
 
     def in_figures(self) -> Training:
         """With no more epochs than a figure can show."""
-        epochs, curvature = evenly(self.metrics.epochs, MOST_POINTS), evenly(self.metrics.curvature, MOST_POINTS)
-        return self._replace(metrics=self.metrics._replace(epochs=epochs, curvature=curvature))
+        return self._replace(metrics=self.metrics._replace(epochs=evenly(self.metrics.epochs, MOST_POINTS)))
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:

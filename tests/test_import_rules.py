@@ -65,7 +65,6 @@ RULES: dict[str, set[str]] = {
     },
     "noise_probe": {"memory_errors", "nested", "optim", "worker", "workloads"},
     "forward_probe": {"memory_errors", "nested", "timing", "worker"},
-    "curvature_probe": {"memory_errors", "nested", "optim", "records", "worker"},
     "methods": {"config", "optim", "records", "workloads"},
     "rendezvous": {"env", "errors", "files"},
     "worker": {
@@ -90,7 +89,7 @@ RULES: dict[str, set[str]] = {
     },
     "trainings": {"clock", "config", "devices", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
     "trainer": {
-        "cadence", "checkpoint", "clock", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "files",
+        "cadence", "checkpoint", "clock", "drift_guard", "drift_start", "env", "errors", "files",
         "jobs", "local_states", "memory_errors", "nested", "optim", "profiler", "records", "saving", "schedule",
         "slurm", "stopping", "worker", "workloads",
     },
@@ -180,7 +179,6 @@ TORCH_ROOMS = {
     "drift_guard",
     "drift_probe",
     "drift_start",
-    "curvature_probe",
     "forward_probe",
     "loader_waits",
     "noise_probe",

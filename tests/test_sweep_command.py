@@ -293,7 +293,7 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
 
 @pytest.mark.parametrize(
     ("line", "refused"),
-    [("max_rollbacks = 8\n", False), ("tune_small_batch = []\n", False), ("tune_delta = [0.1]\n", True)],
+    [("max_rollbacks = 8\n", False), ("tune_small_batch = []\n", False), ("curvature_epochs = [0]\n", True)],
 )
 def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: str, refused: bool) -> None:
     from tula_hpc.command import open_run

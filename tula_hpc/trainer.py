@@ -18,7 +18,6 @@ from tula_hpc import slurm
 from tula_hpc.cadence import Cadence, expected_interruptions
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.clock import unix_time
-from tula_hpc.curvature_probe import curvature_line
 from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
@@ -202,8 +201,6 @@ class Trainer:
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
-        if self.progress.samples_seen == 0:
-            self._measure_curvature()
         evaluation: Evaluation | None = None  # of the present weights
         batches: Iterator[tuple[Batch, Batch]] | None = None
         while self.progress.epoch < last:
@@ -407,7 +404,6 @@ class Trainer:
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         if self.env.rank == 0 and evaluation is not NO_EVALUATION:
             append_record(self.files.metrics_file, self._epoch_metrics(evaluation))
-        self._measure_curvature()
         progress.offset = progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
         self.epoch_loss.zero_()
@@ -433,15 +429,6 @@ class Trainer:
             evaluation_time_s=evaluation.seconds,
             workers=self.env.world_size,
         )
-
-    def _measure_curvature(self) -> None:
-        progress, training = self.progress, self.job.sweep.training
-        if progress.epoch not in training.curvature_epochs:
-            return
-        seen = {"epoch": progress.epoch, "step": progress.step, "samples_seen": progress.samples_seen}
-        line = curvature_line(self.worker, training.curvature_samples, **seen)
-        if self.env.rank == 0:
-            append_record(self.files.metrics_file, line)
 
     def _save(self, *, wait: bool = False) -> None:
         """A checkpoint of this moment. It is on disk some time later, or on return if it is waited for."""

@@ -29,6 +29,8 @@ REMOVED_KEYS: dict[tuple[str, ...], object] = {
     ("training", "tune_every_epochs"): 2,
     ("training", "tune_holdout"): 0.05,
     ("training", "max_rollbacks"): 8,
+    ("training", "curvature_epochs"): [],
+    ("training", "curvature_samples"): 512,
 }
 S = TypeVar("S", bound=Spec)
 

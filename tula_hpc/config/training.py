@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -48,9 +48,6 @@ class TrainingSpec(Spec):
     drift: bool = True  # hold measured step times against the plan's prediction
     drift_minutes: float = Field(default=1.0, gt=0, le=1e6)  # beyond its interval for so long: an event says so
     replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
-    # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
-    curvature_epochs: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
-    curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
     observe_gradients: bool = True  # norm, Δ(G) and noise are logged of gradients that no method adapts to, too
     scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ SCALE_BINS_PER_OCTAVE = 6
 MAX_STEPS = 4_000  # logged steps of a training that are held; of more an even choice
 ROUNDING = 1e-4  # factors so near to 1 come of norms in single precision alone
 # beginnings of lines that earlier versions wrote
-OLD_LINES = (b'{"kind":"rollback",',)
+OLD_LINES = (b'{"kind":"rollback",', b'{"kind":"curvature",')
 
 
 class StepMetrics(Record):
@@ -86,26 +86,7 @@ class EpochMetrics(Record):
     workers: int | None = None  # over all nodes
 
 
-class CurvatureMetrics(Record):
-    """A line of metrics.jsonl for the curvature of the training loss on a fixed batch, between two epochs.
-
-    Numbers are None where memory did not suffice, or they are not finite.
-    """
-
-    kind: Literal["curvature"] = "curvature"
-    epoch: int  # epochs completed; 0: before the first step
-    step: int
-    samples_seen: int
-    samples: int  # of the fixed batch
-    eigenvalue: float | None = None  # of the Hessian, largest in magnitude
-    residual: float | None = None  # an eigenvalue lies within so much of it
-    iterations: int | None = None  # Hessian-vector products
-    largest_eigenvalue: float | None = None  # algebraically; another one only where the former is negative
-    largest_residual: float | None = None
-    gradient_norm: float | None = None  # on the same batch
-
-
-AnyMetrics = StepMetrics | EpochMetrics | CurvatureMetrics
+AnyMetrics = StepMetrics | EpochMetrics
 
 
 class _AnyMetrics(RootModel[AnyMetrics]):
@@ -118,7 +99,6 @@ class Metrics(NamedTuple):
     steps: list[StepMetrics]  # at most about `MAX_STEPS`
     epochs: list[EpochMetrics]
     skipped: int
-    curvature: Sequence[CurvatureMetrics] = ()
     logged: int = 0  # steps, those that are not held included; 0 where all are
 
     @property
@@ -168,15 +148,12 @@ def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
     """Lines by kind, those that count; the later of two for the same samples or epoch does."""
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
-    curvature: dict[int, CurvatureMetrics] = {}
     for row in rows:
         if isinstance(row, StepMetrics):
             steps[row.samples_seen] = row
-        elif isinstance(row, EpochMetrics):
+        else:
             epochs[row.epoch] = row
-        elif isinstance(row, CurvatureMetrics):
-            curvature[row.epoch] = row
-    return Metrics(_in_order(steps), _in_order(epochs), skipped, _in_order(curvature))
+    return Metrics(_in_order(steps), _in_order(epochs), skipped)
 
 
 def _in_order(rows: dict[int, R]) -> list[R]:
