@@ -258,8 +258,8 @@ path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
 assert main(status, run) == 3
 os.environ["PATH"] = path
 check("status", numerics - {"numpy"}, jobs, drawing)
-assert main(plan, run, "--json") == 0
-check("plan", jobs, drawing)
+assert main(plan, run, "--objective", "time", "--json") == 0
+check("plan", jobs, drawing, {"kneed"})
 assert "numpy" in sys.modules
 from tula_hpc.analysis import report
 check("import of report", jobs, drawing)
@@ -267,6 +267,8 @@ from tula_hpc.analysis import figures
 figures.FIGURES = {"memory": figures.FIGURES["memory"]}
 assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
+assert main(plan, run, "--objective", "knee", "--json") == 0
+check("knee", jobs)
 from tula_hpc import sweep, stages, dry_run, study, study_stage, status_text, run_state, run_facts, jobs as _, launch
 import tula_hpc.check, tula_hpc.check_rank_verdicts, tula_hpc.check_site
 from tula_hpc.analysis import study, figures_study
