@@ -21,6 +21,7 @@ from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import read_bounded
 from tula_hpc.records import (
+    MAIN_LABEL,
     Candidate,
     Configuration,
     EpochMetrics,
@@ -36,8 +37,6 @@ from tula_hpc.records import (
     read_document,
     read_metrics,
 )
-
-MAIN_LABEL = "main"
 
 
 class Interval(NamedTuple):

@@ -30,12 +30,13 @@ from tula_hpc.records.rates import RateTrial, TunedRates
 from tula_hpc.records.reading import MAX_LINE_BYTES, ReadResult, parse_record, read_document, read_records
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.result import TrainResult
-from tula_hpc.records.run_directory import RunDirectory
+from tula_hpc.records.run_directory import MAIN_LABEL, RunDirectory
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record, write_atomically
 
 __all__ = [
     "CREDIBLE_S",
+    "MAIN_LABEL",
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
