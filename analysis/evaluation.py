@@ -39,7 +39,7 @@ Array = NDArray[np.float64]
 FORWARD_SHARE = 0.27  # of forward and backward, where it was not measured
 RECOMPUTED_SHARE = FORWARD_SHARE / (1.0 + FORWARD_SHARE)  # with activation checkpointing
 LEAST_BATCH = 64.0
-CREDIBLE_S = 1e7  # what a record says beyond that is damaged
+MOST_EVALUATION_S = 1e7  # what a record says of evaluating beyond that is damaged
 ASSUMED_SHARE = 0.25  # of the training samples, as if four fifths of all were trained on
 
 
@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
         found = [
             (row.evaluation_time_s or 0.0) / self._seconds_of(row.workers or 1, row.global_batch)
             for row in epochs
-            if 0.0 < (row.evaluation_time_s or 0.0) < CREDIBLE_S and 0 < (row.workers or 0) <= row.global_batch
+            if 0.0 < (row.evaluation_time_s or 0.0) < MOST_EVALUATION_S and 0 < (row.workers or 0) <= row.global_batch
         ]
         return self._replace(correction=self.correction * median(found), measured=len(found)) if found else self
 
@@ -119,7 +119,7 @@ def evaluation_of(
 
 def _forward_time_s(times: StepTimes) -> float | None:
     known = times.forward_time_s
-    return known if known is not None and 0.0 < known < CREDIBLE_S else None
+    return known if known is not None and 0.0 < known < MOST_EVALUATION_S else None
 
 
 def _measured_share(times: StepTimes) -> float | None:

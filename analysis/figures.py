@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures_computation import draw_computation
-from tula_hpc.analysis.figures_curvature import draw_curvature, draw_gradient_norm, draw_variability
+from tula_hpc.analysis.figures_curvature import draw_gradient_norm, draw_variability
 from tula_hpc.analysis.figures_drawing import Drawing, Missing, attempt
 from tula_hpc.analysis.figures_memory import draw_memory
 from tula_hpc.analysis.figures_pareto import draw_pareto
@@ -33,7 +33,6 @@ FIGURES = {
     "sensitivity": draw_sensitivity,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,
-    "curvature": draw_curvature,
     "scale_density": draw_scale_density,
 }
 # those that the nodes of another partition would change

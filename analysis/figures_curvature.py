@@ -1,6 +1,6 @@
-"""First and second order over training: the gradient's norm by batch, the Hessian's largest eigenvalue, and Δ(G).
+"""Gradients over training: their norm by batch, and Δ(G).
 
-The paper's figures 3 (gradient norm by batch; largest eigenvalue and gradient norm) and 4 (Δ(G) beside accuracy).
+The paper's figures 3 (gradient norm by batch) and 4 (Δ(G) beside accuracy).
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.analysis import figures_labels as labels
 from tula_hpc.analysis import figures_style as style
-from tula_hpc.analysis.correlation import rank_correlation
 from tula_hpc.analysis.figures_drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures_training import Mark, draw_marks
 from tula_hpc.analysis.formatting import format_number
 from tula_hpc.analysis.report_data import RunContents, Training
-from tula_hpc.records import CurvatureMetrics, StepMetrics
+from tula_hpc.records import StepMetrics
 
 WINDOWS = 40  # a curve over training is drawn through so many medians
 ENDS = 10  # the first and the last of so many parts stand for the beginning and the end
 ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
 MOST_LINES = len(style.SIZES)
 RATE_DROP = 0.7  # a step of the schedule multiplies the rate by less
-CONVERGED = 0.1  # residual over eigenvalue: above, the point is drawn hollow
-FEWEST_FOR_CORRELATION = 6
 
 
 class Curve(NamedTuple):
@@ -118,86 +115,6 @@ def _moved(before: float, after: float) -> str:
     if abs(after - before) <= 0.1 * before:
         return f"stayed at about {format_number(after, 2)}"
     return f"{'rose' if after > before else 'fell'} from {format_number(before, 2)} to {format_number(after, 2)}"
-
-
-def draw_curvature(run: RunContents) -> Drawing | Missing:
-    """The Hessian's largest eigenvalue and the gradient's norm on the same batch."""
-    training = next((item for item in run.trainings if len(_measured(item)) > 1), None)
-    if training is None:
-        asked = bool(run.sweep and run.sweep.training.curvature_epochs and run.trainings)
-        return Missing("curvature", "curvature", "it has not been measured twice yet", optional=not asked)
-    rows = _measured(training)
-    title = _curvature_title(rows)
-    with style.styled():
-        figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
-        _draw_eigenvalues(above, rows)
-        _draw_norms(below, rows)
-        _epoch_axis(below)
-        draw_marks([above, below], rate_drops(training.metrics.steps))
-    caption = (
-        f"Above: the largest eigenvalue of the Hessian of the training loss, on {rows[0].samples:,} "
-        "training samples, always the same; bars: the residual, within which an eigenvalue lies; hollow: the iteration "
-        "had not converged. Large means a sharp valley, where small steps already matter. Below: the gradient's norm "
-        "on the same samples."
-    )
-    return Drawing("curvature", title, caption, figure, _curvature_table(rows))
-
-
-def _measured(training: Training) -> list[CurvatureMetrics]:
-    return [row for row in training.metrics.curvature if row.largest_eigenvalue is not None]
-
-
-def _is_rough(row: CurvatureMetrics) -> bool:
-    value, residual = row.largest_eigenvalue, row.largest_residual
-    return value is None or residual is None or residual > CONVERGED * abs(value)
-
-
-def _draw_eigenvalues(axes: Axes, rows: Sequence[CurvatureMetrics]) -> None:
-    colour = style.SIZES[0].light
-    epochs, values = [row.epoch for row in rows], [row.largest_eigenvalue or 0.0 for row in rows]
-    if min(values) > 0:
-        style.value_axis(axes, values, label="largest eigenvalue")
-    else:
-        axes.set_ylabel("largest eigenvalue")
-        axes.axhline(0, color=style.MUTED.light, linewidth=1)
-    axes.plot(epochs, values, "-", color=colour)
-    axes.errorbar(
-        epochs, values, yerr=[row.largest_residual or 0.0 for row in rows], fmt="none", ecolor=colour, elinewidth=1
-    )
-    for row, value in zip(rows, values, strict=True):
-        face = style.PAPER.light if _is_rough(row) else colour
-        axes.plot([row.epoch], [value], "o", color=colour, markerfacecolor=face, zorder=4)
-
-
-def _draw_norms(axes: Axes, rows: Sequence[CurvatureMetrics]) -> None:
-    known = [(row.epoch, row.gradient_norm) for row in rows if row.gradient_norm is not None]
-    style.value_axis(axes, [norm for _, norm in known], label="gradient norm")
-    axes.plot([epoch for epoch, _ in known], [norm for _, norm in known], "o-", color=style.SIZES[1].light)
-
-
-def _curvature_title(rows: Sequence[CurvatureMetrics]) -> str:
-    values = [row.largest_eigenvalue or 0.0 for row in rows]
-    title = f"The loss's sharpest curvature went from {format_number(values[0], 2)} to {format_number(values[-1], 2)}"
-    norms = [math.nan if row.gradient_norm is None else row.gradient_norm for row in rows]
-    rank = rank_correlation(values, norms)
-    if len(rows) < FEWEST_FOR_CORRELATION or math.isnan(rank):
-        return title
-    return f"{title}; rank correlation with the gradient's norm: {format_number(rank, 2).replace('-', '−')}"
-
-
-def _curvature_table(rows: Sequence[CurvatureMetrics]) -> Table:
-    columns = (
-        "epochs",
-        "step",
-        "eigenvalue",
-        "residual",
-        "iterations",
-        "largest_eigenvalue",
-        "largest_residual",
-        "gradient_norm",
-    )
-    names = ("epoch", *columns[1:])
-    return Table(columns, [tuple(getattr(row, name) for name in names) for row in rows])
 
 
 def draw_variability(run: RunContents) -> Drawing | Missing:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.knee_locator import knee_locator
+from tula_hpc.analysis.drawing_library import loaded_elsewhere
 from tula_hpc.analysis.table import CandidateTable
 from tula_hpc.records import Knee
 
@@ -85,10 +86,18 @@ def find_knee(curve: Curve) -> float | None:
     batches, times = curve
     if np.isnan(find_knees(curve)):
         return None
-    found = knee_locator()(batches, times, curve="convex", direction="decreasing", online=True).all_knees
+    found = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True).all_knees
     height = (times - times[-1]) / (times[0] - times[-1])
     bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
     return max(sorted(map(float, found)), key=lambda batch: float(np.interp(batch, batches, bend)), default=None)
+
+
+@cache
+def _knee_locator() -> Any:
+    """The class of kneed, which loads matplotlib and scipy.signal: late, for those alone who need a knee."""
+    with loaded_elsewhere():
+        from kneed import KneeLocator
+    return KneeLocator
 
 
 def find_knees(curve: Curve) -> Array:

@@ -13,10 +13,10 @@ from tula_hpc.errors import InputError
 # Of [workload] the length of training and its rate: they leave a step as it is. All else is measured.
 FREE_OF_WORKLOAD = frozenset({"epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs"})
 MEASURED_OF_WORKLOAD = tuple(key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD)
-# Of [training] what a step does, what is timed beside it, and how many samples an epoch has (tuning holds some out).
+# Of [training] what a step does, and what is timed beside it.
 MEASURED_OF_TRAINING = (
     "method", "base_batch", "preset", "small_batch", "granularity", "exclude_norms", "apply", "reference",
-    "layer_wise", "clip_norm", "observe_gradients", "tune_delta", "tune_small_batch", "tune_holdout",
+    "layer_wise", "clip_norm", "observe_gradients",
 )  # fmt: skip
 # Of a cluster, or of one of its partitions, what runs a step.
 MEASURED_OF_CLUSTER = (

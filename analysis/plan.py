@@ -19,7 +19,7 @@ from tula_hpc.config import (
     ObjectiveSpec,
     SweepSpec,
     load_cluster,
-    load_sweep,
+    load_frozen_sweep,
     split_overrides,
     told_by_set,
 )
@@ -116,12 +116,12 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
     """
     from tula_hpc.analysis.measured_inputs import refuse_other_cluster, refuse_other_sweep
 
-    sweep, cluster = load_sweep(run.sweep_file, mine, check_paths=False), load_cluster(run.cluster_file, others)
+    sweep, cluster = load_frozen_sweep(run.sweep_file, mine), load_cluster(run.cluster_file, others)
     if sweep.study is not None:
         report = command_line("report", str(run.root))
         words = f"is a study, which has no plan; {report} writes its report, report/study.html"
         raise InputError(words, source=run.root)
-    own_sweep = load_sweep(run.sweep_file, check_paths=False) if mine else sweep
+    own_sweep = load_frozen_sweep(run.sweep_file) if mine else sweep
     own_cluster = load_cluster(run.cluster_file) if others else cluster
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)

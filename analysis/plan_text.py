@@ -24,7 +24,7 @@ from tula_hpc.records import Candidate, Plan
 NEIGHBOUR_FACTOR = 4  # global batches up to so many times smaller or larger than the chosen one are shown
 FRONT_MARK = "◆"
 PART_NAMES = {"starts": "start-up", "repeated": "work repeated after interruptions"}  # of `Candidate.wall_parts_s`
-LOG_WIDTH = 120  # columns where the output is no terminal
+PLAN_WIDTH = 120  # columns where the output is no terminal
 
 
 def describe_plan(plan: Plan, profiling: str = "") -> str:
@@ -35,7 +35,7 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
         profiling: What profiling cost, a sentence without its full stop.
     """
     console = Console(highlight=False)
-    console.width = console.width if console.is_terminal else LOG_WIDTH
+    console.width = console.width if console.is_terminal else PLAN_WIDTH
     with console.capture() as capture:
         console.print(_table(plan, console.width))
     lines = [line for sentence in sentences(plan, profiling) for line in _wrapped(sentence, console.width)]

@@ -17,10 +17,11 @@ from tula_hpc.analysis.aggregate import is_out_of_memory
 from tula_hpc.analysis.formatting import plural
 from tula_hpc.analysis.pricing import fixed_share
 from tula_hpc.analysis.report_bounds import MOST_POINTS, about_drawn, about_steps, drawn, evenly
-from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_sweep, without_values
+from tula_hpc.config import MAX_FILE_BYTES, ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep, without_values
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import read_bounded
 from tula_hpc.records import (
+    MAIN_LABEL,
     Candidate,
     Configuration,
     EpochMetrics,
@@ -36,8 +37,6 @@ from tula_hpc.records import (
     read_document,
     read_metrics,
 )
-
-MAIN_LABEL = "main"
 
 
 class Interval(NamedTuple):
@@ -67,8 +66,7 @@ class Training(NamedTuple):
 
     def in_figures(self) -> Training:
         """With no more epochs than a figure can show."""
-        epochs, curvature = evenly(self.metrics.epochs, MOST_POINTS), evenly(self.metrics.curvature, MOST_POINTS)
-        return self._replace(metrics=self.metrics._replace(epochs=epochs, curvature=curvature))
+        return self._replace(metrics=self.metrics._replace(epochs=evenly(self.metrics.epochs, MOST_POINTS)))
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
@@ -218,7 +216,7 @@ def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
     if not path.exists():
         return None
     try:
-        return load_sweep(path, check_paths=False)  # its data and modules are where it ran, not necessarily here
+        return load_frozen_sweep(path)  # its data and modules are where it ran, not necessarily here
     except InputError:
         notes.append("sweep.toml is damaged; its settings are unknown.")
         return None

@@ -30,7 +30,7 @@ from tula_hpc.analysis.report_data import (
 )
 from tula_hpc.analysis.report_tables import format_time
 from tula_hpc.config import ClusterSpec
-from tula_hpc.records import Candidate, Configuration, Measurement, Plan, TrainResult, TuningOutcome
+from tula_hpc.records import Candidate, Configuration, Measurement, Plan, TrainResult
 
 SECONDS_PER_HOUR = 3600
 LISTED = 16  # hosts and the like: so many by name, then a count
@@ -141,23 +141,12 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
     if result.restarts:
         often = "once" if result.restarts == 1 else f"{result.restarts} times"
         yield f"It was interrupted and resumed {often}."
-    if result.tuning is not None:
-        yield _tuned(result.tuning)
 
 
 def _as_chosen(training: Training, result: TrainResult, chosen: Candidate) -> bool:
     """Whether a training ended where the plan would have it."""
     same = (result.nodes, result.global_batch) == (chosen.nodes, chosen.global_batch)
     return same and training.partition in (None, chosen.partition)
-
-
-def _tuned(found: TuningOutcome) -> str:
-    """What tuning within a training tried, what it came to, and what it cost."""
-    text = f"Tuning tried {found.tried} of {plural(found.settings, 'setting')}, dropped {found.pruned} of them"
-    if found.rollbacks:
-        spent = f"{format_duration(found.lost_s)} of steps on {found.lost_samples:,} samples, not counted above"
-        text += f" and ran {plural(found.rollbacks, 'round')} again ({spent})"
-    return f"{text}; it ended with small_batch = {found.small_batch}, delta = {found.delta:g}."
 
 
 def _against_prediction(run: RunContents, training: Training) -> str:

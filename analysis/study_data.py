@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from tula_hpc.config import StudyCell, StudySpec, SweepSpec, load_sweep
+from tula_hpc.config import StudyCell, StudySpec, SweepSpec, load_frozen_sweep
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.invocation import command_line
 from tula_hpc.records import EpochMetrics, Event, Metrics, RunDirectory, TrainResult, TunedRates, read_metrics
@@ -59,7 +59,7 @@ def read_study(run: RunDirectory) -> StudyContents:
     """
     if not run.sweep_file.exists():
         raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
-    sweep = load_sweep(run.sweep_file, check_paths=False)  # its data are where it ran, not necessarily here
+    sweep = load_frozen_sweep(run.sweep_file)  # its data are where it ran, not necessarily here
     if sweep.study is None:
         raise RunDirectoryError(f"holds no study; use {command_line('report', str(run.root))}", source=run.root)
     events, cells = run.events(), sweep.study.cells()

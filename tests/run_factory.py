@@ -15,7 +15,6 @@ from tula_hpc.records import (
     SCALE_OCTAVES,
     Candidate,
     Configuration,
-    CurvatureMetrics,
     EpochMetrics,
     Knee,
     Measurement,
@@ -254,13 +253,12 @@ def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str =
     files.root.mkdir(parents=True, exist_ok=True)
     per_epoch = made.dataset_samples // chosen.global_batch
     noise = random.Random(1)
-    lines: list[StepMetrics | EpochMetrics | CurvatureMetrics] = [_curvature_line(chosen, 0, per_epoch)]
+    lines: list[StepMetrics | EpochMetrics] = []
     for epoch in range(1, epochs_done + 1):
         lines += [
             _step_line(chosen, (epoch - 1) * per_epoch + step, per_epoch, noise) for step in range(0, per_epoch, 10)
         ]
         lines.append(_epoch_line(chosen, epoch, per_epoch, noise))
-        lines += [_curvature_line(chosen, epoch, per_epoch)] if epoch % 2 == 0 else []
     write_atomically(files.metrics_file, "".join(f"{line.model_dump_json()}\n" for line in lines))
     _log_preemption(run, chosen, per_epoch)
     if epochs_done == made.epochs:
@@ -298,22 +296,6 @@ def _scales_used(scale: float) -> list[int]:
         counts[place] = round(800_000 * math.exp(-0.5 * ((place - centre) / 3) ** 2) / 7.5)
     counts[one] += 200_000
     return counts
-
-
-def _curvature_line(chosen: Candidate, epoch: int, per_epoch: int) -> CurvatureMetrics:
-    eigenvalue = 40 * math.exp(-epoch / 5) + 4
-    return CurvatureMetrics(
-        epoch=epoch,
-        step=epoch * per_epoch,
-        samples_seen=epoch * per_epoch * chosen.global_batch,
-        samples=512,
-        eigenvalue=eigenvalue,
-        residual=(0.3 if epoch == 4 else 0.02) * eigenvalue,
-        iterations=17,
-        largest_eigenvalue=eigenvalue,
-        largest_residual=(0.3 if epoch == 4 else 0.02) * eigenvalue,
-        gradient_norm=0.5 + eigenvalue / 20,
-    )
 
 
 def _epoch_line(chosen: Candidate, epoch: int, per_epoch: int, noise: random.Random) -> EpochMetrics:

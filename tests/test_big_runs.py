@@ -19,7 +19,7 @@ from tula_hpc import status
 from tula_hpc.analysis import noise, plan, report
 from tula_hpc.analysis.report_bounds import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.records import RollbackMetrics, append_record, parse_record, read_metrics, reading
+from tula_hpc.records import append_record, parse_record, read_metrics, reading
 from tula_hpc.records import metrics as metrics_records
 from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics, split
 from tula_hpc.records.metrics_choice import even_choice
@@ -105,15 +105,14 @@ def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp
 
 
 def test_steps_of_which_few_are_too_many_are_those_that_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollback of tuning, a restart and torn lines: the choice is from the same steps as without bounds."""
+    """A restart, torn lines and those of an earlier version: the choice is from the same steps as without bounds."""
     run = make_run(tmp_path / "run")
     file = run.train().metrics_file
     lines = file.read_bytes().splitlines(keepends=True)
     step = next(parse_record(StepMetrics, line) for line in lines if b'"kind":"step"' in line)
     again = [step.model_copy(update={"step": at, "samples_seen": at * 640, "loss": 9.0}) for at in (3, 4, 5)]
-    dropped = [step.model_copy(update={"samples_seen": 10**9 + at, "attempt": 7}) for at in range(50)]
     foreign = json.dumps(step.model_copy(update={"samples_seen": 77}).model_dump(), indent=None)
-    added = [row.model_dump_json() for row in (*again, *again, *dropped, RollbackMetrics(attempt=7))]
+    added = [*(row.model_dump_json() for row in (*again, *again)), '{"kind":"rollback","attempt":7}']
     torn = ['{"kind":"step","step":5,"samples_seen":640,', '{"kind":"step","step":1,"samples_seen":1,"x":}', foreign]
     file.write_bytes(b"".join(lines) + "".join(f"{line}\n" for line in (*torn, *added)).encode())
     whole = read_metrics(file)

@@ -200,15 +200,6 @@ def test_keeps_the_newest_and_says_what_they_are(store: Store) -> None:
     assert loaded[1:] == (paths[2], [], 1_280_000, 0)
 
 
-def test_a_store_that_keeps_what_it_is_told_to_deletes_the_rest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "rounds", keep=100)
-    paths = [save(store, samples) for samples in (1, 2, 3, 4)]
-    store.keep_only({paths[0].name, paths[2].name, "no such file"})
-    assert store.paths() == [paths[0], paths[2]]
-    store.keep_only(())
-    assert store.paths() == []
-
-
 @given(st.lists(st.integers(0, 10**14), min_size=2, max_size=5, unique=True).map(sorted))
 @settings(max_examples=20)
 def test_order_is_by_number_whatever_the_number_of_digits(samples: list[int]) -> None:

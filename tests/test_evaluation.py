@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from tests.planning_data import SAMPLES, cluster, grid, ok, sweep, times
 from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.evaluation import CREDIBLE_S, FORWARD_SHARE, LEAST_BATCH, Evaluation, evaluated_on, evaluation_of
+from tula_hpc.analysis.evaluation import (
+    FORWARD_SHARE,
+    LEAST_BATCH,
+    MOST_EVALUATION_S,
+    Evaluation,
+    evaluated_on,
+    evaluation_of,
+)
 from tula_hpc.analysis.planning import make_plan
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import EpochMetrics, Event, Measurement, Metrics, Plan
@@ -26,7 +33,7 @@ def predicted(workers: float, batch: float, evaluation: Evaluation | None = None
 
 def epoch(seconds: float | None, *, workers: int = 2, batch: int = 128, number: int = 1) -> EpochMetrics:
     fields: dict[str, Any] = dict.fromkeys(EpochMetrics.model_fields, 0) | {"kind": "epoch", "epoch": number}
-    none = dict.fromkeys(("noise_scale", "critical_batch", "attempt"))
+    none = dict.fromkeys(("noise_scale", "critical_batch"))
     own = {"evaluation_time_s": seconds, "workers": workers, "global_batch": workers * batch, "complete": True}
     return EpochMetrics.model_validate(fields | none | own)
 
@@ -95,7 +102,7 @@ def test_rows_of_former_versions_take_the_share_that_the_others_measured() -> No
     assert predicted(1, 256, found) == pytest.approx(512 / 256 * 0.2 * 1.0)
 
 
-@pytest.mark.parametrize("forward_s", [0.0, -0.1, -1e99, 10 * CREDIBLE_S, 1e99])
+@pytest.mark.parametrize("forward_s", [0.0, -0.1, -1e99, 10 * MOST_EVALUATION_S, 1e99])
 def test_a_forward_time_that_cannot_be_true_is_not_used(forward_s: float) -> None:
     found = of_rows(timed(128, forward_s))
     assert predicted(1, 128, found) == pytest.approx(512 / 128 * 0.6 * FORWARD_SHARE)

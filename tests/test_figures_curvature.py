@@ -1,4 +1,4 @@
-"""Figures of gradient norms, curvature, variability and applied scales."""
+"""Figures of gradient norms, variability and applied scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.run_factory import make_run, write_training
-from tula_hpc.analysis.correlation import rank_correlation
 from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, draw_all
 from tula_hpc.analysis.figures_curvature import WINDOWS, Curve, rate_drops
 from tula_hpc.analysis.figures_scale import BINS, ONE, Used, bin_scales
@@ -47,43 +46,6 @@ def with_batch(training: Training, batch: int, factor: float) -> Training:
     steps = [row.model_copy(update={"gradient_norm": factor * (row.gradient_norm or 0)}) for row in metrics.steps]
     epochs = [row.model_copy(update={"global_batch": batch}) for row in metrics.epochs]
     return training._replace(metrics=Metrics(steps, epochs, 0), label=f"b{batch}")
-
-
-# curvature
-
-
-def test_curvature_shows_what_was_measured(run: RunContents) -> None:
-    drawing, measured = drawn(run, "curvature"), run.trainings[0].metrics.curvature
-    table = rows(drawing)
-    assert [float(row["largest_eigenvalue"]) for row in table] == [row.largest_eigenvalue for row in measured]
-    assert [float(row["gradient_norm"]) for row in table] == [row.gradient_norm for row in measured]
-    line = drawing.figure.axes[0].get_lines()[0]
-    assert list(line.get_ydata()) == [row.largest_eigenvalue for row in measured]  # type: ignore[arg-type]
-    assert "512 training samples" in drawing.caption
-
-
-def test_a_rough_eigenvalue_is_hollow(run: RunContents) -> None:
-    points = [line for line in drawn(run, "curvature").figure.axes[0].get_lines() if line.get_marker() == "o"]
-    hollow = [line.get_xdata()[0] for line in points if line.get_markerfacecolor() != line.get_color()]  # type: ignore[index]
-    assert hollow == [4]  # where the residual is 30 % of it
-
-
-def test_the_title_says_the_rank_correlation_of_enough_points(run: RunContents) -> None:
-    measured = run.trainings[0].metrics.curvature
-    rank = rank_correlation([r.largest_eigenvalue or 0 for r in measured], [r.gradient_norm or 0 for r in measured])
-    assert rank == pytest.approx(1)
-    assert "rank correlation with the gradient's norm: 1" in drawn(run, "curvature").title
-    assert "correlation" not in drawn(with_metrics(run, curvature=measured[:3]), "curvature").title
-
-
-def test_negative_eigenvalues_and_gaps_are_drawn(run: RunContents) -> None:
-    measured = list(run.trainings[0].metrics.curvature)
-    measured[1] = measured[1].model_copy(update={"largest_eigenvalue": -5.0})
-    measured[2] = measured[2].model_copy(update={"largest_eigenvalue": None, "gradient_norm": None})
-    measured[3] = measured[3].model_copy(update={"gradient_norm": None})
-    drawing = drawn(with_metrics(run, curvature=measured), "curvature")
-    assert len(rows(drawing)) == len(measured) - 1
-    assert drawing.svg()
 
 
 # gradient norm
@@ -209,7 +171,7 @@ def test_lines_of_other_bins_are_passed_over(run: RunContents) -> None:
 # what is not there
 
 
-OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm", "curvature", "scale_density")
+OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm", "scale_density")
 
 
 def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +179,12 @@ def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeyp
     training = run.trainings[0]
     fields = ("gradient_norm", "sensitivity", "scale_mean", "scale_histogram")
     plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]
-    bare = with_metrics(run, steps=plain, curvature=[])
+    bare = with_metrics(run, steps=plain)
     assert {item.name for item in draw_all(bare).missing} == {"sensitivity"}
     assert run.sweep is not None
-    wanted = run.sweep.training.model_copy(update={"curvature_epochs": (0, 4), "scale_histogram": True})
+    wanted = run.sweep.training.model_copy(update={"scale_histogram": True})
     asked = bare._replace(sweep=run.sweep.model_copy(update={"training": wanted}))
-    assert {item.name for item in draw_all(asked).missing} == {"sensitivity", "curvature", "scale_density"}
+    assert {item.name for item in draw_all(asked).missing} == {"sensitivity", "scale_density"}
 
 
 def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
@@ -232,4 +194,3 @@ def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
     assert isinstance(contents.trainings[0].metrics.epochs[0], EpochMetrics)
     for name in ("variability", "gradient_norm", "scale_density"):
         assert drawn(contents, name).svg()
-    assert isinstance(FIGURES["curvature"](contents), Missing)

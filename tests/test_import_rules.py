@@ -65,7 +65,6 @@ RULES: dict[str, set[str]] = {
     },
     "noise_probe": {"memory_errors", "nested", "optim", "worker", "workloads"},
     "forward_probe": {"memory_errors", "nested", "timing", "worker"},
-    "curvature_probe": {"memory_errors", "nested", "optim", "records", "worker"},
     "methods": {"config", "optim", "records", "workloads"},
     "rendezvous": {"env", "errors", "files"},
     "worker": {
@@ -89,12 +88,10 @@ RULES: dict[str, set[str]] = {
         "power", "records", "resident", "stopping", "timing", "worker", "workloads",
     },
     "trainings": {"clock", "config", "devices", "errors", "jobs", "launch", "progress", "records", "slurm", "stages"},
-    "tuner": set(),
-    "tuning": {"checkpoint", "records", "tuner", "worker"},
     "trainer": {
-        "cadence", "checkpoint", "clock", "curvature_probe", "drift_guard", "drift_start", "env", "errors", "files",
+        "cadence", "checkpoint", "clock", "drift_guard", "drift_start", "env", "errors", "files",
         "jobs", "local_states", "memory_errors", "nested", "optim", "profiler", "records", "saving", "schedule",
-        "slurm", "stopping", "tuning", "worker", "workloads",
+        "slurm", "stopping", "worker", "workloads",
     },
     "launch": {
         "clock", "config", "devices", "env", "errors", "files", "job_ends", "job_logs", "job_setup", "local_alive",
@@ -182,11 +179,9 @@ TORCH_ROOMS = {
     "drift_guard",
     "drift_probe",
     "drift_start",
-    "curvature_probe",
     "forward_probe",
     "loader_waits",
     "noise_probe",
-    "tuning",
 }
 
 
@@ -263,8 +258,8 @@ path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
 assert main(status, run) == 3
 os.environ["PATH"] = path
 check("status", numerics - {"numpy"}, jobs, drawing)
-assert main(plan, run, "--json") == 0
-check("plan", jobs, drawing)
+assert main(plan, run, "--objective", "time", "--json") == 0
+check("plan", jobs, drawing, {"kneed"})
 assert "numpy" in sys.modules
 from tula_hpc.analysis import report
 check("import of report", jobs, drawing)
@@ -272,6 +267,8 @@ from tula_hpc.analysis import figures
 figures.FIGURES = {"memory": figures.FIGURES["memory"]}
 assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
+assert main(plan, run, "--objective", "knee", "--json") == 0
+check("knee", jobs)
 from tula_hpc import sweep, stages, dry_run, study, study_stage, status_text, run_state, run_facts, jobs as _, launch
 import tula_hpc.check, tula_hpc.check_rank_verdicts, tula_hpc.check_site
 from tula_hpc.analysis import study, figures_study

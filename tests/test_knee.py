@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kneed import KneeLocator
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.knee import (
@@ -17,7 +18,6 @@ from tula_hpc.analysis.knee import (
     lines_of,
     lower_envelope,
 )
-from tula_hpc.analysis.knee_locator import knee_locator
 
 laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
@@ -44,7 +44,7 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
     each = [(fixed + slope * batches / 2**k) / batches for k, (fixed, slope) in enumerate(steps)]
     curve = Curve(batches, np.minimum.accumulate(np.min(each, axis=0)))
     mine = float(find_knees(curve))
-    theirs = knee_locator()(*curve, curve="convex", direction="decreasing", online=True).all_knees
+    theirs = KneeLocator(*curve, curve="convex", direction="decreasing", online=True).all_knees
     if np.isnan(mine):
         return
     along = (batches - batches[0]) / (batches[-1] - batches[0])

@@ -41,7 +41,7 @@ from tula_hpc.status_text import status_text
 from tula_hpc.stopping import StopRequest
 from tula_hpc.trainer import Trainer, run_training
 from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import build_workload, validation_samples
+from tula_hpc.workloads import build_workload
 from tula_hpc.workloads.footprint import estimate_footprint
 from tula_hpc.workloads.own_code import collate
 
@@ -203,18 +203,6 @@ def test_half_a_precision_counts_and_adds_up_in_full() -> None:
         loss, count, *_ = worker.score(inputs, targets).tolist()
     assert means[0].dtype == torch.bfloat16
     assert (loss, count) == (float(means[0]) * 65 * 17, 65 * 17)
-
-
-def test_settings_are_tuned_by_the_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = sweep(REGRESSION, tune_small_batch=[8, 16], tune_every_epochs=1, tune_holdout=0.2)
-    run = train(tmp_path / "run", spec, monkeypatch)
-    tuned = [event.data for event in run.events() if event.event == "tuned"]
-    held_out = validation_samples(spec.workload, 0.2)
-    start = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
-    inputs, targets = default_collate([held_out[index] for index in range(len(held_out))])  # type: ignore[arg-type]
-    with start.evaluating():
-        expected = float(start.losses(inputs, targets).mean())
-    assert tuned[0]["start_loss"] == pytest.approx(expected)
 
 
 def work(rank: int, folder: Path) -> None:

@@ -38,6 +38,7 @@ from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.pipeline import carry_out
 from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages import Sweep
 from tula_hpc.summary import print_summary
 
@@ -572,15 +573,19 @@ def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(finishe
     assert median_epoch_s([*first, lasting(18.0, 1024, 2), lasting(30.0, 1024, 2)]) == 30.0
 
 
-def test_a_training_that_was_tuned_says_what_it_came_to(finished: Written, tmp_path: Path) -> None:
+def test_what_an_earlier_version_wrote_is_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    tuning = {"delta": 0.5, "small_batch": 16, "settings": 4, "tried": 3, "pruned": 2, "rollbacks": 2}
+    before = read_run(run)
+    frozen = run.sweep_file.read_text()
+    run.sweep_file.write_text(
+        frozen.replace("[training]\n", "[training]\ntune_delta = [0.1]\ncurvature_epochs = [0]\n")
+    )
+    with run.train().metrics_file.open("a") as file:
+        file.writelines(line.decode() + '"attempt":7}\n' for line in OLD_LINES)
     result = json.loads(run.train().result_file.read_text())
-    result["tuning"] = tuning | {"lost_samples": 12_000, "lost_s": 90.0}
-    run.train().result_file.write_text(json.dumps(result))
-    text = answer(read_run(run))
-    assert "Tuning tried 3 of 4 settings, dropped 2 of them and ran 2 rounds again (" in text
-    assert "12,000 samples, not counted above); it ended with small_batch = 16, delta = 0.5." in text
+    run.train().result_file.write_text(json.dumps(result | {"tuning": {"rollbacks": 2}}))
+    after = read_run(run)
+    assert (after.sweep, after.trainings, after.notes) == (before.sweep, before.trainings, before.notes)
 
 
 def test_models_are_shown_whatever_they_are_made_of() -> None:

@@ -550,8 +550,6 @@ ABSURD = [
     "[objective]\ntime_weight = 1e9",
     "[objective]\nmax_global_batch = 99999999999999999999",
     "[training]\nmax_requeues = 99999999999",
-    f"[training]\ncurvature_epochs = [{','.join(map(str, range(2000)))}]",
-    f"[training]\nmethod = 'ags'\ngate = 'paper'\ntune_delta = [{'0.1,' * 100}]",
     f"[study]\nmethods = ['lbt']\nbatches = {list(range(1, 102))}\nseeds = {list(range(1000))}",
     f"[study]\nmethods = ['lbt']\nbatches = [64]\nbase_lrs = [{','.join(f'0.{n}' for n in range(1, 1000))}]",
     "[study]\nbatches = [64]\n" + "".join(f"[study.variants.v{n}]\ntraining.delta = 1.0\n" for n in range(1001)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -290,6 +291,23 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
         open_run(*inputs_of(sweep_file, f"workload.{key}=false"), run.root)
 
 
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [("max_rollbacks = 8\n", False), ("tune_small_batch = []\n", False), ("curvature_epochs = [0]\n", True)],
+)
+def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: str, refused: bool) -> None:
+    from tula_hpc.command import open_run
+    from tula_hpc.errors import RunDirectoryError
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    measure(run)
+    run.log_event("submitted", "train", job_id="2")
+    frozen = run.sweep_file.read_text()
+    run.sweep_file.write_text(frozen.replace("[training]\n", f"[training]\n{line}"))
+    with pytest.raises(RunDirectoryError, match="not set now") if refused else contextlib.nullcontext():
+        open_run(*inputs_of(sweep_file), run.root)
+
+
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,7 +413,6 @@ def test_a_key_that_changes_nothing_is_named(
         (["small_batch=64", "small_batch_shrink=1"], "which scales nothing\n"),
         (["small_batch=512"], "which scales nothing until training.small_batch_shrink brings it below the batch\n"),
         (["small_batch=512", "preset=paper"], "which scales nothing\n"),
-        (["small_batch=512", "tune_small_batch=[16]"], ""),
         (["small_batch=512", "method=lbt"], "changes nothing: "),
     ],
 )

@@ -23,7 +23,7 @@ import struct
 import tempfile
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -118,13 +118,6 @@ class CheckpointStore:
         """Delete all but the newest usable file, when training is over and only its outcome counts."""
         self.keep = 1
         self._prune()
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Delete all files but those of these names; for a store that decides by itself what it still needs."""
-        for path in self.paths():
-            if path.name not in names:
-                with contextlib.suppress(OSError):  # it is in nobody's way
-                    path.unlink()
 
     def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None where there is no file at all.

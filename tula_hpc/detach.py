@@ -119,11 +119,12 @@ def run_controller(job: ControlJob) -> None:
     Raises:
         SystemExit: A stage failed for good.
     """
-    from tula_hpc.config import load_cluster, load_sweep
+    from tula_hpc.config import load_cluster, load_frozen_sweep
 
     run = RunDirectory(job.root)
     try:
-        sweep = Sweep(load_sweep(run.sweep_file), load_cluster(run.cluster_file), run, job.started_at, detached=True)
+        spec = load_frozen_sweep(run.sweep_file, check_paths=True)
+        sweep = Sweep(spec, load_cluster(run.cluster_file), run, job.started_at, detached=True)
         with _in_turn(run):
             words = _try_step(sweep, job.until)
             _log_end(run, words)  # before another controller looks whether one is left

@@ -7,12 +7,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tula_hpc.errors import Failure
-from tula_hpc.records import Configuration, Event, JobNote, Measurement, Record
+from tula_hpc.records import MAIN_LABEL, Configuration, Event, JobNote, Measurement, Record
 from tula_hpc.run_facts import Facts
 from tula_hpc.slurm import JobState
 from tula_hpc.waiting import explain, waits
-
-MAIN_LABEL = "main"
 
 
 class JobPhase(StrEnum):

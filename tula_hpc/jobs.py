@@ -10,7 +10,7 @@ from typing import Any
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.leaving import leaving_at_once
-from tula_hpc.records import Configuration, Measurement, RunDirectory, read_records, with_rank_files
+from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, RunDirectory, read_records, with_rank_files
 
 
 class Requeueable:
@@ -105,7 +105,7 @@ class TrainJob(Requeueable):
     cluster: ClusterSpec
     configuration: Configuration
     root: Path
-    label: str = "main"
+    label: str = MAIN_LABEL
     partition: str = ""
 
     def measurements(self) -> list[Measurement]:

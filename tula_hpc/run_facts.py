@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tula_hpc.clock import unix_time
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import in_words, open_regular
 from tula_hpc.holder import Holder, holder_of
@@ -102,7 +102,7 @@ def _refuse_other(run: RunDirectory) -> None:
 
 def _read(run: RunDirectory) -> Facts:
     doubts: list[str] = []
-    spec = _try(lambda: load_sweep(run.sweep_file, check_paths=False), doubts)  # its data are where it ran
+    spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)  # its data are where it ran
     measured = run.measurements()
     if measured.skipped:
         doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")

@@ -14,8 +14,8 @@ from tula_hpc.analysis.formatting import plural
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
 from tula_hpc.devices import BrokenHost, broken_hosts
 from tula_hpc.errors import Failure
-from tula_hpc.job_status import MAIN_LABEL, Answer, JobPhase, JobStatus, job_statuses
-from tula_hpc.records import Event, Plan, Record, is_usable
+from tula_hpc.job_status import Answer, JobPhase, JobStatus, job_statuses
+from tula_hpc.records import MAIN_LABEL, Event, Plan, Record, is_usable
 from tula_hpc.run_cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.run_facts import Facts
 from tula_hpc.training_status import TrainingStatus, training_statuses

@@ -20,6 +20,7 @@ from tula_hpc.jobs import TrainJob
 from tula_hpc.launch import Ended, Launcher, Submitted, events_of, unsettled
 from tula_hpc.progress import StageProgress, stage_progress
 from tula_hpc.records import (
+    MAIN_LABEL,
     Candidate,
     Configuration,
     Event,
@@ -127,7 +128,7 @@ def plan_is_good(run: RunDirectory) -> bool:
     return training_began(run) or all(path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl"))
 
 
-def train_stage(sweep: Sweep, plan: Plan, label: str = "main") -> TrainResult:
+def train_stage(sweep: Sweep, plan: Plan, label: str = MAIN_LABEL) -> TrainResult:
     """Train at the chosen configuration; after OOM at the next smaller one, after a refused requeue again.
 
     Raises:

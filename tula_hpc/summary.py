@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.report_tables import TextTable
     from tula_hpc.analysis.text_columns import TextColumn
 
-LOG_WIDTH = 140  # columns where the output is no terminal
+SUMMARY_WIDTH = 140  # columns where the output is no terminal
 SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}  # left out first: the largest
 NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}  # where lines may end in cells
 
@@ -34,7 +34,7 @@ def print_summary(
     from tula_hpc.analysis.text_columns import GAP, add_columns
 
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else LOG_WIDTH
+    console.width = console.width if console.is_terminal else SUMMARY_WIDTH
     content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
     title = Text(printable(f"Chosen configuration and its neighbours{where}"))

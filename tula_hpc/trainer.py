@@ -18,7 +18,6 @@ from tula_hpc import slurm
 from tula_hpc.cadence import Cadence, expected_interruptions
 from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
 from tula_hpc.clock import unix_time
-from tula_hpc.curvature_probe import curvature_line
 from tula_hpc.drift_guard import DriftGuard
 from tula_hpc.drift_start import DriftStart, begin_drift_watch
 from tula_hpc.env import WorkerEnvironment, join_job, slurm_job_id
@@ -50,9 +49,8 @@ from tula_hpc.stopping import (
     Wish,
     until_stopped,
 )
-from tula_hpc.tuning import Tuning
 from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import make_test_loader, most_batches, training_samples, validation_samples
+from tula_hpc.workloads import make_test_loader, most_batches, training_samples
 
 REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
 
@@ -146,7 +144,6 @@ class Trainer:
             self.worker.optimizer.histogram = ScaleHistogram()
         self.batch: tuple[Batch, Batch] | None = None  # of the last step
         self.restart_count = env.restart_count
-        self.tuning = self._start_tuning()
         self.progress = self._restore()
         self.saving = self._start_saving()
         self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
@@ -154,14 +151,6 @@ class Trainer:
         self.worker.place(seen, seen)  # after a stop at an epoch's last step the next save comes before any step
         self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
         self.test_loader = self._loader(self.worker.workload.test)
-
-    def _start_tuning(self) -> Tuning | None:
-        training = self.job.sweep.training
-        if not training.tunes:
-            return None
-        samples = validation_samples(self.job.sweep.workload, training.tune_holdout)
-        loader = self._loader(samples)
-        return Tuning(self.worker, self.run_directory, self.job.label, loader, self._until_stopped)
 
     def _start_saving(self) -> Saving:
         training, pricing, progress = self.job.sweep.training, self.job.cluster.pricing, self.progress
@@ -213,58 +202,15 @@ class Trainer:
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
-        if self.progress.samples_seen == 0:
-            self._measure_curvature()
-        self._begin_tuning()
         evaluation: Evaluation | None = None  # of the present weights
         batches: Iterator[tuple[Batch, Batch]] | None = None
-        while True:
-            if self._round_is_over():  # or the process was killed right before it was judged
-                gone_back = self._end_round()
-                evaluation, batches = (None, None) if gone_back else (evaluation, batches)
-            if self.progress.epoch >= last:
-                return self._finish(evaluation or self._evaluate(self.test_loader))
+        while self.progress.epoch < last:
             batches = batches or self.worker.batches(self.progress.epoch, self.progress.offset)
-            try:
-                if not self._train_epoch(batches):
-                    return self._leave()
-                evaluation = self._evaluate_if_due(self.progress.epoch + 1)
-                self._end_epoch(evaluation)
-            except DivergedError:
-                if self.tuning is None or not self.tuning.active:
-                    raise
-                batches = None
-                self._end_round(diverged=True)
-
-    def _begin_tuning(self) -> None:
-        if self.tuning is not None:
-            self.tuning.tidy()  # what a killed process had begun to save
-            self.tuning.begin(asdict(self.progress), self._state, self.restart_count)
-
-    def _round_is_over(self) -> bool:
-        return self.tuning is not None and self.tuning.due(self.progress.epoch, self.progress.offset)
-
-    def _end_round(self, *, diverged: bool = False) -> bool:
-        """Have tuning judge a run of a round; True if training goes on from an earlier checkpoint."""
-        if self.tuning is None:
-            return False
-        self.batch, self.window = None, StepWindow()
-        self._scales_used()  # read and dropped, like the window: no line tells of steps after which a run diverged
-        self.saving.settle()
-        now = asdict(self.progress)
-        loaded = self.tuning.end_round(now, self._state, self.restart_count, diverged=diverged)
-        if loaded is not None:
-            kept = {name: getattr(self.progress, name) for name in ("restarts", "interruptions", "started_at")}
-            self.progress = Progress(**loaded["progress"] | kept)
-            self.epoch_loss.fill_(self.progress.epoch_loss)
-            self.critical_batch = CriticalBatch()
-        self._save(wait=True)
-        self.tuning.tidy()
-        return loaded is not None
-
-    @property
-    def _attempt(self) -> int | None:
-        return self.tuning.attempt if self.tuning is not None else None
+            if not self._train_epoch(batches):
+                return self._leave()
+            evaluation = self._evaluate_if_due(self.progress.epoch + 1)
+            self._end_epoch(evaluation)
+        return self._finish(evaluation or self._evaluate(self.test_loader))
 
     def _evaluate_if_due(self, epoch: int) -> Evaluation:
         """Of the test set, at the end of that epoch: of each, or in a study of some and the last."""
@@ -395,7 +341,6 @@ class Trainer:
                 noise_gradient_square=_finite(noise.recent_square),
                 noise_trace=_finite(noise.recent_trace),
                 scale_histogram=self._scales_used(),
-                attempt=self._attempt,
             ),
             durable=False,
         )
@@ -419,9 +364,9 @@ class Trainer:
         return {name: _finite(value) for name, value in observer.statistics()._asdict().items()}
 
     def _any_diverged(self, loss: float) -> bool:
-        """Workers agree where all of them end with it, or go back; another training just fails."""
+        """Workers agree where all of them end with it, in a study; another training just fails."""
         diverged = not math.isfinite(loss)
-        return diverged if self.study is None and self.tuning is None else self._any(diverged)
+        return diverged if self.study is None else self._any(diverged)
 
     def _scales_used(self) -> list[int] | None:
         optimizer = self.worker.optimizer
@@ -460,7 +405,6 @@ class Trainer:
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         if self.env.rank == 0 and evaluation is not NO_EVALUATION:
             append_record(self.files.metrics_file, self._epoch_metrics(evaluation))
-        self._measure_curvature()
         progress.offset = progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
         self.epoch_loss.zero_()
@@ -483,26 +427,15 @@ class Trainer:
             steps=progress.epoch_steps,
             noise_scale=_finite(self._noise().noise_scale),
             critical_batch=_finite(self.critical_batch.take()),
-            attempt=self._attempt,
             evaluation_time_s=evaluation.seconds,
             workers=self.env.world_size,
         )
-
-    def _measure_curvature(self) -> None:
-        progress, training = self.progress, self.job.sweep.training
-        if progress.epoch not in training.curvature_epochs:
-            return
-        seen = {"epoch": progress.epoch, "step": progress.step, "samples_seen": progress.samples_seen}
-        line = curvature_line(self.worker, training.curvature_samples, **seen)
-        if self.env.rank == 0:
-            append_record(self.files.metrics_file, line.model_copy(update={"attempt": self._attempt}))
 
     def _save(self, *, wait: bool = False) -> None:
         """A checkpoint of this moment. It is on disk some time later, or on return if it is waited for."""
         if self.window.steps:
             self._log_steps()  # or the losses since the last line would be lost to a resumed run
-        lost = self.tuning.lost_samples if self.tuning is not None else 0  # the newest file is the one of the most work
-        seen = self.progress.samples_seen + lost
+        seen = self.progress.samples_seen
         self.saving.save(self._state, samples_seen=seen, restart_count=self.restart_count, wait=wait)
         self._tell_cost()
         self.window = StepWindow()  # the time of saving is no step's time
@@ -528,7 +461,6 @@ class Trainer:
             "progress": asdict(self.progress),
             "critical_batch": self.critical_batch.state_dict(),
             "global_batch": self.job.configuration.global_batch,
-            **({"tuning": self.tuning.state_dict()} if self.tuning is not None else {}),
             **({"observer": observer.state_dict()} if observer is not None else {}),
         }
 
@@ -545,8 +477,6 @@ class Trainer:
         if loaded is None:
             self.worker.model.load_state_dict(initial)
             return Progress(started_at=unix_time())
-        if self.tuning is not None and "tuning" in loaded.state:
-            self.tuning.load_state_dict(loaded.state["tuning"])
         self.worker.load_own_state(self.local_states.load(loaded))
         if self.worker.observer is not None:
             self.worker.observer.load_state_dict(loaded.state.get("observer"))
@@ -652,12 +582,9 @@ class Trainer:
             diverged=bool(diverged),
             train_accuracy=training.accuracy if training else None,
             train_top5_accuracy=training.top5_accuracy if training else None,
-            tuning=self.tuning.outcome() if self.tuning is not None else None,
         )
         if self.study is not None:
             self.local_states.keep_newest_only()
-        if self.tuning is not None:
-            self.tuning.close()
         if self.env.rank == 0:
             write_atomically(self.files.result_file, result.model_dump_json(indent=1))
             self._event("finished", diverged or evaluation.words, {})
@@ -667,9 +594,7 @@ class Trainer:
 
     def _evaluate_training(self) -> Evaluation:
         """Of a fixed choice of training samples as they are, at the end."""
-        training = self.job.sweep.training
-        held_out = training.tune_holdout if training.tunes else 0.0
-        return self._evaluate(self._loader(training_samples(self.job.sweep.workload, validation=held_out)))
+        return self._evaluate(self._loader(training_samples(self.job.sweep.workload)))
 
 
 class StepWindow:

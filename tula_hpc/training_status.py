@@ -7,8 +7,8 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.drift import describe_drift
-from tula_hpc.job_status import MAIN_LABEL, JobPhase, JobStatus, submissions
-from tula_hpc.records import Event, Record, StepMetrics
+from tula_hpc.job_status import JobPhase, JobStatus, submissions
+from tula_hpc.records import MAIN_LABEL, Event, Record, StepMetrics
 from tula_hpc.run_facts import Facts, TrainingFacts
 
 Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", "unknown", "none"]

@@ -32,7 +32,7 @@ from tula_hpc.stages import (
 )
 
 ATTEMPTS = 3  # of a training that dies of what looks like a bug: a killed process looks the same
-LARGEST_ARRAY = 500  # tasks: many sites allow fewer jobs a user than Slurm allows tasks an array
+MOST_TRAININGS = 500  # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 
 
@@ -196,7 +196,7 @@ def most_at_once(cluster: ClusterSpec, workers: int) -> int:
     GPUs it always does: each training's first worker takes the first GPU, however many cores there are.
     """
     if cluster.executor == "slurm":
-        return max(1, min(LARGEST_ARRAY, slurm.largest_array()))
+        return max(1, min(MOST_TRAININGS, slurm.largest_array()))
     if cluster.device == "cuda":
         return cluster.array_parallelism
     cores = len(os.sched_getaffinity(0))

@@ -7,10 +7,10 @@ import gc
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from tula_hpc import resident
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.env import WorkerEnvironment, granted_gpus
 from tula_hpc.errors import DeviceError, InputError
-from tula_hpc.methods import build_optimizer, pass_interval, reference_after, reference_share, scaled_batches
+from tula_hpc.methods import build_optimizer, reference_after, reference_share
 from tula_hpc.nested import Batch, map_tensors, samples_in, take
 from tula_hpc.optim import (
     GradientObserver,
@@ -37,7 +37,7 @@ from tula_hpc.optim import (
 from tula_hpc.optim.post_local import PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.rendezvous import meet
-from tula_hpc.workloads import build_workload, make_train_loader, without_validation
+from tula_hpc.workloads import build_workload, make_train_loader
 from tula_hpc.workloads.copy_ahead import StreamCopies, one_ahead
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.pixels import ImageDataset, prepared
@@ -46,7 +46,6 @@ from tula_hpc.workloads.pixels import ImageDataset, prepared
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # a profile job has minutes, and all of its nodes would wait
 PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
-T = TypeVar("T")
 # compute capability of the first GPUs with bf16 units, A100's 8.0
 BF16_FROM_MAJOR = 8
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -73,11 +72,7 @@ class Worker:
             check_kernels(self.device)
             check_precision(self.device, sweep.workload.precision)
             choose_kernels(sweep.workload)
-        workload = build_workload(sweep.workload, self.device)
-        if sweep.training.tunes:
-            share = sweep.training.tune_holdout
-            workload = workload._replace(train=without_validation(workload.train, share))
-        self.workload = workload
+        self.workload = workload = build_workload(sweep.workload, self.device)
         self.model = self._place(workload.model)
         self.parallel = self._wrap(self.model)
         self.unused_sought = self.parallel is self.model  # a single worker does not mind unused parameters
@@ -232,25 +227,17 @@ class Worker:
             for module, training in modes:
                 module.training = training
 
-    def _judge(self, judges: Callable[[Any, Any], T], inputs: Batch, targets: Batch) -> T:
-        """What a function makes of the model's outputs and the targets, of samples as loaded.
+    def score(self, inputs: Batch, targets: Batch) -> Tensor:
+        """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`.
 
-        As in training it is called within autocast; outputs that are a tensor are in full precision.
+        As in training both are taken within autocast; outputs that are a tensor are in full precision.
         """
+        criterion, count = self.workload.criterion, samples_in(targets)
         with self.autocast():
             inputs, targets = self.to_device(inputs, targets)
             outputs = self.model(inputs)
             outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
-            return judges(outputs, targets)
-
-    def losses(self, inputs: Batch, targets: Batch) -> Tensor:
-        """Of each of a batch of samples as loaded, (batch,) of float64."""
-        return self._judge(self.workload.criterion.losses, inputs, targets).double()
-
-    def score(self, inputs: Batch, targets: Batch) -> Tensor:
-        """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`."""
-        criterion, count = self.workload.criterion, samples_in(targets)
-        loss, hits = self._judge(lambda *both: (criterion.loss(*both), criterion.hits(*both)), inputs, targets)
+            loss, hits = criterion.loss(outputs, targets), criterion.hits(outputs, targets)
         total = (loss.to(torch.promote_types(loss.dtype, torch.float32)) * count).double()
         return torch.cat([torch.stack([total, torch.full_like(total, count)]), hits])
 
@@ -342,17 +329,6 @@ class Worker:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-
-    def use_setting(self, delta: float, small_batch: int) -> None:
-        """Go on with other values of training.delta and training.small_batch."""
-        changed = {"delta": delta, "small_batch": small_batch}
-        training = self.sweep.training.model_copy(update=changed)
-        self.sweep = self.sweep.model_copy(update={"training": training})  # says how much of a batch a pass takes
-        if isinstance(self.optimizer, TulaOptimizer):
-            self.optimizer.set_batch(**scaled_batches(training, self.configuration))
-            self.optimizer.set_delta(delta)
-            if self.optimizer.update_interval is not None:
-                self.optimizer.update_interval = pass_interval(training, self.configuration, self.samples)
 
     @property
     def is_local(self) -> bool:

@@ -27,7 +27,7 @@ from tula_hpc.records import RunDirectory
 from tula_hpc.slurm_command import COMMAND_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST_ARRAY = 101
+MAX_ARRAY_SIZE = 101
 
 
 def measures(number: int, folder: Path) -> Callable[[], None]:
@@ -79,7 +79,7 @@ def run(work: Path, count: int) -> dict[str, Any]:
     recorded = Counter(row.local_batch for row in directory.measurements().records)
     return {
         "tasks": count,
-        "largest_array": LARGEST_ARRAY,
+        "largest_array": MAX_ARRAY_SIZE,
         "arrays": len({job.array_id for job in jobs}),
         "accepted": len(jobs),
         "ended": len(ended),
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) not in (2, 3):
         sys.stderr.write(f"{__doc__}\n")
         return 2
-    with MiniCluster(max_array_size=LARGEST_ARRAY) as cluster:
+    with MiniCluster(max_array_size=MAX_ARRAY_SIZE) as cluster:
         os.environ |= cluster.environment
         result = run(Path(arguments[0]), int(arguments[2]) if len(arguments) == 3 else 2000)
     Path(arguments[1]).write_text(json.dumps(result, indent=1) + "\n")

@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from tula_hpc.analysis.correlation import rank_correlation
-from tula_hpc.optim import LocalHessian, measure_curvature, relative_change, squared_norm
+from tests.benchmarks.curvature import LocalHessian, measure_curvature
+from tula_hpc.optim import relative_change, squared_norm
 from tula_hpc.workloads.compact import compact_cnn
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +186,11 @@ def correlations(points: Sequence[Point]) -> dict[str, float]:
     sizes = [abs(change) for change in _changes(eigenvalues)]
     found["variability_to_size_of_change"] = rank_correlation([p.variability for p in points[1:]], sizes)
     return found
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's; pairs with a NaN are left out."""
+    return float(spearmanr(first, second, nan_policy="omit").statistic)
 
 
 def _changes(values: Sequence[float]) -> list[float]:

@@ -13,7 +13,14 @@ from tula_hpc.config.idle_keys import idle_keys, idle_reference
 from tula_hpc.config.objective import ObjectiveSpec
 from tula_hpc.config.partition import PartitionSpec
 from tula_hpc.config.pricing import PricingSpec
-from tula_hpc.config.reading import load_cluster, load_sweep, load_together, split_overrides
+from tula_hpc.config.reading import (
+    REMOVED_KEYS,
+    load_cluster,
+    load_frozen_sweep,
+    load_sweep,
+    load_together,
+    split_overrides,
+)
 from tula_hpc.config.search import SearchSpec, batches_timed_apart, local_batches
 from tula_hpc.config.spec import GIB, Spec
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
@@ -29,6 +36,7 @@ __all__ = [
     "JOB_NAMES",
     "MAX_FILE_BYTES",
     "REFERENCE_COLUMN",
+    "REMOVED_KEYS",
     "AgsOptions",
     "ClusterSpec",
     "Family",
@@ -54,6 +62,7 @@ __all__ = [
     "idle_reference",
     "is_hidden",
     "load_cluster",
+    "load_frozen_sweep",
     "load_sweep",
     "load_together",
     "loaders_without_cores",

@@ -31,13 +31,12 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
     if sweep.workload.precision == "fp16" and any(part.device == "cpu" for part in parts):
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
-    samples, share = sweep.workload.samples, sweep.training.trained_share
-    held = "" if share == 1 else f" less training.tune_holdout = {sweep.training.tune_holdout}"
-    if samples is not None and sweep.search.max_batch > samples * share:
-        message = f"{sweep.search.max_batch} is above workload.samples = {samples}{held}"
+    samples = sweep.workload.samples
+    if samples is not None and sweep.search.max_batch > samples:
+        message = f"{sweep.search.max_batch} is above workload.samples = {samples}"
         raise InputError(message, source=sweep_file, key="search.max_batch")
-    if _is_above(sweep.search.min_batch, sweep, share):
-        message = f"{sweep.search.min_batch} is above {_samples(sweep)}{held}"
+    if _is_above(sweep.search.min_batch, sweep):
+        message = f"{sweep.search.min_batch} is above {_samples(sweep)}"
         raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
         for nodes in cluster_sizes(sweep.search, part):
@@ -91,11 +90,11 @@ def _check_study(
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
         raise InputError(f"{batch} cannot be shared equally among {workers} workers", source=source, key=key)
-    if _is_above(batch, sweep, (1 - sweep.workload.holdout) * sweep.training.trained_share):
+    if _is_above(batch, sweep, 1 - sweep.workload.holdout):
         raise InputError(f"{batch} is above {_samples(sweep)}", source=source, key=key)
 
 
-def _is_above(batch: int, sweep: SweepSpec, share: float) -> bool:
+def _is_above(batch: int, sweep: SweepSpec, share: float = 1.0) -> bool:
     """Whether a batch is larger than the share of the training samples that is trained on, as far as they are known."""
     most = sweep.workload.most_samples
     return most is not None and batch > most * share

@@ -82,7 +82,7 @@ def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
 def _not_below(training: TrainingSpec, largest: int, key: str) -> str:
     """Why AGS's reference batch leaves nothing to scale; empty where it is below the largest batch, or not given."""
     given, shrink = training.small_batch, training.ags.small_batch_shrink
-    if training.method != "ags" or given is None or min([given, *training.tune_small_batch]) < largest:
+    if training.method != "ags" or given is None or given < largest:
         return ""
     unless = "" if shrink == 1.0 else " until training.small_batch_shrink brings it below the batch"
     return (

@@ -22,6 +22,16 @@ from tula_hpc.errors import InputError
 MOST_MISTAKES = 20  # that are named one by one
 DEFAULT = "the default cluster (this machine)"
 LARGEST = 1e30  # no number of an input is larger
+# Keys that earlier versions wrote into the sweep.toml of each run, with the values at which they did nothing.
+REMOVED_KEYS: dict[tuple[str, ...], object] = {
+    ("training", "tune_delta"): [],
+    ("training", "tune_small_batch"): [],
+    ("training", "tune_every_epochs"): 2,
+    ("training", "tune_holdout"): 0.05,
+    ("training", "max_rollbacks"): 8,
+    ("training", "curvature_epochs"): [],
+    ("training", "curvature_samples"): 512,
+}
 S = TypeVar("S", bound=Spec)
 
 
@@ -34,7 +44,20 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     Raises:
         InputError: One line per mistake: file, key, what was expected.
     """
-    sweep = _parse(SweepSpec, path, read_toml(path), overrides, check_paths=check_paths)
+    return _sweep_of(path, read_toml(path), overrides, check_paths=check_paths)
+
+
+def load_frozen_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False) -> SweepSpec:
+    """Read the sweep that a run was made from, without keys that have been removed since; see `load_sweep`."""
+    tables = read_toml(path)
+    for table, key in REMOVED_KEYS:
+        if isinstance(tables.get(table), dict):
+            tables[table].pop(key, None)
+    return _sweep_of(path, tables, overrides, check_paths=check_paths)
+
+
+def _sweep_of(path: Path, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool) -> SweepSpec:
+    sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -48,27 +48,8 @@ class TrainingSpec(Spec):
     drift: bool = True  # hold measured step times against the plan's prediction
     drift_minutes: float = Field(default=1.0, gt=0, le=1e6)  # beyond its interval for so long: an event says so
     replan_on_drift: bool = False  # after it, a requeue may choose another batch for the same nodes
-    # after these epochs (0: before the first step) the largest eigenvalue of the Hessian is measured
-    curvature_epochs: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
-    curvature_samples: int = Field(default=512, ge=2, le=65_536)  # of the batch for it, over all workers
     observe_gradients: bool = True  # norm, Δ(G) and noise are logged of gradients that no method adapts to, too
     scale_histogram: bool = False  # count the scales that were applied, for each line of metrics.jsonl; costs time
-    # other values of delta and small_batch to try while training; whole rounds are run again, so it costs time
-    tune_delta: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=16)
-    tune_small_batch: tuple[Annotated[int, Field(ge=1, le=2**30)], ...] = Field(default=(), max_length=16)
-    tune_every_epochs: int = Field(default=2, ge=1, le=100_000)  # length of a round
-    tune_holdout: float = Field(default=0.05, gt=0, le=0.5)  # share of the training samples that judge a round
-    max_rollbacks: int = Field(default=8, ge=1, le=10**6)  # so many rounds are run again at most
-
-    @property
-    def tunes(self) -> bool:
-        """Whether settings are tuned while training, on samples that are held out for that."""
-        return bool(self.tune_delta or self.tune_small_batch)
-
-    @property
-    def trained_share(self) -> float:
-        """Of the training samples: those that tuning does not hold out."""
-        return 1.0 - self.tune_holdout if self.tunes else 1.0
 
     @property
     def ags(self) -> AgsOptions:
@@ -128,17 +109,4 @@ class TrainingSpec(Spec):
             raise ValueError('reference: "free" knows norms only; granularity = "element" needs reference = "pass"')
         if options.reference == "pass" and options.update_interval_epochs == 0 and self.method == "ags":
             raise ValueError("update_interval_epochs: an extra pass at every step doubles the work; expected above 0")
-        _check_tuning(self)
         return self
-
-
-def _check_tuning(training: TrainingSpec) -> None:
-    for key in ("tune_delta", "tune_small_batch"):
-        values = getattr(training, key)
-        if len(set(values)) != len(values):
-            raise ValueError(f"{key}: expected each value once")
-        if values and training.method != "ags":
-            raise ValueError(f'{key}: "{training.method}" has nothing to tune; expected method = "ags"')
-    if training.tune_delta and training.ags.gate == "none":
-        gates = 'gate = "paper", "smooth" or "smoothed"'
-        raise ValueError(f'tune_delta: with gate = "none" every step is scaled, whatever delta is; expected {gates}')

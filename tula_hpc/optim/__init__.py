@@ -1,14 +1,6 @@
 """Gradient scaling for large batches: the wrapping optimizer, its sensitivity gate, and the reference gradient."""
 
 from tula_hpc.optim.critical_batch import CriticalBatch
-from tula_hpc.optim.curvature import (
-    Curvature,
-    Eigenvalue,
-    LocalHessian,
-    measure_curvature,
-    power_iteration,
-    start_vector,
-)
 from tula_hpc.optim.gradscale import GradScale, Granularity, StaticScale, default_s_max, element_ratio, tensor_ratio
 from tula_hpc.optim.local_norms import LocalNorms
 from tula_hpc.optim.noise_scale import (
@@ -34,13 +26,10 @@ __all__ = [
     "NO_READING",
     "STATE_KEY",
     "CriticalBatch",
-    "Curvature",
-    "Eigenvalue",
     "Gate",
     "GradScale",
     "GradientObserver",
     "Granularity",
-    "LocalHessian",
     "LocalNorms",
     "NoiseReading",
     "NoiseScale",
@@ -57,15 +46,12 @@ __all__ = [
     "gradient_square",
     "local_gradient",
     "looks_at_whole_batch",
-    "measure_curvature",
     "noise_scale",
     "noise_trace",
     "norm_ratio",
-    "power_iteration",
     "reference_gradient",
     "relative_change",
     "square_at",
     "squared_norm",
-    "start_vector",
     "tensor_ratio",
 ]

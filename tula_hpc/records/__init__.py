@@ -20,10 +20,8 @@ from tula_hpc.records.metrics import (
     SCALE_BINS_PER_OCTAVE,
     SCALE_OCTAVES,
     AnyMetrics,
-    CurvatureMetrics,
     EpochMetrics,
     Metrics,
-    RollbackMetrics,
     StepMetrics,
     read_metrics,
 )
@@ -31,13 +29,14 @@ from tula_hpc.records.plan import Candidate, Knee, Plan
 from tula_hpc.records.rates import RateTrial, TunedRates
 from tula_hpc.records.reading import MAX_LINE_BYTES, ReadResult, parse_record, read_document, read_records
 from tula_hpc.records.record import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.result import TrainResult, TuningOutcome
-from tula_hpc.records.run_directory import RunDirectory
+from tula_hpc.records.result import TrainResult
+from tula_hpc.records.run_directory import MAIN_LABEL, RunDirectory
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record, write_atomically
 
 __all__ = [
     "CREDIBLE_S",
+    "MAIN_LABEL",
     "MAX_LINE_BYTES",
     "SCALE_BINS_PER_OCTAVE",
     "SCALE_OCTAVES",
@@ -45,7 +44,6 @@ __all__ = [
     "Batch",
     "Candidate",
     "Configuration",
-    "CurvatureMetrics",
     "Drift",
     "EpochMetrics",
     "Event",
@@ -62,7 +60,6 @@ __all__ = [
     "RateTrial",
     "ReadResult",
     "Record",
-    "RollbackMetrics",
     "RunDirectory",
     "StepMetrics",
     "StepParts",
@@ -70,7 +67,6 @@ __all__ = [
     "TrainDirectory",
     "TrainResult",
     "TunedRates",
-    "TuningOutcome",
     "WorkersPerNode",
     "append_record",
     "compute_of",

@@ -42,7 +42,6 @@ class Event(Record):
         "drifted",
         "recovered",
         "replanned",
-        "tuned",
         "finished",
         "failed",
         "ended",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,6 +16,8 @@ SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
 SCALE_BINS_PER_OCTAVE = 6
 MAX_STEPS = 4_000  # logged steps of a training that are held; of more an even choice
 ROUNDING = 1e-4  # factors so near to 1 come of norms in single precision alone
+# beginnings of lines that earlier versions wrote
+OLD_LINES = (b'{"kind":"rollback",', b'{"kind":"curvature",')
 
 
 class StepMetrics(Record):
@@ -43,7 +45,6 @@ class StepMetrics(Record):
     # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
     # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
     scale_histogram: list[int] | None = None
-    attempt: int | None = None  # while settings are tuned: which run of a round, see `RollbackMetrics`
 
     @property
     def applied_scale(self) -> float | None:
@@ -81,39 +82,11 @@ class EpochMetrics(Record):
     complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
     noise_scale: float | None = None  # samples, as of the end of the epoch
     critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
-    attempt: int | None = None  # see `StepMetrics`
     evaluation_time_s: float | None = None  # of the test set, after the epoch's steps
     workers: int | None = None  # over all nodes
 
 
-class CurvatureMetrics(Record):
-    """A line of metrics.jsonl for the curvature of the training loss on a fixed batch, between two epochs.
-
-    Numbers are None where memory did not suffice, or they are not finite.
-    """
-
-    kind: Literal["curvature"] = "curvature"
-    epoch: int  # epochs completed; 0: before the first step
-    step: int
-    samples_seen: int
-    samples: int  # of the fixed batch
-    eigenvalue: float | None = None  # of the Hessian, largest in magnitude
-    residual: float | None = None  # an eigenvalue lies within so much of it
-    iterations: int | None = None  # Hessian-vector products
-    largest_eigenvalue: float | None = None  # algebraically; another one only where the former is negative
-    largest_residual: float | None = None
-    gradient_norm: float | None = None  # on the same batch
-    attempt: int | None = None  # see `StepMetrics`
-
-
-class RollbackMetrics(Record):
-    """A line of metrics.jsonl: tuning rolled a run of a round back, so the lines of that attempt are no progress."""
-
-    kind: Literal["rollback"] = "rollback"
-    attempt: int
-
-
-AnyMetrics = StepMetrics | EpochMetrics | CurvatureMetrics | RollbackMetrics
+AnyMetrics = StepMetrics | EpochMetrics
 
 
 class _AnyMetrics(RootModel[AnyMetrics]):
@@ -126,7 +99,6 @@ class Metrics(NamedTuple):
     steps: list[StepMetrics]  # at most about `MAX_STEPS`
     epochs: list[EpochMetrics]
     skipped: int
-    curvature: Sequence[CurvatureMetrics] = ()
     logged: int = 0  # steps, those that are not held included; 0 where all are
 
     @property
@@ -138,14 +110,13 @@ class Metrics(NamedTuple):
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
 
-    Those of a run that tuning rolled back for good are left out. Of very many steps only some are held, see
-    `metrics_choice`.
+    Of very many steps only some are held, see `metrics_choice`.
 
     Raises:
         RunDirectoryError: The file is there and cannot be read, or is out of all bounds.
     """
     rows: list[AnyMetrics] = []
-    skipped, bounds, lines = 0, Bounds(), lines_of(path)
+    skipped, bounds, lines = 0, Bounds(), metrics_lines(path)
     for line in islice(lines, MAX_STEPS):
         try:
             rows.append(parse_metrics(line))
@@ -157,6 +128,11 @@ def read_metrics(path: Path) -> Metrics:
     from tula_hpc.records.metrics_choice import read_chosen  # NumPy, which few commands need
 
     return read_chosen(path)
+
+
+def metrics_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a metrics.jsonl but for those of a kind that is no longer written."""
+    return (line for line in lines_of(path) if not line.startswith(OLD_LINES))
 
 
 def parse_metrics(line: bytes) -> AnyMetrics:
@@ -172,20 +148,12 @@ def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
     """Lines by kind, those that count; the later of two for the same samples or epoch does."""
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
-    curvature: dict[int, CurvatureMetrics] = {}
-    for row in _not_rolled_back(list(rows)):
+    for row in rows:
         if isinstance(row, StepMetrics):
             steps[row.samples_seen] = row
-        elif isinstance(row, EpochMetrics):
+        else:
             epochs[row.epoch] = row
-        elif isinstance(row, CurvatureMetrics):
-            curvature[row.epoch] = row
-    return Metrics(_in_order(steps), _in_order(epochs), skipped, _in_order(curvature))
-
-
-def _not_rolled_back(rows: Sequence[AnyMetrics]) -> Iterator[AnyMetrics]:
-    rolled_back = {row.attempt for row in rows if isinstance(row, RollbackMetrics)}
-    return (row for row in rows if row.attempt not in rolled_back)
+    return Metrics(_in_order(steps), _in_order(epochs), skipped)
 
 
 def _in_order(rows: dict[int, R]) -> list[R]:

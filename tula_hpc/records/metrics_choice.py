@@ -19,12 +19,12 @@ from tula_hpc.records.metrics import (
     MAX_STEPS,
     AnyMetrics,
     Metrics,
-    RollbackMetrics,
     StepMetrics,
+    metrics_lines,
     parse_metrics,
     split,
 )
-from tula_hpc.records.reading import Bounds, lines_of, out_of_bounds
+from tula_hpc.records.reading import Bounds, out_of_bounds
 
 MAX_LINES = 5_000_000
 SEED = 0  # the same file gives the same choice
@@ -33,9 +33,7 @@ Places = NDArray[np.int64]
 
 # a line as the trainer writes it: fields in order, without blanks
 _STEP = re.compile(rb'\{"kind":"step","step":\d+,"samples_seen":(\d{1,15}),')
-_ATTEMPT = re.compile(rb'"attempt":(\d{1,9})\}\s*$')
 _NOISE = b'"noise_trace":'
-_NO_ATTEMPT = b'"attempt":null}\n'
 
 
 class _Index:
@@ -44,7 +42,6 @@ class _Index:
     def __init__(self) -> None:
         self.line = array("q")
         self.samples_seen = array("d")
-        self.attempt = array("d")  # −1: of none
         self.noise = array("b")  # whether the line has a reading of it
         self.others: list[AnyMetrics] = []
         self.skipped = 0
@@ -54,10 +51,9 @@ class _Index:
         found = _STEP.match(line)
         if found is None or not line.endswith(b"}\n"):
             return self._add_parsed(place, line)
-        attempt = None if line.endswith(_NO_ATTEMPT) else _ATTEMPT.search(line, len(line) - 30)
         noise_at = line.find(_NOISE)
         has_noise = noise_at >= 0 and not line.startswith(b"null", noise_at + len(_NOISE))
-        self._add_step(place, int(found[1]), int(attempt[1]) if attempt else None, has_noise)
+        self._add_step(place, int(found[1]), has_noise)
         return False
 
     def _add_parsed(self, place: int, line: bytes) -> bool:
@@ -67,25 +63,22 @@ class _Index:
             self.skipped += 1
             return False
         if isinstance(row, StepMetrics):
-            self._add_step(place, row.samples_seen, row.attempt, row.noise_trace is not None)
+            self._add_step(place, row.samples_seen, row.noise_trace is not None)
             return False
         self.others.append(row)
         return True
 
-    def _add_step(self, place: int, samples_seen: int, attempt: int | None, has_noise: bool) -> None:
+    def _add_step(self, place: int, samples_seen: int, has_noise: bool) -> None:
         self.line.append(place)
         self.samples_seen.append(samples_seen)
-        self.attempt.append(-1 if attempt is None else attempt)
         self.noise.append(has_noise)
 
     def kept(self) -> Places:
         """Indices of the steps that count, by samples seen: see `read_metrics`."""
-        rolled_back = [row.attempt for row in self.others if isinstance(row, RollbackMetrics)]
-        (left,) = np.nonzero(~np.isin(np.asarray(self.attempt), rolled_back))
-        seen = np.asarray(self.samples_seen)[left]
+        seen = np.asarray(self.samples_seen)
         order = np.argsort(seen, kind="stable")
         is_last = np.append(np.diff(seen[order]) > 0, True)[: len(order)]
-        kept: Places = left[order[is_last]]
+        kept: Places = order[is_last]
         return kept
 
 
@@ -108,7 +101,7 @@ def read_chosen(path: Path) -> Metrics:
 
 def _indexed(path: Path) -> _Index:
     index, bounds = _Index(), Bounds()
-    for place, line in enumerate(lines_of(path)):
+    for place, line in enumerate(metrics_lines(path)):
         if place >= MAX_LINES:
             advice = "a larger training.log_interval_steps keeps it shorter"
             raise out_of_bounds(path, f"at most {MAX_LINES:,} lines", advice)
@@ -138,7 +131,7 @@ def _parsed(path: Path, wanted: set[int]) -> tuple[list[StepMetrics], int]:
 
 
 def _steps_at(path: Path, wanted: set[int]) -> Iterator[StepMetrics]:
-    for place, line in enumerate(lines_of(path)):
+    for place, line in enumerate(metrics_lines(path)):
         if place in wanted:
             try:
                 row = parse_metrics(line)

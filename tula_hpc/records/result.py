@@ -5,19 +5,6 @@ from __future__ import annotations
 from tula_hpc.records.record import Batch, Nodes, Record, WorkersPerNode
 
 
-class TuningOutcome(Record):
-    """What tuning within a training came to."""
-
-    delta: float  # at the end
-    small_batch: int
-    settings: int  # candidates, the configured one included
-    tried: int
-    pruned: int
-    rollbacks: int
-    lost_samples: int  # trained on in runs that were rolled back; not in the result's samples_seen
-    lost_s: float  # of training steps in them; not in the result's train_time_s
-
-
 class TrainResult(Record):
     """result.json: how training ended."""
 
@@ -40,4 +27,3 @@ class TrainResult(Record):
     diverged: bool = False  # of a study: the loss was not finite, which ended it; its accuracies are 0
     train_accuracy: float | None = None  # of a study: on a fixed choice of training samples, not augmented
     train_top5_accuracy: float | None = None
-    tuning: TuningOutcome | None = None  # None: nothing was tuned

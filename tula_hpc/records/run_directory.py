@@ -24,6 +24,7 @@ from tula_hpc.records.reading import ReadResult, read_document, read_records
 from tula_hpc.records.train_directory import TrainDirectory
 from tula_hpc.records.writing import append_record
 
+MAIN_LABEL = "main"  # of the training that a sweep ends with
 MAX_SAMPLED_BYTES = 32 * 1024**2  # of measurements with every sample, which are most of their bytes and rarely read
 
 
@@ -166,7 +167,7 @@ class RunDirectory:
             message = f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
             raise RunDirectoryError(f"{message}, or have its owner do so, or use another --run-dir", source=self.root)
 
-    def make_train(self, label: str = "main") -> TrainDirectory:
+    def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """The folder of one training, made if it is missing.
 
         Raises:
@@ -234,7 +235,7 @@ class RunDirectory:
         """Events of all stages."""
         return self.root / "events.jsonl"
 
-    def train(self, label: str = "main") -> TrainDirectory:
+    def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """Files of one training.
 
         Raises:

@@ -1,7 +1,7 @@
 """What is trained on what: models, data sets, loaders, and a user's own of either (`entry_points`)."""
 
 from tula_hpc.workloads.build import Workload, build_workload
-from tula_hpc.workloads.data import training_samples, validation_samples, without_validation
+from tula_hpc.workloads.data import training_samples
 from tula_hpc.workloads.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader, most_batches
 from tula_hpc.workloads.models import build_model
 
@@ -15,6 +15,4 @@ __all__ = [
     "make_train_loader",
     "most_batches",
     "training_samples",
-    "validation_samples",
-    "without_validation",
 ]

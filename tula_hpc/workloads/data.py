@@ -20,12 +20,11 @@ from tula_hpc.workloads.entry_points import is_entry_point, own_data
 from tula_hpc.workloads.folder_images import IMAGENET_SCALING, folder_images
 from tula_hpc.workloads.patterns import PatternSource
 from tula_hpc.workloads.pixels import ArraySource, Indices, Jitter, PixelDataset, Scaling
-from tula_hpc.workloads.splits import Split, random_order, stratified_split
+from tula_hpc.workloads.splits import random_order, stratified_split
 from tula_hpc.workloads.trees import ImageTree, check_same_classes, data_error, find_part, read_tree
 
 _SYNTHETIC_SAMPLES = 2048
 _SYNTHETIC_TEST_SAMPLES = 512
-MOST_VALIDATION = 10_000  # samples; more would take time and tell no more
 
 
 class Data(NamedTuple):
@@ -56,29 +55,7 @@ def build_data(spec: WorkloadSpec) -> Data:
     return _hold_out(spec, data) if spec.holdout else data
 
 
-def without_validation(train: Dataset[Any], share: float) -> Dataset[Any]:
-    """The training samples but for those of `validation_samples`."""
-    return _some(train, _validation_split(train, share).train)
-
-
-def validation_samples(spec: WorkloadSpec, share: float) -> Dataset[Any]:
-    """A share of the training samples to judge a training by while it runs, as they are; at most `MOST_VALIDATION`.
-
-    The same ones for every seed of a training. With `workload.samples` the seed decides which samples there are; of
-    these the same places are taken.
-    """
-    train = build_data(spec.model_copy(update={"augment": False})).train
-    return _some(train, _validation_split(train, share).test)
-
-
-def _validation_split(train: Dataset[Any], share: float) -> Split:
-    count = _length(train)
-    held = min(MOST_VALIDATION, max(2, round(share * count)))
-    order = random_order(count, 0)
-    return Split(order[held:], order[:held])
-
-
-def training_samples(spec: WorkloadSpec, most: int = 10_000, *, validation: float = 0.0) -> Dataset[Any]:
+def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
     """Those that a model is trained on, as they are, not augmented; a fixed random choice where there are more.
 
     The choice does not depend on the seed of the training.
@@ -86,11 +63,8 @@ def training_samples(spec: WorkloadSpec, most: int = 10_000, *, validation: floa
     Args:
         spec: The data.
         most: At most so many.
-        validation: Share that is not trained on, see `validation_samples`.
     """
     train = build_data(spec.model_copy(update={"augment": False})).train
-    if validation:
-        train = without_validation(train, validation)
     return _some(train, random_order(_length(train), 0)[:most])
 
 

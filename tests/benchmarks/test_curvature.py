@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.forked import start_workers
-from tula_hpc.optim import (
+from tests.benchmarks.curvature import (
     Curvature,
     LocalHessian,
     measure_curvature,
     power_iteration,
     start_vector,
 )
+from tests.forked import start_workers
 
 WORKERS = 2
 cross_entropy = nn.CrossEntropyLoss()

@@ -1,0 +1,87 @@
+"""The critical batch of an epoch and the scales that were used, in real trainings of one worker."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tula_hpc import trainer as trainer_module
+from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.jobs import TrainJob
+from tula_hpc.optim import CriticalBatch, NoiseReading
+from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
+from tula_hpc.records.metrics import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES
+from tula_hpc.stopping import StopRequest
+
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+PERCEPTRON = "tests.examples.own_workload:perceptron"
+
+
+def sweep(**training: object) -> SweepSpec:
+    workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": 128, "epochs": 2}
+    options = {"small_batch": 8, "log_interval_steps": 2, "update_interval_epochs": 0.25}
+    return SweepSpec.model_validate({"name": "x", "workload": workload, "training": options | training})
+
+
+def train(folder: Path, spec: SweepSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Metrics, dict[str, Tensor]]:
+    monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
+    run = RunDirectory(folder).create()
+    run.train().root.mkdir()
+    job = TrainJob(spec, ClusterSpec(), Configuration(1, 1, 16), run.root)
+    assert trainer_module.run_training(job, StopRequest()) == "finished"
+    loaded = CheckpointStore(run.train().checkpoints).load_latest()
+    assert loaded is not None
+    return read_metrics(run.train().metrics_file), loaded.state["model"]
+
+
+def test_an_epochs_line_has_its_critical_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pairs that its steps logged, averaged before they are divided."""
+    metrics, _ = train(tmp_path / "run", sweep(), monkeypatch)
+    for epoch in metrics.epochs:
+        rows = [row for row in metrics.steps if epoch.epoch - 1 < row.epoch <= epoch.epoch]
+        terms = [(r.noise_gradient_square, r.noise_trace) for r in rows if r.noise_gradient_square is not None]
+        square, trace = (sum(term or 0.0 for term in column) for column in zip(*terms, strict=True))
+        assert epoch.critical_batch == (pytest.approx(trace / square) if square > 0 and trace > 0 else None)
+    assert any(epoch.critical_batch for epoch in metrics.epochs)
+
+
+def test_a_training_logs_the_scales_it_used_and_is_not_changed_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, weights = train(tmp_path / "counted", sweep(scale_histogram=True), monkeypatch)
+    plain, same = train(tmp_path / "plain", sweep(), monkeypatch)
+    elements = sum(value.numel() for value in weights.values())
+    assert [sum(row.scale_histogram or []) for row in metrics.steps] == [2 * elements] * len(metrics.steps)
+    assert {row.scale_histogram for row in plain.steps} == {None}
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+@pytest.mark.parametrize("gate", ["none", "smooth"])
+def test_a_training_logs_the_mean_scale_that_it_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    """Warm-up and gate are in it: it lies in the one bin of the histogram that the step filled."""
+    options: dict[str, Any] = {"gate": gate, "granularity": "model", "reference": "free", "exclude_norms": False}
+    options |= {"delta": 2.0, "scale_histogram": True, "log_interval_steps": 1}
+    metrics, _ = train(tmp_path, sweep(**options), monkeypatch)
+    applied = [row.applied_scale or 0.0 for row in metrics.steps]
+    bins = [next(place for place, count in enumerate(row.scale_histogram or []) if count) for row in metrics.steps]
+    centres = [(place - 1) / SCALE_BINS_PER_OCTAVE - SCALE_OCTAVES for place in bins]
+    assert [math.log2(scale) for scale in applied] == pytest.approx(centres, abs=0.51 / SCALE_BINS_PER_OCTAVE)
+    assert applied[0] == 1.0 != metrics.steps[0].scale_mean
+    assert max(applied) > 1.5
+
+
+def test_a_critical_batch_is_the_ratio_of_weighted_means() -> None:
+    critical = CriticalBatch()
+    for square, trace, weight in ((1.0, 30.0, 1), (math.nan, math.nan, 5), (3.0, 10.0, 3)):
+        critical.add(NoiseReading(math.nan, square, trace), weight)
+    assert critical.take() == pytest.approx(60 / 10)
+    assert math.isnan(critical.take())
