@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from tula_hpc.analysis.planning import AGAIN, make_plan
+from tula_hpc.analysis.planning.planner import AGAIN, make_plan
 from tula_hpc.config import (
     ClusterSpec,
     ObjectiveSpec,
@@ -25,8 +25,8 @@ from tula_hpc.config import (
 )
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
+from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
-from tula_hpc.printable import printable, printable_output, with_own_escapes
 from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
 
 __all__ = ["main", "make_plan"]
@@ -114,7 +114,7 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
     Raises:
         InputError: A mistake, nothing to plan, or an override for which the run's measurements do not hold.
     """
-    from tula_hpc.analysis.measured_inputs import refuse_other_cluster, refuse_other_sweep
+    from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
     sweep, cluster = load_frozen_sweep(run.sweep_file, mine), load_cluster(run.cluster_file, others)
     if sweep.study is not None:
@@ -131,8 +131,8 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
 def _as_text(
     plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], run: RunDirectory
 ) -> str:
-    from tula_hpc.analysis import profiling_cost
-    from tula_hpc.analysis.plan_text import describe_plan
+    from tula_hpc.analysis.report.plan_text import describe_plan
+    from tula_hpc.analysis.search import profiling_cost
 
     return describe_plan(plan, profiling_cost.describe(sweep, cluster, measurements, run.job_notes()))
 

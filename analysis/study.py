@@ -11,19 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.drawing_library import loaded_elsewhere
-from tula_hpc.analysis.formatting import UNKNOWN, format_percent
-from tula_hpc.analysis.report import figure_files, render_page, replace_files
-from tula_hpc.analysis.report_tables import TextTable, event_table
-from tula_hpc.analysis.study_data import StudyContents, read_study
-from tula_hpc.analysis.study_table import StudyTable, make_table
-from tula_hpc.analysis.study_text import answer, cautions, latex, plain_text, table_cells, verdicts
+from tula_hpc.analysis.report.output import figure_files, loaded_elsewhere, render_page, replace_files
+from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
+from tula_hpc.analysis.report.tables import TextTable, event_table
+from tula_hpc.analysis.study_results import StudyContents, StudyTable, answer, make_table, read_study
 from tula_hpc.errors import InputError, TulaError
-from tula_hpc.printable import printable, printable_output
+from tula_hpc.formatting import UNKNOWN, format_percent, printable, printable_output
 from tula_hpc.records import RunDirectory
 
 if TYPE_CHECKING:
-    from tula_hpc.analysis.figures import Figures
+    from tula_hpc.analysis.figures.all import Figures
 
 TEMPLATE = "study_template.html"
 
@@ -42,8 +39,8 @@ def write_study_report(run: RunDirectory) -> list[Path]:
     """
     # matplotlib takes half a second
     with loaded_elsewhere():
-        from tula_hpc.analysis.figures_drawing import Table
-        from tula_hpc.analysis.figures_study import STUDY_FIGURES, draw_study
+        from tula_hpc.analysis.figures.all import STUDY_FIGURES, draw_study
+        from tula_hpc.analysis.figures.drawing import Table
 
     contents = read_study(run)
     table = make_table(contents.study, contents.outcomes, contents.sweep.workload.test_samples)
@@ -74,7 +71,7 @@ def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequ
     """What the template shows. Everything but the drawings' own SVG is escaped there."""
     from markupsafe import Markup
 
-    from tula_hpc.analysis.figures import COLOURS
+    from tula_hpc.analysis.figures.style import COLOURS
 
     inline = [drawing.inline_svg(svg) for drawing, svg in zip(drawn.drawings, svgs, strict=True)]
     return {

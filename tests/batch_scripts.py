@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
-from tula_hpc.launch import Launcher
+from tula_hpc.launch import slurm
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 JOB_ID = "7"

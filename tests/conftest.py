@@ -49,7 +49,8 @@ def there_is_a_gpu_where_one_is_needed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def same_rows_are_fitted_once() -> Iterator[None]:
     """Hundreds of tests plan on a few dozens of tables. A fit follows from its table alone, and is half of a plan."""
-    from tula_hpc.analysis import memory, performance, step_time_fit
+    from tula_hpc.analysis.models import memory, step_time_fit
+    from tula_hpc.analysis.models import step_time as performance
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(performance, "choose_form", once_a_table(step_time_fit.choose_form))

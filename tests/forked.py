@@ -71,7 +71,7 @@ def context_of_workers() -> ForkServerContext | ForkContext:
     if not _differentiates_in_threads():
         return get_context("fork")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tula_hpc.worker"])
+    context.set_forkserver_preload(["torch", "tula_hpc.ddp.worker"])
     return context
 
 

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined] # the stu
 from torch.futures import Future
 
 from tests.forked import context_of_workers
-from tula_hpc import worker as worker_module
+from tula_hpc.ddp import process_group as worker_module
 from tula_hpc.env import WorkerEnvironment
 
 PATIENCE_S = 120.0  # with a rank that neither asks for a collective nor ends

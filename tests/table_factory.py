@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.knee import Array, TrainTime
-from tula_hpc.analysis.table import CandidateTable
+from tula_hpc.analysis.planning.candidates import CandidateTable
+from tula_hpc.analysis.planning.knee import Array, TrainTime
 
 
 class Row(NamedTuple):

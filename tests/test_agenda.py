@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import measurement
-from tula_hpc.agenda import Agenda
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError
-from tula_hpc.jobs import ProfileJob
-from tula_hpc.profile_stage import died_of
-from tula_hpc.proposing import ask_search
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.profiling.work_queue import Agenda, ask_search
 from tula_hpc.records import Configuration, JobNote, append_record, notes_file, rank_file, read_records
+from tula_hpc.stages.profile import died_of
 
 LIST = (Configuration(2, 1, 8), Configuration(2, 1, 64))
 MORE = [Configuration(1, 1, 16), Configuration(2, 1, 16), Configuration(4, 1, 16)]
@@ -27,7 +26,7 @@ Ask = Callable[[ProfileJob], list[Configuration]]
 
 @pytest.fixture(autouse=True)
 def started_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_hpc.agenda.job_started_at", lambda: time.time() - STARTUP_S)
+    monkeypatch.setattr("tula_hpc.profiling.work_queue.job_started_at", lambda: time.time() - STARTUP_S)
 
 
 def job(

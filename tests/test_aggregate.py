@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import failed, grid, memory, ok, oom, times
-from tula_hpc.analysis.aggregate import summarize
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement, MemoryUse
 

@@ -15,14 +15,17 @@ import pytest
 
 from tests.big_run_factory import add_steps, make_big_run
 from tests.run_factory import configurations, make_run
-from tula_hpc import status
-from tula_hpc.analysis import noise, plan, report
-from tula_hpc.analysis.report_bounds import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
+from tula_hpc.analysis import plan
+from tula_hpc.analysis.models import critical_batch as noise
+from tula_hpc.analysis.report import __main__ as report
+from tula_hpc.analysis.run_contents import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.records import append_record, parse_record, read_metrics, reading
+from tula_hpc.records import append_record, parse_record, read_metrics
 from tula_hpc.records import metrics as metrics_records
+from tula_hpc.records import storage as reading
 from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics, split
 from tula_hpc.records.metrics_choice import even_choice
+from tula_hpc.status import __main__ as status
 
 MB = 1_000_000
 NARROW = "\u00a0"  # between a number and its unit on a page

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.billing import billing_per_node, node_resources
+from tula_hpc.analysis.costs.slurm_billing import billing_per_node, node_resources
 from tula_hpc.config import ClusterSpec, PricingSpec
-from tula_hpc.tres import parse_weights
+from tula_hpc.config.gpus import parse_weights
 
 MIB_PER_GIB = 1024
 CONF = "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"

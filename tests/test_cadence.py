@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.checkpoints import MAX_SHARE, MOST_S
-from tula_hpc.analysis.spot import MIN_INTERVAL_S, best_interval_s
-from tula_hpc.cadence import (
+from tula_hpc.analysis.costs.interruptions import MAX_SHARE, MIN_INTERVAL_S, MOST_S, best_interval_s
+from tula_hpc.checkpoint.interval import (
     FIRST_S,
     WARM_UP_STEPS,
     Cadence,

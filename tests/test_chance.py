@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tula_hpc.analysis.chance import is_guess, learned_nothing
+from tula_hpc.analysis.run_contents import is_guess, learned_nothing
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import EpochMetrics, Metrics, StepMetrics
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.forked import give_secret
-from tula_hpc.check_job import CheckJob, Device, Host, Meeting, Probe, RankReport, Skip
-from tula_hpc.check_probes import Peers, Reporter, describe_device, describe_host, why_skipped
+from tula_hpc.check.job import CheckJob, Device, Host, Meeting, Probe, RankReport, Skip
+from tula_hpc.check.probes import Peers, Reporter, describe_device, describe_host, why_skipped
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Record
@@ -64,11 +64,11 @@ def test_a_worker_that_fails_leaves_at_once_where_others_wait_for_it(
     def fail(*_: object) -> None:
         raise SystemExit(1)
 
-    monkeypatch.setattr("tula_hpc.check_job.join_job", lambda: place(0))
-    monkeypatch.setattr("tula_hpc.check_probes.run_probes", fail)
-    monkeypatch.setattr("tula_hpc.leaving.has_peers", lambda: True)
-    monkeypatch.setattr("tula_hpc.leaving._leave_with_the_interpreter", left.append)
-    monkeypatch.setattr("tula_hpc.stopping.StopRequest.install", lambda self: self)
+    monkeypatch.setattr("tula_hpc.check.job.join_job", lambda: place(0))
+    monkeypatch.setattr("tula_hpc.check.probes.run_probes", fail)
+    monkeypatch.setattr("tula_hpc.ddp.leaving.has_peers", lambda: True)
+    monkeypatch.setattr("tula_hpc.ddp.leaving._leave_with_the_interpreter", left.append)
+    monkeypatch.setattr("tula_hpc.ddp.agreement.StopRequest.install", lambda self: self)
     with pytest.raises(SystemExit):
         CheckJob(TWO_GPUS, WorkloadSpec(), 1, tmp_path)()
     assert left == [1]

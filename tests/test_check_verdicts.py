@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.check_job import (
+from tula_hpc.check.job import (
     AllReduce,
     Collectives,
     Compute,
@@ -23,11 +23,11 @@ from tula_hpc.check_job import (
     Signal,
     Skip,
 )
-from tula_hpc.check_rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
-from tula_hpc.check_site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
-from tula_hpc.check_verdicts import Level, Topic, Verdict, judge_data_here, judge_site
+from tula_hpc.check.rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
+from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
+from tula_hpc.check.site_verdicts import Level, Topic, Verdict, judge_data_here, judge_site
 from tula_hpc.config import ClusterSpec, WorkloadSpec
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 CPU = ClusterSpec(executor="slurm", partition="batch", max_nodes=2)
@@ -377,8 +377,10 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
             return "ml|||normal,gpuqos|||\nml||normal,gpuqos|1-00:00:00|node=4\n"
         return ANSWERS[" ".join(command[: 3 if command[0] == "scontrol" else 2])]
 
-    monkeypatch.setattr("tula_hpc.slurm.run_command", answer)
-    monkeypatch.setattr("tula_hpc.sbatch.could_start", lambda _: "Job 7 to start at noon using 80 processors")
+    monkeypatch.setattr("tula_hpc.launch.slurm.run_command", answer)
+    monkeypatch.setattr(
+        "tula_hpc.launch.slurm_executor.could_start", lambda _: "Job 7 to start at noon using 80 processors"
+    )
     cluster = CPU.model_copy(update={"partition": "gpu"})
     site = ask_site(Launcher(cluster, RunDirectory(tmp_path), "tula-check"), 2)
     assert site.partition == Partition(

@@ -27,8 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tula_hpc import checkpoint
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint import store as checkpoint
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.errors import CheckpointError
 
 Store = CheckpointStore

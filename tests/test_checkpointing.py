@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.optim import reference_gradient
-from tula_hpc.workloads import build_model, build_workload
-from tula_hpc.workloads.checkpointing import checkpoint_activations
-from tula_hpc.workloads.rehearsal import Shapes, count
+from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
+from tula_hpc.workloads.fake_steps import Shapes, count
+from tula_hpc.workloads.torchvision_models import build_model
+from tula_hpc.workloads.workload import build_workload
 
 # residual blocks; a list of layers with dropout; stochastic depth; blocks inside of blocks
 MODELS = ("resnet18", "alexnet", "efficientnet_b0", "googlenet")
-COMPACT = "tula_hpc.workloads.compact:medium_cnn"
+COMPACT = "tula_hpc.workloads.small_cnns:medium_cnn"
 BLOCKS = f"{__name__}:blocks"  # many small ones, one inside another
 SIZE, CLASSES = 16, 7
 

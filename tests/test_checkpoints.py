@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.checkpoints import MAX_SHARE, SaveCost, interval_s, least_interval_s, with_epoch_ends_s
-from tula_hpc.analysis.pricing import Bill, Usage, bill
-from tula_hpc.cadence import FIRST_S, Cadence, Interruptions
+from tula_hpc.analysis.costs.interruptions import MAX_SHARE, SaveCost, interval_s, least_interval_s, with_epoch_ends_s
+from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
+from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
 from tula_hpc.config import ClusterSpec, TrainingSpec
 
 DAY_S = 86_400.0

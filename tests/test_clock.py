@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, make_run
-from tula_hpc.clock import unix_time
+from tula_hpc.env import unix_time
 from tula_hpc.records import Event, RunDirectory, append_record, write_atomically
-from tula_hpc.status import status_of
+from tula_hpc.status.__main__ import status_of
 
 YEARS_S = 1e8
 

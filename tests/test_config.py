@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tests.fuzzing import fuzz as examples
-from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
 from tula_hpc.config import (
     MAX_FILE_BYTES,
     ClusterSpec,
@@ -29,6 +28,7 @@ from tula_hpc.config import (
     load_together,
     local_batches,
 )
+from tula_hpc.config.workload import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
 
 Load = Callable[..., BaseModel]
@@ -424,7 +424,7 @@ def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monk
     """Such an install maps the package's name to a folder and adds no folder to the path."""
     root = Path(__file__).resolve().parent.parent
     monkeypatch.setattr("sys.path", [folder for folder in __import__("sys").path if folder not in ("", str(root))])
-    Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "tula_hpc.workloads.compact:compact_cnn"')
+    Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "tula_hpc.workloads.small_cnns:compact_cnn"')
     assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.planning_data import cluster, peak_bytes, sweep
 from tests.test_adaptive import POINTS, measure
-from tula_hpc.analysis.adaptive import cheap_corners, knee_columns
-from tula_hpc.analysis.aim import Judged
-from tula_hpc.analysis.planning import make_plan
-from tula_hpc.analysis.search import propose
+from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.search.adaptive import cheap_corners, knee_columns
+from tula_hpc.analysis.search.decision import Judged
+from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB, ClusterSpec, SweepSpec
 from tula_hpc.records import Configuration, Measurement
 

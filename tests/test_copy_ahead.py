@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
-from tula_hpc.worker import Worker
-from tula_hpc.workloads.copy_ahead import StreamCopies, one_ahead
+from tula_hpc.data.loader import StreamCopies, one_ahead
+from tula_hpc.ddp.worker import Worker
 
 
 class Diary:

@@ -17,13 +17,19 @@ from tests.run_factory import SWEEP_TOML
 from tests.study_factory import SWEEP as STUDY
 from tests.study_factory import make_study
 from tests.test_fuzz import whole_run
-from tula_hpc import launch, local_alive, status, study, sweep
-from tula_hpc.analysis import figures, figures_study, plan, report
+from tula_hpc import study, sweep
+from tula_hpc.analysis import plan
 from tula_hpc.analysis import study as study_report
-from tula_hpc.changed_inputs import freeze
+from tula_hpc.analysis.figures import all as figures
+from tula_hpc.analysis.figures import all as figures_study
+from tula_hpc.analysis.report import __main__ as report
+from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, load_sweep
 from tula_hpc.errors import LaunchError
+from tula_hpc.launch import launcher as launch
+from tula_hpc.launch import local_executor as local_alive
 from tula_hpc.records import RateTrial, TunedRates, write_atomically
+from tula_hpc.status import __main__ as status
 
 SMALL_STUDY: dict[str, Any] = {
     **STUDY,
@@ -40,7 +46,7 @@ def no_jobs_and_no_drawings() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch.Launcher, "submit", refuse)
-        patch.setattr(figures, "render_pdf", lambda *_: b"")
+        patch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"")
         patch.setattr(local_alive, "EXEC_POLLS", 1)
         if not TIMES:
             patch.setattr(figures, "draw_all", lambda _: figures.Figures([], []))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import CORNERS, cluster, ok, sweep, times
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.data_loading import MOST_PROCESSES, cores_needed, loader_decides, processes_needed
-from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.models.data_loading import MOST_PROCESSES, cores_needed, loader_decides, processes_needed
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import Measurement, StepTimes
 

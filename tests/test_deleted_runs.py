@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tula_hpc import trainer as trainer_module
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder
-from tula_hpc.jobs import ProfileJob, TrainJob
+from tula_hpc.launch.job_specs import ProfileJob, TrainJob
+from tula_hpc.profiling.session import run_profile
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.session import run_profile
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
+from tula_hpc.training import loop as trainer_module
+from tula_hpc.training.loop import run_training
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)

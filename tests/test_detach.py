@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc import detach, slurm
+from tula_hpc.cli import controller as detach
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
-from tula_hpc.holder import holder_of
 from tula_hpc.invocation import command_line
-from tula_hpc.jobs import ControlJob
-from tula_hpc.launch import CONTROL, Launcher, StillRunningError, Submitted
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_specs import ControlJob
+from tula_hpc.launch.launcher import Launcher, StillRunningError, Submitted
+from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import RunDirectory
-from tula_hpc.slurm import JobState
-from tula_hpc.stages import Sweep
+from tula_hpc.records.run_directory import CONTROL, holder_of
+from tula_hpc.stages.context import Sweep
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ class Cluster:
         with self.monkeypatch.context() as patch:
             patch.setattr(detach, "carry_out", lambda *_: outcome())
             patch.setattr(detach, "slurm_job_id", lambda: job_id or None)
-            patch.setattr("tula_hpc.launch.slurm_job_id", lambda: job_id or None)
+            patch.setattr("tula_hpc.launch.launcher.slurm_job_id", lambda: job_id or None)
             detach._step(Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, self.run, detached=True), "report")
         if job_id and not dies:
             self.run.log_event("ended", CONTROL, job_id=job_id)

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.run_factory import candidate, compute_time_s, configurations, measurement, plan
-from tula_hpc.analysis.rerank import choose_again, drifted_step_s, knee_batch, slowed
-from tula_hpc.config import ObjectiveSpec
-from tula_hpc.drift import (
+from tula_hpc.analysis.drift import (
     MARGIN,
     NAMED_FROM,
     THRESHOLD,
@@ -30,6 +28,8 @@ from tula_hpc.drift import (
     update_time_s,
     windows_between_false_alarms,
 )
+from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
+from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
 
 PREDICTION = Prediction(step_time_s=0.1, low_s=0.09, high_s=0.11)

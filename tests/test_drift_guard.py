@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.run_factory import candidate, measurement, plan, write_plan
-from tula_hpc import drift_probe
-from tula_hpc import trainer as trainer_module
-from tula_hpc.analysis.rerank import slowed
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.analysis.planning.replan import slowed
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.drift_probe import extent_of, probe_parts
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
     Configuration,
     Drift,
@@ -33,9 +32,10 @@ from tula_hpc.records import (
     read_metrics,
     write_atomically,
 )
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker
+from tula_hpc.training import drift as drift_probe
+from tula_hpc.training import loop as trainer_module
+from tula_hpc.training.drift import extent_of, probe_parts
+from tula_hpc.training.loop import run_training
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -108,7 +108,7 @@ def test_a_wrong_prediction_is_said_once_with_its_size_and_part(
 ) -> None:
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # which other work does not prolong
     run = prepared(tmp_path, step_time_s=1e-5)
-    (event,) = train(run, sweep("tula_hpc.workloads.compact:compact_cnn"))
+    (event,) = train(run, sweep("tula_hpc.workloads.small_cnns:compact_cnn"))
     assert event.event == "drifted"
     assert event.data["ratio"] > 10
     assert event.data["measured_s"] == pytest.approx(event.data["ratio"] * 1e-5)
@@ -223,7 +223,7 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
+    monkeypatch.setattr("tula_hpc.ddp.worker.local_gradient", fails)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     assert probe_parts(worker, *next(worker.batches())).parts.compute_time_s is None
 

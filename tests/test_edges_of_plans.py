@@ -22,13 +22,14 @@ from tests.planning_data import (
     sweep,
     times,
 )
-from tula_hpc.analysis.plan import main, make_plan
-from tula_hpc.analysis.plan_text import sentences
-from tula_hpc.analysis.profiling_cost import full_search
-from tula_hpc.analysis.rerank import choose_again, knee_batch
-from tula_hpc.analysis.search import candidates, propose
+from tula_hpc.analysis.drift import PARTS, expected_parts
+from tula_hpc.analysis.plan import main
+from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.planning.replan import choose_again, knee_batch
+from tula_hpc.analysis.report.plan_text import sentences
+from tula_hpc.analysis.search.profiling_cost import full_search
+from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
-from tula_hpc.drift import PARTS, expected_parts
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.records import Candidate, Configuration, Drift, Measurement, Plan, RunDirectory, append_record
 

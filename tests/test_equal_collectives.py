@@ -24,19 +24,22 @@ from torch.utils.data import TensorDataset
 
 from tests.lockstep import PeerLostError, Rank, in_step, ranks_of, stand_in
 from tests.run_factory import candidate, plan, write_plan
-from tula_hpc import drift_probe, forward_probe, trainer
-from tula_hpc import worker as worker_module
-from tula_hpc.analysis.rerank import slowed
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.analysis.planning.replan import slowed
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, Method, SweepSpec, WorkloadSpec
+from tula_hpc.ddp import worker as worker_module
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.process_group import leave_group, process_group
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.profiler import measure
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.profiling import probes as forward_probe
+from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker, leave_group, process_group
-from tula_hpc.workloads import sharded_optimizer
+from tula_hpc.training import drift as drift_probe
+from tula_hpc.training import loop as trainer
+from tula_hpc.training.loop import run_training
+from tula_hpc.workloads import optimizers as sharded_optimizer
 
 LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
 WORLDS = (16, 1024)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import SAMPLES, cluster, grid, ok, sweep, times
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.evaluation import (
+from tula_hpc.analysis.costs.evaluation import (
     FORWARD_SHARE,
     LEAST_BATCH,
     MOST_EVALUATION_S,
@@ -18,7 +17,8 @@ from tula_hpc.analysis.evaluation import (
     evaluated_on,
     evaluation_of,
 )
-from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import EpochMetrics, Event, Measurement, Metrics, Plan
 
@@ -146,7 +146,7 @@ def test_what_profiles_counted_is_the_size_of_the_test_set(holdout: float) -> No
 
 
 def test_it_is_the_size_of_the_set_that_is_built() -> None:
-    from tula_hpc.workloads.data import build_data
+    from tula_hpc.data.datasets import build_data
 
     spec = WorkloadSpec.model_validate({"dataset": "synthetic", "image_size": 8})
     assert len(build_data(spec).test) == spec.test_samples  # type: ignore[arg-type] # ours have a length

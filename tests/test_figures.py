@@ -31,10 +31,11 @@ from tests.run_factory import (
     write_plan,
     write_training,
 )
-from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, TitlePage, draw_all, render_pdf
-from tula_hpc.analysis.figures_labels import EndLabel, label_ends, spread
-from tula_hpc.analysis.figures_steps import parts_of
-from tula_hpc.analysis.figures_style import (
+from tula_hpc.analysis.figures.all import FIGURES, draw_all
+from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
+from tula_hpc.analysis.figures.labels import EndLabel, label_ends, spread
+from tula_hpc.analysis.figures.step_time import parts_of
+from tula_hpc.analysis.figures.style import (
     INK,
     SIZES,
     amount_axis,
@@ -45,11 +46,11 @@ from tula_hpc.analysis.figures_style import (
     title_band_in,
     value_axis,
 )
-from tula_hpc.analysis.figures_training import training_marks
-from tula_hpc.analysis.formatting import in_percent
-from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.report_data import RunContents, find_candidate, predicted, read_run
+from tula_hpc.analysis.figures.training import training_marks
+from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.run_contents import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
+from tula_hpc.formatting import in_percent
 from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.run_factory import make_run, write_training
-from tula_hpc.analysis.figures import FIGURES, Drawing, Missing, draw_all
-from tula_hpc.analysis.figures_curvature import WINDOWS, Curve, rate_drops
-from tula_hpc.analysis.figures_scale import BINS, ONE, Used, bin_scales
-from tula_hpc.analysis.formatting import in_percent
-from tula_hpc.analysis.report_data import RunContents, Training, read_run
+from tula_hpc.analysis.figures.all import FIGURES, draw_all
+from tula_hpc.analysis.figures.drawing import Drawing, Missing
+from tula_hpc.analysis.figures.gradients import BINS, ONE, WINDOWS, Curve, Used, bin_scales, rate_drops
+from tula_hpc.analysis.run_contents import RunContents, Training, read_run
+from tula_hpc.formatting import in_percent
 from tula_hpc.records import SCALE_BINS_PER_OCTAVE, EpochMetrics, Metrics
 
 
@@ -175,7 +175,7 @@ OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm", "scale_
 
 
 def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {name: FIGURES[name] for name in OF_THE_LOG})
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {name: FIGURES[name] for name in OF_THE_LOG})
     training = run.trainings[0]
     fields = ("gradient_norm", "sensitivity", "scale_mean", "scale_histogram")
     plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]

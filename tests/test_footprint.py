@@ -17,16 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tula_hpc import footprint as client
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
 from tula_hpc.records import Footprint
+from tula_hpc.stages import profile as client
+from tula_hpc.workloads.fake_steps import AllocationTracker, Counts, Shapes, count
 from tula_hpc.workloads.footprint import estimate_footprint, main
-from tula_hpc.workloads.rehearsal import Counts, Shapes, count
-from tula_hpc.workloads.tracking import AllocationTracker
 
 SHAPES = Shapes.of_images(32, 10)
 FLOAT = 4
-COMPACT = "tula_hpc.workloads.compact:compact_cnn"
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 
 
 @cache

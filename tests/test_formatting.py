@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.formatting import (
+from tula_hpc.formatting import (
     UNKNOWN,
     format_bytes,
     format_duration,

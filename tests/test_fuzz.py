@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from tests.fuzzing import fuzz
 from tests.hostile import THINGS, damaged, put
 from tests.run_factory import make_run, measurement
-from tula_hpc import slurm, slurm_command
-from tula_hpc.accounting import accounted_runs
-from tula_hpc.analysis.job_runs import job_runs
-from tula_hpc.check_site import ask_site
+from tula_hpc.analysis.costs.usage import job_runs
+from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
-from tula_hpc.drift_start import read_drift
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError, LaunchError, TulaError
-from tula_hpc.launch import Launcher
+from tula_hpc.launch import slurm, slurm_command
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm import accounted_runs
 from tula_hpc.records import (
     MAX_LINE_BYTES,
     Configuration,
@@ -45,6 +44,7 @@ from tula_hpc.records import (
     read_records,
     write_atomically,
 )
+from tula_hpc.training.drift import read_drift
 
 
 def whole_run(root: Path) -> RunDirectory:
@@ -207,9 +207,8 @@ def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject)
         at, piece = data.draw(st.integers(0, len(said))), data.draw(st.sampled_from(PIECES))
         said = said[:at] + piece + said[at + data.draw(st.integers(0, 3)) :]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("slurm", "accounting"):
-            patch.setattr(f"tula_hpc.{module}.run_command", lambda *_: said)
-        patch.setattr("tula_hpc.sbatch.run", lambda *_, **__: slurm_command.Done(0, "", said))
+        patch.setattr("tula_hpc.launch.slurm.run_command", lambda *_: said)
+        patch.setattr("tula_hpc.launch.slurm_executor.run", lambda *_, **__: slurm_command.Done(0, "", said))
         for ask in ASKED:
             with contextlib.suppress(LaunchError):
                 ask()

@@ -10,7 +10,7 @@ import torch
 from tests.benchmarks import gpu_checks
 from tests.planning_data import ok
 from tula_hpc.config import Method
-from tula_hpc.worker import Worker
+from tula_hpc.ddp.worker import Worker
 
 
 def test_synchronizations_are_counted_for_every_method() -> None:

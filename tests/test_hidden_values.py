@@ -14,13 +14,14 @@ import tomli_w
 
 from tests.batch_scripts import FewLines
 from tests.run_factory import make_run
-from tula_hpc.analysis import figures, plan
-from tula_hpc.analysis.report import write_report
-from tula_hpc.changed_inputs import freeze
+from tula_hpc.analysis import plan
+from tula_hpc.analysis.figures import all as figures
+from tula_hpc.analysis.report.page import write_report
+from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, load_cluster, without_values
 from tula_hpc.errors import InputError
-from tula_hpc.job_setup import SETUP_FILE, run_setup, write_setup
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.job_files import SETUP_FILE, run_setup, write_setup
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 from tula_hpc.sweep import main
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.workloads import training_samples
-from tula_hpc.workloads.data import build_data
+from tula_hpc.data.datasets import build_data, training_samples
 
 
 def count(data: Any) -> int:

@@ -253,7 +253,7 @@ def check(what, *modules):
 from tula_hpc.analysis import plan
 main(plan, "--help")
 check("help", numerics, jobs, drawing, {"rich"})
-from tula_hpc import status
+from tula_hpc.status import __main__ as status
 path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
 assert main(status, run) == 3
 os.environ["PATH"] = path
@@ -261,17 +261,17 @@ check("status", numerics - {"numpy"}, jobs, drawing)
 assert main(plan, run, "--objective", "time", "--json") == 0
 check("plan", jobs, drawing, {"kneed"})
 assert "numpy" in sys.modules
-from tula_hpc.analysis import report
+from tula_hpc.analysis.report import page as report
 check("import of report", jobs, drawing)
-from tula_hpc.analysis import figures
+from tula_hpc.analysis.figures import all as figures
 figures.FIGURES = {"memory": figures.FIGURES["memory"]}
 assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
 assert main(plan, run, "--objective", "knee", "--json") == 0
 check("knee", jobs)
-from tula_hpc import sweep, stages, dry_run, study, study_stage, status_text, run_state, run_facts, jobs as _, launch
+from tula_hpc import sweep; from tula_hpc.stages import train as stages; from tula_hpc.cli import dry_run; from tula_hpc import study; from tula_hpc.stages import study as study_stage; from tula_hpc.status import text as status_text; from tula_hpc.status import state as run_state; from tula_hpc.status import facts as run_facts; from tula_hpc.launch import job_specs as _; from tula_hpc.launch import launcher as launch
 import tula_hpc.check, tula_hpc.check_rank_verdicts, tula_hpc.check_site
-from tula_hpc.analysis import study, figures_study
+from tula_hpc.analysis import study; from tula_hpc.analysis.figures import all as figures_study
 check("everything", {"torch", "torchvision"})
 """
 

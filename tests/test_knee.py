@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kneed import KneeLocator
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
-from tula_hpc.analysis.knee import (
+from tula_hpc.analysis.planning.knee import (
     MAX_LINES,
     Array,
     Curve,

@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tula_hpc import slurm
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
-from tula_hpc.job_setup import setup_text
-from tula_hpc.launch import (
-    CONTROL,
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_files import setup_text
+from tula_hpc.launch.launcher import (
     CONTROL_MINUTES,
-    GUARD,
     NOTICE,
     REFUSED,
     Launcher,
@@ -32,12 +30,11 @@ from tula_hpc.launch import (
     StillRunningError,
     Submitted,
     _describe,
-    events_of,
-    unsettled,
 )
-from tula_hpc.local_alive import is_alive
+from tula_hpc.launch.local_executor import is_alive
+from tula_hpc.launch.slurm_executor import PatientExecutor, come_again, could_start
 from tula_hpc.records import Event, RunDirectory, append_record
-from tula_hpc.sbatch import PatientExecutor, come_again, could_start
+from tula_hpc.records.run_directory import CONTROL, GUARD, events_of, unsettled
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -162,8 +159,8 @@ def test_ids_of_jobs_return(tmp_path: Path) -> None:
 def test_what_an_sbatch_that_was_given_up_submits_late_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tula_hpc.launch.SBATCH_S", 0.0)
-    monkeypatch.setattr("tula_hpc.sbatch.SETTLE_S", 0.0)
+    monkeypatch.setattr("tula_hpc.launch.launcher.SBATCH_S", 0.0)
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SETTLE_S", 0.0)
     monkeypatch.setattr(slurm, "named", lambda name: [])
     there = launcher(tmp_path, executor="slurm")
     folder = there.run.slurm / "train-1"
@@ -329,8 +326,8 @@ def let_sbatch_say(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (folder / name).write_text(f"#!/bin/sh\necho '{words}' >&2; exit 1\n")
         (folder / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr("tula_hpc.sbatch.PAUSES_S", (0,))
-    monkeypatch.setattr("tula_hpc.sbatch.submissions_named", lambda _: [])
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.PAUSES_S", (0,))
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.submissions_named", lambda _: [])
 
 
 @pytest.mark.parametrize(
@@ -417,7 +414,7 @@ def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, jobs: int, waits: bool
 ) -> None:
     monkeypatch.setattr(slurm, "own_jobs", lambda: jobs)
-    monkeypatch.setattr("tula_hpc.launch.ROOM_PAUSE_S", 0.0)
+    monkeypatch.setattr("tula_hpc.launch.launcher.ROOM_PAUSE_S", 0.0)
     if in_job:
         monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
         monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -479,7 +476,7 @@ def test_a_controller_that_is_killed_comes_again_a_few_times(
 def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silences: int, asked: int
 ) -> None:
-    monkeypatch.setattr("tula_hpc.sbatch.REQUEUE_PAUSES_S", (0, 0, 0, 0))
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.REQUEUE_PAUSES_S", (0, 0, 0, 0))
     scontrol, log = tmp_path / "scontrol", tmp_path / "asked"
     scontrol.write_text(
         "#!/bin/sh\n[ $1 = requeue ] || { echo JobState=RUNNING; exit; }\n"

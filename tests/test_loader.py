@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.data.datasets import build_data
+from tula_hpc.data.images import prepared
+from tula_hpc.data.loader import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
 from tula_hpc.errors import InputError
-from tula_hpc.workloads import ResumableSampler, TrainLoader, make_test_loader, make_train_loader
-from tula_hpc.workloads.data import build_data
-from tula_hpc.workloads.pixels import prepared
 
 laws = settings(max_examples=50)
 Batch = tuple[Tensor, Tensor]

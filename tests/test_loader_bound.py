@@ -13,12 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tula_hpc.drift import Detector, Prediction, Watch
-from tula_hpc.drift_guard import StepClock
-from tula_hpc.loader_waits import LoaderWaits
-from tula_hpc.profiler import StepProfile
-from tula_hpc.timing import StoppingRule, mean_interval
-from tula_hpc.worker import Worker
+from tula_hpc.analysis.drift import Detector, Prediction, Watch
+from tula_hpc.ddp.worker import Worker
+from tula_hpc.profiling.measure import StepProfile
+from tula_hpc.profiling.timing import LoaderWaits, StoppingRule, mean_interval
+from tula_hpc.training.drift import StepClock
 
 STEP_S = 0.04
 PREFETCH = 2

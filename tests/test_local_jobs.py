@@ -16,17 +16,17 @@ from submitit.local.local import LocalExecutor
 
 from tests import planning_data
 from tests.run_factory import measurement
-from tula_hpc import profile_stage
+from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import SECRET_FILE
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.job_setup import SETUP_FILE
-from tula_hpc.jobs import ProfileJob
-from tula_hpc.launch import REFUSED, Launcher
-from tula_hpc.local_jobs import begun, take_pickle
-from tula_hpc.pipeline import carry_out
+from tula_hpc.launch.job_files import SETUP_FILE
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.launch.launcher import REFUSED, Launcher
+from tula_hpc.launch.local_executor import begun, take_pickle
 from tula_hpc.records import Configuration, RunDirectory, append_record
-from tula_hpc.stages import Sweep, submission_of
+from tula_hpc.stages import profile as profile_stage
+from tula_hpc.stages.context import Sweep, submission_of
 
 SWEEP = SweepSpec.model_validate(
     {

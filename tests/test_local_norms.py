@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import (
     LocalNorms,
@@ -24,9 +25,8 @@ from tula_hpc.optim import (
     noise_trace,
     square_at,
 )
-from tula_hpc.profiler import measure
+from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 SIZES, NOISE = (6, 14), 3.0

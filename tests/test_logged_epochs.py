@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tula_hpc import trainer as trainer_module
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
-from tula_hpc.stopping import StopRequest
+from tula_hpc.training import loop as trainer_module
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 PERCEPTRON = "tests.examples.own_workload:perceptron"

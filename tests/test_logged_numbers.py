@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tula_hpc import trainer as trainer_module
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import CriticalBatch, NoiseReading
 from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
 from tula_hpc.records.metrics import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES
-from tula_hpc.stopping import StopRequest
+from tula_hpc.training import loop as trainer_module
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 PERCEPTRON = "tests.examples.own_workload:perceptron"

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import memory, ok, oom
-from tula_hpc.analysis.aggregate import Summary, summarize
-from tula_hpc.analysis.memory import (
+from tula_hpc.analysis.models.memory import (
     SEGMENT_BYTES,
     UNBOUNDED_BATCH,
     MemoryModel,
@@ -15,6 +14,7 @@ from tula_hpc.analysis.memory import (
     estimate_error,
     fit_memory,
 )
+from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.records import Footprint, Measurement
 
 MIB = 1024**2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tula_hpc.errors import Failure
-from tula_hpc.memory_errors import free_device_share, out_of_memory
+from tula_hpc.process_memory import free_device_share, out_of_memory
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"

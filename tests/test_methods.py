@@ -17,25 +17,25 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.run_factory import candidate, plan, write_plan
-from tula_hpc import methods
 from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, TrainingSpec, load_sweep
-from tula_hpc.drift_start import begin_drift_watch
+from tula_hpc.ddp import methods
+from tula_hpc.ddp.methods import build_optimizer, synchronous_epochs
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.local_states import fold_into
-from tula_hpc.methods import build_optimizer, synchronous_epochs
-from tula_hpc.optim import TulaOptimizer, post_local
-from tula_hpc.optim.post_local import AVERAGES_PER_EPOCH, EpochAverager, PostLocalSGD
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim import post_local_sgd as post_local
+from tula_hpc.optim.post_local_sgd import AVERAGES_PER_EPOCH, EpochAverager, PostLocalSGD
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.worker import Worker
-from tula_hpc.workloads.layers import layers, norms_and_biases
-from tula_hpc.workloads.optimizers import own_states
-from tula_hpc.workloads.rehearsal import Counts, Step
+from tula_hpc.training.drift import begin_drift_watch
+from tula_hpc.training.per_worker_states import fold_into
+from tula_hpc.workloads.fake_steps import Counts, Step
+from tula_hpc.workloads.optimizers import layers, norms_and_biases, own_states
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
-COMPACT = "tula_hpc.workloads.compact:compact_cnn"
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 PERCEPTRON = "tests.examples.own_workload:perceptron"  # without BatchNorm
 LR = {"lars": 5.0, "lamb": 1e-2}
 

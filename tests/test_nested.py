@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from tula_hpc.nested import map_tensors, samples_in, split, take, tensors_of
+from tula_hpc.batches import map_tensors, samples_in, split, take, tensors_of
 
 
 class Pair(NamedTuple):

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from tula_hpc import noise_probe
-from tula_hpc.analysis.noise import critical_batch
+from tula_hpc.analysis.models.critical_batch import critical_batch
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.data.images import prepared
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.noise_probe import NoiseEstimate, probe_noise
-from tula_hpc.profiler import measure
+from tula_hpc.profiling import probes as noise_probe
+from tula_hpc.profiling.measure import measure
+from tula_hpc.profiling.probes import NoiseEstimate, probe_noise
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker
-from tula_hpc.workloads.pixels import prepared
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 
@@ -70,7 +70,7 @@ def test_a_batch_too_small_to_be_split_says_nothing(local_batch: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_model_is_left_as_it_was(steps: int) -> None:
-    worker = worker_of(16, "tula_hpc.workloads.compact:compact_cnn")
+    worker = worker_of(16, "tula_hpc.workloads.small_cnns:compact_cnn")
     batches = worker.batches()
     worker.train_step(*next(batches))
     before = {name: value.clone() for name, value in worker.model.state_dict().items()}
@@ -96,6 +96,6 @@ def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: py
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("tula_hpc.worker.local_gradient", fails)
+    monkeypatch.setattr("tula_hpc.ddp.worker.local_gradient", fails)
     measured = measure(sweep(), ClusterSpec(), Configuration(1, 1, 32), ALONE)
     assert (measured.status, measured.noise_scale, measured.noise_terms) == ("ok", 0.0, ())

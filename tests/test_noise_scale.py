@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tula_hpc.analysis.noise import critical_batch
+from tula_hpc.analysis.models.critical_batch import critical_batch
 from tula_hpc.optim import NoiseScale, TulaOptimizer, gradient_square, noise_scale, noise_trace
 from tula_hpc.records import Configuration, Measurement, Metrics, StepMetrics
 
@@ -154,7 +154,7 @@ def test_an_older_checkpoint_without_it_still_loads() -> None:
     assert math.isnan(optimizer.noise().noise_scale)
 
 
-# analysis/noise.py
+# analysis/models/critical_batch.py
 
 
 def profiled(problem: Regression, passes: int, small: int = 16, large: int = 64) -> Measurement:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
-from tula_hpc.analysis import objective
-from tula_hpc.analysis.knee import TrainTime
-from tula_hpc.analysis.objective import Choice, choose, weighted_score
-from tula_hpc.analysis.pareto import pareto_front
+from tula_hpc.analysis.planning import objective
+from tula_hpc.analysis.planning.candidates import pareto_front
+from tula_hpc.analysis.planning.knee import TrainTime
+from tula_hpc.analysis.planning.objective import Choice, choose, weighted_score
 from tula_hpc.config import ObjectiveSpec
 
 laws = settings(max_examples=15)

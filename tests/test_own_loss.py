@@ -20,34 +20,35 @@ from tests.forked import start_workers
 from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tests.test_workloads_own import write_module
-from tula_hpc import trainer as trainer_module
-from tula_hpc.analysis.figures import draw_all
-from tula_hpc.analysis.report_data import read_run
-from tula_hpc.analysis.report_tables import summary_rows, summary_table
-from tula_hpc.analysis.report_text import answer
-from tula_hpc.analysis.study_data import read_study
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.analysis.figures.all import draw_all
+from tula_hpc.analysis.report.tables import summary_rows, summary_table
+from tula_hpc.analysis.report.text import answer
+from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.analysis.study_results import read_study
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_sweep
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.process_group import process_group
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure, InputError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.memory_errors import out_of_memory
-from tula_hpc.noise_probe import probe_noise
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.profiler import measure
+from tula_hpc.process_memory import out_of_memory
+from tula_hpc.profiling.measure import measure
+from tula_hpc.profiling.probes import probe_noise
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
-from tula_hpc.status import status_of
-from tula_hpc.status_text import status_text
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import Trainer, run_training
-from tula_hpc.worker import Worker, process_group
-from tula_hpc.workloads import build_workload
+from tula_hpc.status.__main__ import status_of
+from tula_hpc.status.text import status_text
+from tula_hpc.training import loop as trainer_module
+from tula_hpc.training.loop import Trainer, run_training
+from tula_hpc.user_code import collate
 from tula_hpc.workloads.footprint import estimate_footprint
-from tula_hpc.workloads.own_code import collate
+from tula_hpc.workloads.workload import build_workload
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
-OWN, LANGUAGE = "tests.examples.own_loss", "tula_hpc.workloads.language"
+OWN, LANGUAGE = "tests.examples.own_loss", "tula_hpc.workloads.language_model"
 REGRESSION = {"model": f"{OWN}:regression", "dataset": f"{OWN}:points", "loss": f"{OWN}:squared_error"}
 WORDS = {
     "model": f"{LANGUAGE}:transformer",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.power import Power, PowerMeter, read_rapl
+from tula_hpc.profiling.meters import Power, PowerMeter, read_rapl
 
 
 def no_nvml() -> Any:

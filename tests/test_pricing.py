@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.energy import NodePower, node_power
-from tula_hpc.analysis.pricing import FOREVER_S, Bill, Usage, assumptions, bill, expected_preemptions, train_cost_usd
+from tula_hpc.analysis.costs.pricing import (
+    FOREVER_S,
+    Bill,
+    NodePower,
+    Usage,
+    assumptions,
+    bill,
+    expected_preemptions,
+    node_power,
+    train_cost_usd,
+)
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
 
@@ -171,7 +180,7 @@ def test_energy_is_known_with_every_basis_and_paid_by_one() -> None:
 
 def test_the_stated_power_of_a_whole_node_goes_before_what_was_measured_of_it() -> None:
     from tests.planning_data import grid
-    from tula_hpc.analysis.aggregate import summarize
+    from tula_hpc.analysis.models.profiles import summarize
 
     pricing = PricingSpec(watts_per_node=100.0)
     rows = [

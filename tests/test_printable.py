@@ -18,15 +18,18 @@ from tests.fuzzing import fuzz
 from tests.hostile_words import COLOURS, CONTROL, HOSTILE, WORDS, spoil
 from tests.run_factory import make_run
 from tests.study_factory import make_study
-from tula_hpc import status
-from tula_hpc.analysis import figures, figures_study, plan, report
+from tula_hpc.analysis import plan
 from tula_hpc.analysis import study as study_report
-from tula_hpc.command import exit_code_of
+from tula_hpc.analysis.figures import all as figures
+from tula_hpc.analysis.figures import all as figures_study
+from tula_hpc.analysis.report import __main__ as report
+from tula_hpc.cli.pipeline import print_summary
 from tula_hpc.errors import Failure, InputError, LaunchError
-from tula_hpc.printable import MOST_ERROR_LINE, in_short_lines, printable, printable_output, with_own_escapes
-from tula_hpc.progress import BarProgress
+from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.formatting import MOST_ERROR_LINE, in_short_lines, printable, printable_output, with_own_escapes
 from tula_hpc.records import RunDirectory
-from tula_hpc.summary import print_summary
+from tula_hpc.stages.context import BarProgress
+from tula_hpc.status import __main__ as status
 
 ANY = st.text(st.one_of(st.characters(), st.sampled_from("\0\x1b\x7f\x9b\u2028\u202e\u2066\ud800\udfff\uffff\r\n\t")))
 
@@ -187,9 +190,8 @@ def test_no_words_in_a_figure_keep_it_from_being_drawn(tmp_path: Path, words: st
     """Those of a currency used to end the report, since XML may not hold them."""
     from matplotlib.figure import Figure
 
-    from tula_hpc.analysis.figures_drawing import Drawing, Table
-    from tula_hpc.analysis.figures_pdf import TitlePage, render_pdf
-    from tula_hpc.analysis.figures_style import styled
+    from tula_hpc.analysis.figures.drawing import Drawing, Table, TitlePage, render_pdf
+    from tula_hpc.analysis.figures.style import styled
 
     with styled():
         figure = Figure()

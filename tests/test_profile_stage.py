@@ -11,10 +11,12 @@ import pytest
 from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.footprint import Estimate
-from tula_hpc.jobs import ProfileJob, counted
-from tula_hpc.launch import Ended, Submitted
-from tula_hpc.profile_stage import (
+from tula_hpc.launch.job_specs import ProfileJob, counted
+from tula_hpc.launch.launcher import Ended, Submitted
+from tula_hpc.records import Configuration, Footprint, JobNote, Measurement, RunDirectory, append_record, notes_file
+from tula_hpc.stages.context import LineProgress, Sweep
+from tula_hpc.stages.profile import (
+    Estimate,
     _broken_rounds,
     _record_end,
     _trusted_batch,
@@ -23,17 +25,6 @@ from tula_hpc.profile_stage import (
     parts_of,
     profile_stage,
 )
-from tula_hpc.progress import LineProgress
-from tula_hpc.records import (
-    Configuration,
-    Footprint,
-    JobNote,
-    Measurement,
-    RunDirectory,
-    append_record,
-    notes_file,
-)
-from tula_hpc.stages import Sweep
 
 PROPOSED = [Configuration(n, 1, b // n) for n in (4, 1, 2) for b in (32, 256)]
 
@@ -120,7 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         partitions.append(partition)
         return Estimate(FOOTPRINT) if partition != "broken" else Estimate(None, "no torch here")
 
-    monkeypatch.setattr("tula_hpc.profile_stage.estimate", estimate)
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", estimate)
     return partitions
 
 

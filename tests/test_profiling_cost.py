@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run_factory import configurations, measurement
-from tula_hpc.analysis.job_runs import job_runs
-from tula_hpc.analysis.profiling_cost import (
-    FullSearch,
-    describe,
-    elapsed_times,
-    full_search,
-    profiling_cost,
-)
+from tula_hpc.analysis.costs.usage import job_runs
+from tula_hpc.analysis.search.profiling_cost import FullSearch, describe, elapsed_times, full_search, profiling_cost
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.records import Configuration, JobNote, Measurement
 

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
 
-from tula_hpc import rendezvous
+from tula_hpc.ddp import rendezvous
+from tula_hpc.ddp.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
 from tula_hpc.env import RUN_MARK, SECRET_FILE, WorkerEnvironment, join_job
 from tula_hpc.errors import InputError, MeetingError
-from tula_hpc.rendezvous import CANDIDATES, LOOPBACK, candidate_ports, meet
 
 ENOUGH = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.2)

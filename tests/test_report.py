@@ -20,27 +20,29 @@ from tests.run_factory import (
     write_plan,
     write_training,
 )
-from tula_hpc.analysis import checkpoints
-from tula_hpc.analysis.figures import COLOURS, FIGURES
-from tula_hpc.analysis.formatting import format_duration
-from tula_hpc.analysis.profiling_cost import profiling_cost
-from tula_hpc.analysis.report import main, summary_rows, write_report
-from tula_hpc.analysis.report_data import median_epoch_s, predicted, read_run, trained_candidate
-from tula_hpc.analysis.report_tables import (
+from tula_hpc.analysis.costs import interruptions as checkpoints
+from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.figures.style import COLOURS
+from tula_hpc.analysis.report.__main__ import main
+from tula_hpc.analysis.report.page import write_report
+from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     candidate_table,
     model_tables,
     summary_cells,
+    summary_rows,
     summary_table,
 )
-from tula_hpc.analysis.report_text import about_plan, answer, how_measured, warnings
+from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
+from tula_hpc.analysis.run_contents import median_epoch_s, predicted, read_run, trained_candidate
+from tula_hpc.analysis.search.profiling_cost import profiling_cost
+from tula_hpc.cli.pipeline import carry_out, print_summary
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.pipeline import carry_out
+from tula_hpc.formatting import format_duration
 from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.records.metrics import OLD_LINES
-from tula_hpc.stages import Sweep
-from tula_hpc.summary import print_summary
+from tula_hpc.stages.context import Sweep
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = "<script>alert('ü')</script></svg>&\"'"
@@ -104,19 +106,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
 @pytest.fixture
 def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None) -> None:
     """Where figures are not the point, but one of them needs a plan."""
-    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"cost": FIGURES["cost"]})
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"cost": FIGURES["cost"]})
 
 
 @pytest.fixture
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is about the files or the page."""
-    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {})
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
 
 
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the PDF file does not count either."""
-    monkeypatch.setattr("tula_hpc.analysis.figures.render_pdf", lambda *_: b"%PDF")
+    monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
 
 
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
@@ -208,7 +210,7 @@ def test_reports_grow_with_the_run(tmp_path: Path) -> None:
 
 
 def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_hpc.analysis.figures.FIGURES", {"memory": FIGURES["memory"]})
+    monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"memory": FIGURES["memory"]})
     run = make_run(tmp_path / "run", stage="profile")
     run.sweep_file.write_text(SWEEP_TOML + f"# {HOSTILE}\n")
     where = Configuration(1, 1, 32)

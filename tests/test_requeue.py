@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.requeue import actual_use, under_time_limit
+from tula_hpc.analysis.costs.interruptions import under_time_limit
+from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.records import Event, TrainResult
 
 

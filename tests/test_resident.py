@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tula_hpc import resident
+from tula_hpc import process_memory as resident
 
 MIB = 1024**2
 
@@ -49,7 +49,7 @@ def test_memory_of_grandchildren_counts() -> None:
 
 CHURNS = """
 import ctypes, resource, sys
-from tula_hpc import resident
+from tula_hpc import process_memory as resident
 
 if "keep" in sys.argv:
     resident.keep_freed()

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.test_checkpoint import in_child
-from tula_hpc import checkpoint
-from tula_hpc.cadence import Cadence, Interruptions
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint import store as checkpoint
+from tula_hpc.checkpoint.background import Saving
+from tula_hpc.checkpoint.interval import Cadence, Interruptions
+from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.ddp.agreement import Wish
 from tula_hpc.errors import CheckpointError
-from tula_hpc.saving import Saving
-from tula_hpc.stopping import Wish
 
 
 class Worker:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_hpc.config import LrScaling, Method, SweepSpec
-from tula_hpc.schedule import learning_rate, lr_scale, warmup_epochs
+from tula_hpc.ddp.methods import learning_rate, lr_scale, warmup_epochs
 
 BASE = 128  # training.base_batch
 METHODS = get_args(Method)

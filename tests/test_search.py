@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import failed, ok, oom
-from tula_hpc.analysis.search import candidates, propose
+from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.records import Configuration, Measurement

@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.sgd import sgd
 
-from tula_hpc.optim import TulaOptimizer, sgd_in_pieces
-from tula_hpc.optim.sgd_in_pieces import GRAIN, VECTOR, pieces
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim import scaled_step as sgd_in_pieces
+from tula_hpc.optim.scaled_step import GRAIN, VECTOR, pieces
 
 STEPS = 3
 SHAPES = ((2, 2**16), (101, 333), (128, 32, 4, 8), (77,), (), (70_001,))  # the first and third are cut into two

@@ -12,7 +12,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
-from tula_hpc.catalog import DATASETS
 from tula_hpc.config import (
     ClusterSpec,
     Spec,
@@ -23,6 +22,7 @@ from tula_hpc.config import (
     loaders_without_cores,
     local_batches,
 )
+from tula_hpc.config.workload import DATASETS
 from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,7 +265,7 @@ def test_the_quick_start_downloads_nothing_and_is_small() -> None:
 
 
 def test_the_cpu_cluster_sweep_has_four_batches_and_two_million_parameters() -> None:
-    from tula_hpc.workloads import build_model
+    from tula_hpc.workloads.torchvision_models import build_model
 
     spec = sweep("cifar100_small")
     assert spec.search.cluster_sizes == (1, 2, 4)

@@ -13,16 +13,16 @@ import pytest
 
 from tests.fake_slurm import AROUND, BROKEN, FAULTS, put_commands
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
-from tula_hpc import slurm, slurm_command, status
-from tula_hpc.accounting import accounted_runs
-from tula_hpc.check_site import ask_site
+from tula_hpc.check.site import ask_site
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import LaunchError, RefusedError, StorageError
-from tula_hpc.job_status import JobPhase
-from tula_hpc.launch import Launcher
+from tula_hpc.launch import slurm, slurm_command
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
+from tula_hpc.launch.slurm_executor import could_start
 from tula_hpc.records import RunDirectory, write_atomically
-from tula_hpc.sbatch import could_start
-from tula_hpc.slurm import JobState, Leaving
+from tula_hpc.status import __main__ as status
+from tula_hpc.status.jobs import JobPhase
 
 TASKS = ["12_0", "12_1"]
 
@@ -40,10 +40,10 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return patient(arguments, min(timeout_s, 0.4), **how)  # type: ignore[arg-type]  # handed through
 
     monkeypatch.setattr(slurm_command, "run", run)
-    monkeypatch.setattr("tula_hpc.sbatch.run", run)
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.run", run)
     monkeypatch.setattr(slurm, "REQUEUE_PAUSE_S", 0.01)
-    monkeypatch.setattr("tula_hpc.sbatch.PAUSES_S", (0,))
-    monkeypatch.setattr("tula_hpc.sbatch.SETTLE_S", 0)
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.PAUSES_S", (0,))
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SETTLE_S", 0)
     monkeypatch.setattr(slurm, "PATIENCE_S", (0,))
     return folder
 
@@ -234,7 +234,7 @@ def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
     put_commands(commands)
     there = launcher(tmp_path)
     jobs = there.submit([print, print], stage="train", nodes=1, minutes=5)
-    monkeypatch.setattr("tula_hpc.launch.POLL_S", 0.0)
+    monkeypatch.setattr("tula_hpc.launch.launcher.POLL_S", 0.0)
     for how in ("nothing", "a banner"):
         put_commands(commands, how, "squeue")
         with pytest.raises(LaunchError, match="has not answered for 9 minutes: squeue"):

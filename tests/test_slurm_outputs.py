@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from submitit.core.utils import FailedSubmissionError
 
-from tula_hpc import slurm
-from tula_hpc.accounting import accounted_runs
 from tula_hpc.errors import Failure, LaunchError
-from tula_hpc.job_ends import classify
-from tula_hpc.sbatch import PatientExecutor
-from tula_hpc.slurm import JobState, Leaving
-from tula_hpc.waiting import explain, waits
+from tula_hpc.launch import slurm
+from tula_hpc.launch.reasons import classify, explain, waits
+from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
+from tula_hpc.launch.slurm_executor import PatientExecutor
 
 # of a job that a preemption cancelled (22.05.8); the name and the folder hold blanks
 PREEMPTED = (
@@ -75,7 +73,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answers], None]:
             return printed
 
         monkeypatch.setattr(slurm, "run_command", run)
-        monkeypatch.setattr("tula_hpc.accounting.run_command", run)
+        monkeypatch.setattr("tula_hpc.launch.slurm.run_command", run)
 
     return prepare
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tula_hpc import slurm
-from tula_hpc.device_errors import broken_device
+from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.errors import Failure, InputError, LaunchError
-from tula_hpc.job_ends import classify, telling_line, without_chatter
-from tula_hpc.job_logs import complaining_nodes
-from tula_hpc.slurm import JobState, StepState, is_submit_limit, is_unanswered
+from tula_hpc.launch import slurm
+from tula_hpc.launch.reasons import classify, complaining_nodes, telling_line, without_chatter
+from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
 SYSTEM = (

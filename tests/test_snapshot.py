@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_hpc.snapshot import Gpu, Pending, Snapshots, each_tensor
+from tula_hpc.checkpoint.snapshot import Gpu, Pending, Snapshots, each_tensor
 
 
 def training_state() -> dict[str, Any]:

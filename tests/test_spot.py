@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.spot import MIN_INTERVAL_S, best_interval_s, expected_time_s
+from tula_hpc.analysis.costs.interruptions import MIN_INTERVAL_S, best_interval_s, expected_time_s
 
 MINUTE = 60.0
 HOUR = 3600.0

@@ -10,9 +10,11 @@ import pytest
 from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.launch import Ended, Submitted
+from tula_hpc.launch.launcher import Ended, Submitted
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages import Sweep, next_candidate, plan_stage, why
+from tula_hpc.stages.context import Sweep, why
+from tula_hpc.stages.plan import plan_stage
+from tula_hpc.stages.train import next_candidate
 
 LARGE, *SMALLER = (
     candidate(Configuration(4, 1, local_batch)).model_copy(update={"feasible": True}) for local_batch in (64, 32, 16, 8)

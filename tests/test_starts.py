@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.planning_data import cluster, grid, sweep
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.planning import make_plan
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.records import Plan
 
 

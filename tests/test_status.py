@@ -22,15 +22,13 @@ from pydantic import BaseModel
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
-from tula_hpc import run_facts, slurm, status
-from tula_hpc.analysis.formatting import format_duration
-from tula_hpc.analysis.node_price import describe_price, node_hour_price
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import Failure, LaunchError
-from tula_hpc.holder import holder_of
-from tula_hpc.job_logs import read_logs
-from tula_hpc.job_status import Answer, JobPhase, job_statuses
-from tula_hpc.launch import NOTICE, Submitted
+from tula_hpc.formatting import format_duration
+from tula_hpc.launch import slurm
+from tula_hpc.launch.launcher import NOTICE, Submitted
+from tula_hpc.launch.reasons import explain, read_logs
+from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
@@ -41,12 +39,15 @@ from tula_hpc.records import (
     append_record,
     write_atomically,
 )
-from tula_hpc.run_facts import read_facts, read_tail
-from tula_hpc.run_state import RunStatus, describe
-from tula_hpc.slurm import JobState
-from tula_hpc.status_text import short_ids, status_text
-from tula_hpc.trainings import ATTEMPTS
-from tula_hpc.waiting import explain
+from tula_hpc.records.run_directory import holder_of
+from tula_hpc.stages.train_many import ATTEMPTS
+from tula_hpc.status import __main__ as status
+from tula_hpc.status import facts as run_facts
+from tula_hpc.status.cost import describe_price, node_hour_price
+from tula_hpc.status.facts import read_facts, read_tail
+from tula_hpc.status.jobs import Answer, JobPhase, job_statuses
+from tula_hpc.status.state import RunStatus, describe
+from tula_hpc.status.text import short_ids, status_text
 
 Script = Callable[[Sequence[str]], str]
 
@@ -78,7 +79,7 @@ class FakeSlurm:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm()
     monkeypatch.setattr(slurm, "run_command", fake.run)
-    monkeypatch.setattr("tula_hpc.accounting.run_command", fake.run)
+    monkeypatch.setattr("tula_hpc.launch.slurm.run_command", fake.run)
     return fake
 
 

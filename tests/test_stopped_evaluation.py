@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tula_hpc import stopping
-from tula_hpc import trainer as trainer_module
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp import agreement as stopping
+from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, StopRequest, Wish, until_stopped
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
-from tula_hpc.stopping import Agreed, EvaluationStopped, StopRequest, Wish, until_stopped
-from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker
+from tula_hpc.training import loop as trainer_module
+from tula_hpc.training.loop import run_training
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)

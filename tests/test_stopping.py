@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tula_hpc.stopping import Agreed, Decision, StopRequest, Wish
+from tula_hpc.ddp.agreement import Agreed, Decision, StopRequest, Wish
 
 
 class Peers:

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
 from tests.test_checkpoint import forge, torch_bytes
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, load_cluster, load_sweep
 from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError
 from tula_hpc.files import foreign_link
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_executor import trust_folder
 from tula_hpc.records import RunDirectory
-from tula_hpc.sbatch import trust_folder
 from tula_hpc.sweep import main
 
 PACKAGE = Path(__file__).resolve().parents[1] / "tula_hpc"
@@ -218,7 +218,7 @@ def test_a_label_does_not_lead_out_of_the_run_directory(tmp_path: Path, label: s
 
 
 def test_a_report_is_not_written_behind_a_link(tmp_path: Path) -> None:
-    from tula_hpc.analysis.report import replace_files
+    from tula_hpc.analysis.report.output import replace_files
 
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "knee.svg").touch()

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.study_data import Outcome
-from tula_hpc.analysis.study_table import Entry, StudyTable, make_table, marks_of, spread, within_one_deviation
-from tula_hpc.analysis.study_text import answer, verdicts
-from tula_hpc.config import (
-    ClusterSpec,
-    StudyCell,
-    StudySpec,
-    SweepSpec,
-    check_together,
-    load_sweep,
-    study_column,
+from tula_hpc.analysis.report.study_text import verdicts
+from tula_hpc.analysis.study_results import (
+    Entry,
+    Outcome,
+    StudyTable,
+    answer,
+    make_table,
+    marks_of,
+    spread,
+    within_one_deviation,
 )
+from tula_hpc.config import ClusterSpec, StudyCell, StudySpec, SweepSpec, check_together, load_sweep, study_column
 from tula_hpc.errors import InputError, StageError
 from tula_hpc.records import RateTrial
+from tula_hpc.stages.study import cell_spec, choose, family, trial_specs
+from tula_hpc.stages.train_many import most_at_once
 from tula_hpc.study import main
-from tula_hpc.study_stage import cell_spec, choose, family, trial_specs
-from tula_hpc.trainings import most_at_once
 
 PLAIN = """
 name = "small"

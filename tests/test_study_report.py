@@ -16,24 +16,27 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from tests.study_factory import SWEEP, accuracy, make_study
-from tula_hpc.analysis import report
-from tula_hpc.analysis.figures_drawing import Drawing, Missing
-from tula_hpc.analysis.figures_scale import BINS, ONE
-from tula_hpc.analysis.figures_study_delta import delta_groups, draw_study_delta
-from tula_hpc.analysis.figures_study_lines import (
+from tula_hpc.analysis.figures.drawing import Drawing, Missing
+from tula_hpc.analysis.figures.gradients import BINS, ONE
+from tula_hpc.analysis.figures.study import (
     column_style,
+    delta_groups,
+    density,
     draw_study_accuracy,
+    draw_study_delta,
     draw_study_epochs,
+    draw_study_scale,
+    draw_study_scale_elements,
+    draw_study_table,
     legend_columns,
     line_style,
+    used_scales,
 )
-from tula_hpc.analysis.figures_study_scale import density, draw_study_scale, draw_study_scale_elements, used_scales
-from tula_hpc.analysis.figures_study_table import draw_study_table
-from tula_hpc.analysis.figures_style import ALERT, INK, SIZES, styled
+from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
+from tula_hpc.analysis.report import __main__ as report
+from tula_hpc.analysis.report.study_text import cautions, latex, verdicts
 from tula_hpc.analysis.study import main, write_study_report
-from tula_hpc.analysis.study_data import read_study
-from tula_hpc.analysis.study_table import make_table
-from tula_hpc.analysis.study_text import answer, cautions, latex, verdicts
+from tula_hpc.analysis.study_results import answer, make_table, read_study
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import Metrics, RunDirectory, StepMetrics, TunedRates
@@ -426,7 +429,7 @@ def test_factors_of_several_sizes_are_drawn_by_their_logarithms(tmp_path: Path, 
     contents = read_study(make_study(tmp_path / "run"))
     table = make_table(contents.study, contents.outcomes)
     factors = np.geomspace(1.5, largest, 50)
-    with mock.patch("tula_hpc.analysis.figures_study_scale.used_scales", return_value=factors):
+    with mock.patch("tula_hpc.analysis.figures.study.used_scales", return_value=factors):
         drawn = draw_study_scale(contents, table)
     assert isinstance(drawn, Drawing)
     assert ("logarithm" in drawn.caption) == (scale == "log")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run_factory import make_run
-from tula_hpc.analysis.text_columns import GAP, TextColumn, fitted
+from tula_hpc.analysis.report.plan_text import GAP, TextColumn, fitted
+from tula_hpc.cli.pipeline import print_summary
 from tula_hpc.records import TrainResult
-from tula_hpc.summary import print_summary
 
 texts = st.text("abc ◆漢\n", max_size=20)
 

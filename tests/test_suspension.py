@@ -16,9 +16,10 @@ import torch.distributed as dist
 from tests.forked import start_workers
 from tests.test_worker import ALONE, CONFIGURATION, sweep
 from tula_hpc.config import ClusterSpec
+from tula_hpc.ddp.agreement import Suspensions
 from tula_hpc.errors import PreemptedError
-from tula_hpc.profiler import MOST_ATTEMPTS, MemoryMeter, NodePower, SharedTimes, StepProfile, measure
-from tula_hpc.stopping import Suspensions
+from tula_hpc.profiling.measure import MOST_ATTEMPTS, SharedTimes, StepProfile, measure
+from tula_hpc.profiling.meters import MemoryMeter, NodePower
 
 
 @pytest.fixture(autouse=True)

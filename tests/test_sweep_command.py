@@ -17,7 +17,7 @@ import pytest
 
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
-from tula_hpc.changed_inputs import freeze
+from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
@@ -96,7 +96,8 @@ def measure(run: RunDirectory) -> None:
 def test_other_inputs_are_refused_with_the_difference(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]
 ) -> None:
-    from tula_hpc.command import load_inputs, open_run
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
@@ -119,7 +120,7 @@ def test_other_inputs_are_refused_with_the_difference(
 
 
 def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
-    from tula_hpc.command import load_inputs
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.sweep import _parser
 
     return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
@@ -128,7 +129,7 @@ def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
 def test_inputs_may_be_mended_until_something_was_measured(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.command import check_run, open_run
+    from tula_hpc.cli.open_run import check_run, open_run
     from tula_hpc.config import load_sweep
     from tula_hpc.errors import RunDirectoryError
 
@@ -163,9 +164,9 @@ def test_inputs_may_be_mended_until_something_was_measured(
 
 
 def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
-    from tula_hpc.command import check_run, open_run
+    from tula_hpc.cli.open_run import check_run, open_run
     from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.local_alive import is_alive
+    from tula_hpc.launch.local_executor import is_alive
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     others = inputs_of(sweep_file, "workload.seed=1")
@@ -193,7 +194,7 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tula_hpc import sweep
-    from tula_hpc.command import open_run
+    from tula_hpc.cli.open_run import open_run
 
     def open_two(*inputs: Any) -> Any:
         opened = open_run(*inputs)
@@ -206,7 +207,7 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
 
 
 def test_data_may_move_at_any_time(sweep_file: Path) -> None:
-    from tula_hpc.command import open_run
+    from tula_hpc.cli.open_run import open_run
     from tula_hpc.config import load_sweep
     from tula_hpc.errors import RunDirectoryError
 
@@ -226,7 +227,7 @@ def test_data_may_move_at_any_time(sweep_file: Path) -> None:
 
 
 def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file: Path) -> None:
-    from tula_hpc.command import open_run
+    from tula_hpc.cli.open_run import open_run
     from tula_hpc.config import load_sweep
     from tula_hpc.errors import RunDirectoryError
 
@@ -243,7 +244,8 @@ def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file:
 def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.config import load_sweep
     from tula_hpc.errors import RunDirectoryError
     from tula_hpc.sweep import _parser
@@ -278,7 +280,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
 def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: Path, key: str) -> None:
     """Which kernels were measured may not change afterwards."""
-    from tula_hpc.command import open_run
+    from tula_hpc.cli.open_run import open_run
     from tula_hpc.errors import RunDirectoryError
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
@@ -296,7 +298,7 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
     [("max_rollbacks = 8\n", False), ("tune_small_batch = []\n", False), ("curvature_epochs = [0]\n", True)],
 )
 def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: str, refused: bool) -> None:
-    from tula_hpc.command import open_run
+    from tula_hpc.cli.open_run import open_run
     from tula_hpc.errors import RunDirectoryError
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
@@ -311,7 +313,8 @@ def test_a_run_goes_on_where_removed_keys_did_nothing(sweep_file: Path, line: st
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.config import load_cluster
     from tula_hpc.errors import RunDirectoryError
     from tula_hpc.sweep import _parser
@@ -339,7 +342,8 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
 def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.command import check_run, load_inputs, open_run
+    from tula_hpc.cli.open_run import check_run, open_run
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.config import load_cluster
     from tula_hpc.errors import RunDirectoryError
     from tula_hpc.sweep import _parser
@@ -468,7 +472,8 @@ def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
 
 
 def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.command import load_inputs, open_run
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.sweep import _parser
 
     root = sweep_file.parent / "run"
@@ -482,8 +487,8 @@ def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys
 def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc import command
-    from tula_hpc.stages import Sweep
+    from tula_hpc.cli import open_run as command
+    from tula_hpc.stages.context import Sweep
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -495,7 +500,7 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     (sweep_file.parent / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
-    monkeypatch.setattr("tula_hpc.pipeline.carry_out", interrupted)
+    monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", interrupted)
     assert command.work(sweep, "report") == 130
     said = capsys.readouterr().err
     assert "interrupted. Run the same command again" in said
@@ -598,7 +603,7 @@ def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
 def test_loaders_that_take_all_cores_of_a_gpus_worker_are_warned_of(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], more: str, named: list[str]
 ) -> None:
-    from tula_hpc.command import load_inputs
+    from tula_hpc.cli.options import load_inputs
     from tula_hpc.sweep import _parser
 
     cluster_file = sweep_file.parent / "c.toml"

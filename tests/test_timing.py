@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.timing import LEAST_ROUNDS, ROUND_S, StoppingRule, mean_interval, time_rounds
+from tula_hpc.profiling.timing import LEAST_ROUNDS, ROUND_S, StoppingRule, mean_interval, time_rounds
 
 seconds = st.floats(min_value=1e-6, max_value=1e3)
 RULE = StoppingRule(min_steps=15, max_steps=200, max_seconds=60, ci_width=0.02)

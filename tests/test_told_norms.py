@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from tests.test_optimizer_options import LARGE, LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
+from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.norms import foreach_norms
 
 
 def told(values: list[Tensor | None]) -> Tensor:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import candidate, plan
-from tula_hpc import stages
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Submitted
-from tula_hpc.progress import stage_progress
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.launcher import Ended, Submitted
 from tula_hpc.records import Configuration, RunDirectory, append_record
-from tula_hpc.stages import Sweep, train_stage
-from tula_hpc.trainings import Trainings
+from tula_hpc.stages import train as stages
+from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.train import train_stage
+from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
 PLAN = plan([CHOSEN] * 4, chosen=CHOSEN, fallbacks=[])

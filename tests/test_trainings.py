@@ -13,11 +13,11 @@ import pytest
 from tests.study_factory import result
 from tula_hpc.config import ClusterSpec, StudyCell, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Ended, Submitted
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.launcher import Ended, Submitted
 from tula_hpc.records import Configuration, RunDirectory, write_atomically
-from tula_hpc.stages import Sweep
-from tula_hpc.trainings import Trainings
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.train_many import Trainings
 
 SPEC = SweepSpec.model_validate({"name": "s", "training": {"max_requeues": 4}})
 Fate = Callable[[str, int], Failure | None]  # of a label's so-manieth job; None: it finishes

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tula_hpc.data.image_tree import ImageTree, read_tree
 from tula_hpc.errors import InputError
-from tula_hpc.workloads.trees import ImageTree, read_tree
 
 HOURS_AGO_NS = 1_700_000_000_000_000_000
 

@@ -16,27 +16,28 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tests.planning_data import memory
-from tula_hpc.allocation import Allocation, place_among
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
+from tula_hpc.ddp.methods import reference_share
+from tula_hpc.ddp.process_group import (
+    Allocation,
+    check_kernels,
+    check_precision,
+    choose_kernels,
+    pick_device,
+    place_among,
+    process_group,
+)
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
-from tula_hpc.forward_probe import PASSES, time_forward
-from tula_hpc.methods import reference_share
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.power import Power
-from tula_hpc.profiler import (
-    MemoryMeter,
-    NodePower,
-    SharedTimes,
-    StepProfile,
-    _largest,
-    _stopping_rule,
-    _without_updates,
-    measure,
-)
+from tula_hpc.profiling.measure import SharedTimes, StepProfile, _stopping_rule, _without_updates, measure
+from tula_hpc.profiling.meters import MemoryMeter, NodePower, Power
+from tula_hpc.profiling.meters import largest_over_workers as _largest
+from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
+from tula_hpc.profiling.probes import time_forward
+from tula_hpc.profiling.timing import StoppingRule
 from tula_hpc.records import Configuration, Measurement
-from tula_hpc.timing import StoppingRule
-from tula_hpc.worker import Worker, check_kernels, check_precision, choose_kernels, pick_device, process_group
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -44,7 +45,12 @@ PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.ex
 
 
 def sweep(method: str = "ags", **workload: object) -> SweepSpec:
-    fields = {"model": "tula_hpc.workloads.compact:compact_cnn", "dataset": "digits", "loader_workers": 0, **workload}
+    fields = {
+        "model": "tula_hpc.workloads.small_cnns:compact_cnn",
+        "dataset": "digits",
+        "loader_workers": 0,
+        **workload,
+    }
     search = {"warmup_steps": 1, "min_steps": 5, "max_steps": 5}
     training = {"method": method, "small_batch": 16, "update_interval_epochs": 0.1}
     return SweepSpec.model_validate({"name": "x", "workload": fields, "search": search, "training": training})
@@ -321,7 +327,7 @@ class FakePower:
 def test_one_worker_reads_the_power_of_a_node_that_is_the_jobs_alone(
     monkeypatch: pytest.MonkeyPatch, nodes: int, local_rank: int, exclusive: bool, watts: float
 ) -> None:
-    monkeypatch.setattr("tula_hpc.profiler.PowerMeter", FakePower)
+    monkeypatch.setattr("tula_hpc.profiling.meters.PowerMeter", FakePower)
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.configuration = CONFIGURATION._replace(nodes=nodes)
     worker.env = ALONE._replace(local_rank=local_rank)
@@ -338,7 +344,7 @@ def test_a_model_whose_loss_is_not_finite_is_not_profiled(monkeypatch: pytest.Mo
 
 
 def test_gpus_that_cannot_be_read_leave_the_power_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_hpc.profiler.PowerMeter", FakePower)
+    monkeypatch.setattr("tula_hpc.profiling.meters.PowerMeter", FakePower)
     worker = Worker(sweep("lbt"), ClusterSpec(), CONFIGURATION, ALONE)
     worker.device = torch.device("cuda")
     power = NodePower(ClusterSpec(), worker)
@@ -464,7 +470,7 @@ def test_a_gpu_without_kernels_is_named_before_workers_meet(monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_80"])
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Tesla")
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("tula_hpc.worker.meet", lambda *_: pytest.fail("it looked for its peers"))
+    monkeypatch.setattr("tula_hpc.ddp.process_group.meet", lambda *_: pytest.fail("it looked for its peers"))
     cluster = ClusterSpec(device="cuda", workers_per_node=workers)
     env = ALONE._replace(world_size=workers)
     with pytest.raises(InputError, match="no kernels for Tesla"), process_group(cluster, env):
@@ -480,7 +486,7 @@ def test_while_profiling_peers_are_waited_for_minutes_only(monkeypatch: pytest.M
 
     monkeypatch.setattr("torch.distributed.init_process_group", note)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
-    monkeypatch.setattr("tula_hpc.allocation.meet", lambda *_: HashStore())
+    monkeypatch.setattr("tula_hpc.ddp.process_group.meet", lambda *_: HashStore())
     pair, cluster = ALONE._replace(world_size=2), ClusterSpec(workers_per_node=2)
     Allocation(cluster, pair, timedelta(minutes=1)).join(1)
     with process_group(cluster, pair, HashStore()):

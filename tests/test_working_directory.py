@@ -19,7 +19,7 @@ import pytest
 
 from tests.run_factory import make_run
 from tests.study_factory import make_study
-from tula_hpc.cli import COMMANDS, main
+from tula_hpc.__main__ import COMMANDS, main
 from tula_hpc.invocation import command_line
 from tula_hpc.search_path import is_found_elsewhere
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = {"pydantic", "numpy", "scipy", "matplotlib", "jinja2", "markupsafe", "rich", "kneed", "submitit", "torch"}
 NAMES = (sys.stdlib_module_names | LIBRARIES | {"analysis", "tests", "sitecustomize"}) - {"antigravity", "this"}
 PACKAGES = Path(np.__file__).parents[1]
-SCRIPT = "import sys\nfrom tula_hpc.cli import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom tula_hpc.__main__ import main\nsys.exit(main())\n"
 
 
 def loaded_by_python_itself() -> set[str]:
@@ -184,7 +184,7 @@ def test_what_is_no_command_is_refused_with_those_that_are(
 
 
 def test_help_loads_no_library() -> None:
-    code = "import sys; from tula_hpc.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from tula_hpc.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     done = run(["-c", f"{code}print(*sys.modules)"], ROOT)
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
     assert not LIBRARIES & set(done.stdout.splitlines()[-1].split())

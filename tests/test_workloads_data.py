@@ -21,13 +21,10 @@ from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.data import image_cache as decoded_cache
+from tula_hpc.data.datasets import Data, build_data, random_order, stratified_split
+from tula_hpc.data.images import Bytes, Jitter, PixelDataset, Preprocessing, Scaling, below, mix, open_rgb, prepared
 from tula_hpc.errors import InputError
-from tula_hpc.workloads import decoded_cache
-from tula_hpc.workloads.data import Data, build_data
-from tula_hpc.workloads.decoding import open_rgb
-from tula_hpc.workloads.hashing import below, mix
-from tula_hpc.workloads.pixels import Bytes, Jitter, PixelDataset, Preprocessing, Scaling, prepared
-from tula_hpc.workloads.splits import random_order, stratified_split
 
 Paint = Callable[[int], np.ndarray[Any, Any]]
 

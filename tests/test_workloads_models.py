@@ -13,10 +13,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from tests.fuzzing import TIMES
-from tula_hpc.catalog import TORCHVISION_MODELS
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.config.workload import TORCHVISION_MODELS
 from tula_hpc.errors import InputError
-from tula_hpc.workloads import build_model
+from tula_hpc.workloads.torchvision_models import build_model
 
 # the smallest of each family
 FAMILIES = (

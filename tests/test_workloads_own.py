@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.data.loader import make_train_loader
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker
-from tula_hpc.workloads import Workload, build_workload, make_train_loader
-from tula_hpc.workloads.entry_points import own_function
+from tula_hpc.user_code import own_function
+from tula_hpc.workloads.workload import Workload, build_workload
 
 EXAMPLES = Path(__file__).parent / "examples"
 MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
@@ -129,8 +130,8 @@ def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, mo
 
 def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="cpu"))
-    monkeypatch.setattr("tula_hpc.worker.pick_device", lambda *_: torch.device("meta"))
-    monkeypatch.setattr("tula_hpc.worker.check_kernels", lambda *_: None)
+    monkeypatch.setattr("tula_hpc.ddp.process_group.pick_device", lambda *_: torch.device("meta"))
+    monkeypatch.setattr("tula_hpc.ddp.process_group.check_kernels", lambda *_: None)
     workload = WorkloadSpec(dataset="digits", loader_workers=0).model_copy(update={"model": "mine:f"})
     alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
     with pytest.raises(InputError, match="mine:f cannot take inputs of 3×8×8: AssertionError: meta") as raised:
@@ -167,7 +168,7 @@ def test_a_users_folder_is_searched_after_all_else(tmp_path: Path, monkeypatch: 
     (tmp_path / "beside.py").write_text("model = lambda classes, image_size: None")
     write_module(tmp_path, monkeypatch, "import wave\nfrom beside import model")
     parameters = ("classes", "image_size")
-    own_function("workload.model", "tula_hpc.workloads.compact:compact_cnn", parameters)
+    own_function("workload.model", "tula_hpc.workloads.small_cnns:compact_cnn", parameters)
     assert str(tmp_path) not in sys.path
     own_function("workload.model", "mine:model", parameters)
     assert sys.path[-1] == str(tmp_path)

@@ -1,4 +1,7 @@
-"""The only reader of SLURM_*, SUBMITIT_*, MASTER_PORT and *_SOCKET_IFNAME: who this process is among its peers."""
+"""The only reader of SLURM_*, SUBMITIT_*, MASTER_PORT and *_SOCKET_IFNAME: who this process is among its peers.
+
+Unix time for stamps whose differences are durations: within a process it neither jumps nor goes back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
 
-from tula_hpc.clock import unix_time
+# unlike CLOCK_MONOTONIC it goes on while the machine sleeps
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_began_at = time.time() - time.clock_gettime(_STEADY)
+
+
+def unix_time() -> float:
+    """Return the seconds since 1970 as this process's first look at the clock has them, whatever was set since."""
+    return _began_at + time.clock_gettime(_STEADY)
+
 
 RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
 CONTROLLER = "TULA_CONTROLLER"  # number of the process that starts a local job's workers

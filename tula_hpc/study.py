@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.command import add_input_options, exit_code_of, load_inputs, open_run, run_root, work
+from tula_hpc.cli.open_run import open_run, work
+from tula_hpc.cli.options import add_input_options, load_inputs, run_root
 from tula_hpc.errors import InputError
+from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.formatting import printable_output
 from tula_hpc.invocation import command_line
-from tula_hpc.printable import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -60,12 +62,12 @@ def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, r
         use = f"expected a [study] table; without one use {command_line('sweep')}"
         raise InputError(use, source=options.sweep)
     if options.dry_run:
-        from tula_hpc.study_stage import describe_study
+        from tula_hpc.stages.study import describe_study
 
         describe_study(spec, cluster, root).show()
         return 0
     if getattr(options, "report_only", False):
-        from tula_hpc.pipeline import report_study
+        from tula_hpc.cli.pipeline import report_study
         from tula_hpc.records import RunDirectory
 
         return report_study(RunDirectory(root))

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.command import add_input_options, check_run, exit_code_of, load_inputs, open_run, run_root, work
+from tula_hpc.cli.open_run import check_run, open_run, work
+from tula_hpc.cli.options import add_input_options, load_inputs, run_root
+from tula_hpc.cli.pipeline import STAGES
 from tula_hpc.errors import InputError
-from tula_hpc.pipeline import STAGES
-from tula_hpc.printable import printable_output
+from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.formatting import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -45,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
         return _run_study(options, spec, cluster)
     root = run_root(options, spec)
     if options.dry_run:
-        from tula_hpc.dry_run import describe_submission
+        from tula_hpc.cli.dry_run import describe_submission
 
         check_run(spec, cluster, root)
         describe_submission(spec, cluster, root).show()

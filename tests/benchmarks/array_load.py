@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc import slurm
 from tula_hpc.config import load_cluster
-from tula_hpc.launch import Launcher
+from tula_hpc.launch import slurm
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S
 from tula_hpc.records import RunDirectory
-from tula_hpc.slurm_command import COMMAND_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_ARRAY_SIZE = 101

@@ -29,10 +29,10 @@ import torchvision
 from torch import nn
 from torch.optim import SGD
 
-from tula_hpc.analysis.checkpoints import MOST_S
-from tula_hpc.cadence import interval_s
-from tula_hpc.checkpoint import CheckpointStore
-from tula_hpc.saving import BackgroundWriter
+from tula_hpc.analysis.costs.interruptions import MOST_S
+from tula_hpc.checkpoint.background import BackgroundWriter
+from tula_hpc.checkpoint.interval import interval_s
+from tula_hpc.checkpoint.store import CheckpointStore
 
 MODELS = ("resnet18", "resnet50", "vgg11")
 DAY_S = 86_400.0

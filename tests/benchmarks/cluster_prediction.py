@@ -41,14 +41,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.analysis.adaptive import AdaptiveSearch
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.aim import Aim
-from tula_hpc.analysis.candidates import fit_models
-from tula_hpc.analysis.performance import FormName, fit_step_time
-from tula_hpc.analysis.planning import make_plan
-from tula_hpc.analysis.profiling_cost import profiling_cost
-from tula_hpc.analysis.report_data import measured_epochs
+from tula_hpc.analysis.models.fitted import fit_models
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.models.step_time import fit_step_time
+from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.run_contents import measured_epochs
+from tula_hpc.analysis.search.adaptive import AdaptiveSearch
+from tula_hpc.analysis.search.decision import Aim
+from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.records import Configuration, Measurement, RunDirectory, is_usable
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tula_hpc.nested import Batch
-from tula_hpc.optim.norms import squared_norm
-from tula_hpc.optim.reference import average_over_workers, flat_kind, flatten, traceless_loss, unflatten
+from tula_hpc.batches import Batch
+from tula_hpc.gradients.norms import squared_norm
+from tula_hpc.gradients.reference_gradient import average_over_workers, flat_kind, flatten, traceless_loss, unflatten
 
 TOLERANCE = 0.02  # residual over the eigenvalue's magnitude at which the iteration ends
 MAX_ITERATIONS = 100

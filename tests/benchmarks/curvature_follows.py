@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 from tests.benchmarks.curvature import LocalHessian, measure_curvature
 from tula_hpc.optim import relative_change, squared_norm
-from tula_hpc.workloads.compact import compact_cnn
+from tula_hpc.workloads.small_cnns import compact_cnn
 
 ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parent / "results" / "curvature_follows.json"

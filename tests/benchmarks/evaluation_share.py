@@ -25,16 +25,16 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tula_hpc.analysis.aggregate import summarize
-from tula_hpc.analysis.evaluation import FORWARD_SHARE, evaluation_of
+from tula_hpc.analysis.costs.evaluation import FORWARD_SHARE, evaluation_of
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.forward_probe import PASSES
-from tula_hpc.jobs import TrainJob
-from tula_hpc.profiler import measure
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.profiling.measure import measure
+from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
 from tula_hpc.records import Configuration, Measurement, RunDirectory, read_metrics
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
+from tula_hpc.training.loop import run_training
 
 ROUNDS = 5
 EPOCHS = 3
@@ -43,7 +43,7 @@ MODELS = {
     "shufflenet_v2_x0_5": (64, 256),
     "resnet18": (64,),
     "tests.benchmarks.vgg_like:vgg_like": (64, 256),
-    "tula_hpc.workloads.compact:medium_cnn": (64, 256),
+    "tula_hpc.workloads.small_cnns:medium_cnn": (64, 256),
 }
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 
@@ -89,7 +89,7 @@ def predicted_s(profile: Measurement, sweep: SweepSpec) -> float:
 
 def evaluation_time_s(sweep: SweepSpec, configuration: Configuration) -> float:
     """Median over a training's evaluations, as it records them."""
-    with TemporaryDirectory() as folder, patch("tula_hpc.trainer.join_job", lambda: ALONE):
+    with TemporaryDirectory() as folder, patch("tula_hpc.training.loop.join_job", lambda: ALONE):
         run = RunDirectory(Path(folder)).create()
         run.train().root.mkdir()
         run_training(TrainJob(sweep, ClusterSpec(), configuration, run.root), StopRequest())

@@ -38,21 +38,22 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from tula_hpc.agenda import Agenda
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.background import BackgroundWriter
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec
+from tula_hpc.ddp.process_group import describe_versions, leave_group
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import ProfileJob
+from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.optim import LocalNorms
-from tula_hpc.profiler import measure
+from tula_hpc.profiling.measure import measure
+from tula_hpc.profiling.session import run_profile
+from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Measurement, read_records, with_rank_files
-from tula_hpc.saving import BackgroundWriter
-from tula_hpc.session import run_profile
-from tula_hpc.worker import Worker, describe_versions, leave_group
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = {"cpu": 600.0, "cuda": 60.0}  # of a check, which on a GPU takes a third of that
-COMPACT = "tula_hpc.workloads.compact:compact_cnn"
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 IMAGES = "tests.benchmarks.gpu_checks:images"
 GROUPS, STEPS = 10, 12
 MIB = 1024**2

@@ -37,15 +37,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from tula_hpc.nested import Batch
-from tula_hpc.workloads import make_train_loader
-from tula_hpc.workloads.cifar import CIFAR
-from tula_hpc.workloads.compact import compact_cnn
-from tula_hpc.workloads.folder_images import DecodedOnRead, folder_images
-from tula_hpc.workloads.hashing import Keys
-from tula_hpc.workloads.loader import KeyedItems
-from tula_hpc.workloads.pixels import ArraySource, ImageDataset, Indices, Jitter, PixelDataset, prepared
-from tula_hpc.workloads.trees import read_tree
+from tula_hpc.batches import Batch
+from tula_hpc.data.cifar import CIFAR
+from tula_hpc.data.image_folders import DecodedOnRead, folder_images
+from tula_hpc.data.image_tree import read_tree
+from tula_hpc.data.images import ArraySource, ImageDataset, Indices, Jitter, Keys, PixelDataset, prepared
+from tula_hpc.data.loader import KeyedItems, make_train_loader
+from tula_hpc.workloads.small_cnns import compact_cnn
 
 WAYS = ("floats", "loader", "trainer")
 READY = 3  # more batches than one loader process works ahead

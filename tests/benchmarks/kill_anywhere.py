@@ -31,10 +31,11 @@ from typing import Any
 from tests import planning_data
 from tests.run_factory import measurement
 from tests.slurm.testcluster import ClusterError, MiniCluster
-from tula_hpc import profile_stage
-from tula_hpc.jobs import ProfileJob
-from tula_hpc.launch import GUARD, NOTICE, REFUSED
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.launch.launcher import NOTICE, REFUSED
 from tula_hpc.records import RunDirectory, read_metrics
+from tula_hpc.records.run_directory import GUARD
+from tula_hpc.stages import profile as profile_stage
 from tula_hpc.sweep import main as sweep_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ CONFIGURATIONS = 8
 SWEEP = """
 name = "{name}"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 samples = 512
 epochs = 2

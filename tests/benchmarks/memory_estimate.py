@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.footprint import estimate
 from tula_hpc.records import Footprint, MemoryUse
+from tula_hpc.stages.profile import estimate
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3  # measured, after two to warm up
@@ -70,10 +70,11 @@ def sweep_tables(case: Case) -> dict[str, Any]:
 
 def measure(case: Case, local_batch: int, device: str) -> MemoryUse:
     """Train a few steps in this process, as a profile does."""
+    from tula_hpc.ddp.process_group import process_group
+    from tula_hpc.ddp.worker import Worker
     from tula_hpc.env import WorkerEnvironment
-    from tula_hpc.profiler import MemoryMeter
+    from tula_hpc.profiling.meters import MemoryMeter
     from tula_hpc.records import Configuration
-    from tula_hpc.worker import Worker, process_group
 
     sweep, cluster = SweepSpec.model_validate(sweep_tables(case)), ClusterSpec.model_validate({"device": device})
     env = WorkerEnvironment(0, 1, 0, 0, "", 0, ("here",), on_slurm=False)
@@ -139,7 +140,9 @@ def _tensors(footprint: Footprint, batch: int) -> float:
 def fitted_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the memory model that is fitted to one model's rows: at these, and at each when it is left out."""
 
-    from tula_hpc.analysis.memory import MemoryModel  # not on top: SciPy would be in the process that is measured
+    from tula_hpc.analysis.models.memory import (
+        MemoryModel,  # not on top: SciPy would be in the process that is measured
+    )
 
     def fit(used: Sequence[dict[str, Any]]) -> MemoryModel:
         uses = [MemoryUse.model_validate(row["memory"]) for row in used]

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from tests.forked import fork_workers, run_workers
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker
 
 RESULT = Path(__file__).parent / "results" / "observation_cost.json"
 WORKERS = 2
-MODELS = {"tula_hpc.workloads.compact:compact_cnn": (16, 64, 400), "vgg11": (32, 32, 40)}  # edge, local batch, pairs
+MODELS = {"tula_hpc.workloads.small_cnns:compact_cnn": (16, 64, 400), "vgg11": (32, 32, 40)}  # edge, local batch, pairs
 
 
 def new_worker(rank: int, model: str, *, observe: bool) -> Worker:

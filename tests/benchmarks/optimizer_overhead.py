@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.wrapping import STATE_KEY
+from tula_hpc.optim.wrapper import STATE_KEY
 
 IMAGE_SIZES = {"resnet50": 224, "vgg11": 32, "alexnet": 224, "mobilenet_v3_small": 224}  # pixels, as in the paper
 FORMS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.analysis.report_data import measured_epochs
+from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.records import Measurement, Plan, RunDirectory, TrainResult, read_metrics
 
 

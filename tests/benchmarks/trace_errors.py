@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.benchmarks.traces import WORKLOADS, Trace, read_trace, single_workers
-from tula_hpc.analysis.adaptive import AdaptiveSearch
-from tula_hpc.analysis.aim import Aim
-from tula_hpc.analysis.performance import FormName, StepTimeModel
-from tula_hpc.analysis.regression import Array
+from tula_hpc.analysis.models.regression import Array
+from tula_hpc.analysis.models.step_time import StepTimeModel
+from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.analysis.search.adaptive import AdaptiveSearch
+from tula_hpc.analysis.search.decision import Aim
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 
 PARTS = 8

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.regression import Array
+from tula_hpc.analysis.models.regression import Array
 
 WORKLOADS = ("imagenet", "cifar10", "yolov3", "deepspeech2", "bert", "ncf")
 

@@ -1,4 +1,4 @@
-"""A model and a data set of one's own, as `tula_hpc.workloads.entry_points` describes them.
+"""A model and a data set of one's own, as `tula_hpc.user_code` describes them.
 
 From the root of the repository::
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from tula_hpc.workloads.compact import compact_cnn
+from tula_hpc.workloads.small_cnns import compact_cnn
 
 PACE_FILE = "PACE_FILE"  # environment variable: a file with the seconds that a training pass takes; it may change
 

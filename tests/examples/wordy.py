@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tula_hpc import profiler
-from tula_hpc.workloads.compact import compact_cnn
+from tula_hpc.profiling import record as profiler
+from tula_hpc.workloads.small_cnns import compact_cnn
 
 LIBRARIES = 500
 

@@ -15,10 +15,10 @@ from tests.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.errors import Failure
-from tula_hpc.jobs import ProfileJob, TrainJob
-from tula_hpc.launch import Ended, Launcher, Submitted
+from tula_hpc.launch.job_specs import ProfileJob, TrainJob
+from tula_hpc.launch.launcher import Ended, Launcher, Submitted
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.stages import why
+from tula_hpc.stages.context import why
 
 
 def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:

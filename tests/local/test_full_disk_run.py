@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import candidate, plan
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError, StorageError
-from tula_hpc.profile_stage import profile_stage
 from tula_hpc.records import Configuration, Plan, RunDirectory, TrainResult
-from tula_hpc.stages import Sweep, train_stage
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.profile import profile_stage
+from tula_hpc.stages.train import train_stage
 
 SPACE = 32_000_000  # bytes
 LEFT = 80_000  # too little for a checkpoint, enough for the log
@@ -26,7 +27,7 @@ SPEC = SweepSpec.model_validate(
     {
         "name": "full",
         "workload": {
-            "model": "tula_hpc.workloads.compact:compact_cnn",
+            "model": "tula_hpc.workloads.small_cnns:compact_cnn",
             "dataset": "digits",
             "samples": 256,
             "epochs": EPOCHS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.test_working_directory import NAMES, loaded_by_python_itself, run, trapped
-from tula_hpc.launch import unsettled
 from tula_hpc.records import RunDirectory
+from tula_hpc.records.run_directory import unsettled
 
 SWEEP = """
 name = "small"

@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import multiprocessing, time
-from tula_hpc.workloads import make_train_loader
+from tula_hpc.data.loader import make_train_loader
 
 class Items:
     def __len__(self): return 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_hpc.check import main
+from tula_hpc.check.__main__ import main
 
 CLUSTER = """
 name = "here"

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.examples.branches import Branches
 from tests.forked import fork_workers, run_workers
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import LocalNorms, TulaOptimizer, local_gradient
-from tula_hpc.optim.norms import foreach_norms
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker
 
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
 BATCH, STEPS, STEPS_OF_WORKER = 6, 4, 10
@@ -256,7 +256,10 @@ def while_waiting(rank: int) -> list[Tensor]:
         seen.extend(p.grad.clone() for p in ddp.parameters() if p.grad is not None)
         take()
 
-    with mock.patch.object(norms, "_finish", spied), mock.patch("tula_hpc.optim.local_norms._first") as in_gloos_thread:
+    with (
+        mock.patch.object(norms, "_finish", spied),
+        mock.patch("tula_hpc.gradients.small_batch_norms._first") as in_gloos_thread,
+    ):
         backward(ddp, 0, rank, 1)
     in_gloos_thread.assert_not_called()
     return seen

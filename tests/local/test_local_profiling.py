@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.profile_stage import profile_stage
 from tula_hpc.records import Configuration, JobNote, Measurement, RunDirectory, notes_file, read_records
-from tula_hpc.stages import Sweep
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.profile import profile_stage
 
 WORKLOAD = {
-    "model": "tula_hpc.workloads.compact:compact_cnn",
+    "model": "tula_hpc.workloads.small_cnns:compact_cnn",
     "dataset": "digits",
     "samples": 512,
     "loader_workers": 0,

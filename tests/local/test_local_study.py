@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
 name = "tiny"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 samples = 1024
 epochs = 24

@@ -19,24 +19,26 @@ import torch
 from torch import Tensor
 
 from tests.forked import fork_workers, give_secret, run_workers
-from tula_hpc import stopping, trainer
-from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp import agreement as stopping
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.process_group import leave_group, process_group
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError
-from tula_hpc.jobs import TrainJob
-from tula_hpc.local_states import LocalStates
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker, leave_group, process_group
+from tula_hpc.training import loop as trainer
+from tula_hpc.training.loop import run_training
+from tula_hpc.training.per_worker_states import LocalStates
 
 WORKERS, BATCH, STEPS = 2, 16, 3
 STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step
 STOPPED_AFTER = STEPS_PER_EPOCH + 1  # models differ
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 OPTIMIZERS = {"lbt": "sgd", "lars": "sgd", "lamb": "adamw"}
-COMPACT = "tula_hpc.workloads.compact:compact_cnn"  # with BatchNorm
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"  # with BatchNorm
 PERCEPTRON = "tests.examples.own_workload:perceptron"  # without, so that workers do not matter
 
 

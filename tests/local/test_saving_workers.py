@@ -20,23 +20,25 @@ import torch
 from torch import Tensor
 
 from tests.forked import fork_workers, give_secret, run_workers
-from tula_hpc import checkpoint, stopping, trainer
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint import store as checkpoint
+from tula_hpc.checkpoint.background import BackgroundWriter
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp import agreement as stopping
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
-from tula_hpc.saving import BackgroundWriter
-from tula_hpc.stopping import StopRequest
-from tula_hpc.worker import Worker
+from tula_hpc.training import loop as trainer
 
 EPOCHS, STEPS_PER_EPOCH, BATCH = 4, 8, 32
 SWEEP = SweepSpec.model_validate(
     {
         "name": "x",
         "workload": {
-            "model": "tula_hpc.workloads.compact:compact_cnn",
+            "model": "tula_hpc.workloads.small_cnns:compact_cnn",
             "dataset": "digits",
             "samples": STEPS_PER_EPOCH * BATCH,
             "epochs": EPOCHS,

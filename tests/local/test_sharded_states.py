@@ -16,12 +16,13 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.forked import fork_workers, run_workers
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.process_group import process_group
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.records import Configuration
-from tula_hpc.worker import Worker, process_group
 from tula_hpc.workloads.optimizers import own_states
 
 WORKERS, BATCH, STEPS, SAVED_AFTER = 2, 16, 4, 2
@@ -30,7 +31,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 def sweep(optimizer: str, zero_stage: int) -> SweepSpec:
     workload = {
-        "model": "tula_hpc.workloads.compact:compact_cnn",
+        "model": "tula_hpc.workloads.small_cnns:compact_cnn",
         "dataset": "digits",
         "loader_workers": 0,
         "optimizer": optimizer,

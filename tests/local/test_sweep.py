@@ -16,10 +16,11 @@ from tests.examples.slow import PACE_FILE
 from tests.run_factory import LATE_SWEEP, late_plan
 from tula_hpc.config import ClusterSpec, SweepSpec, load_sweep
 from tula_hpc.errors import Failure
-from tula_hpc.jobs import TrainJob
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
-from tula_hpc.stages import Sweep, train_stage
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.train import train_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEVEN = 179  # of a test set of 359, two workers have 180 and 179 samples: two batches, and one
@@ -31,7 +32,7 @@ SLOW_TO_EVALUATE = {
 SWEEP = """
 name = "small"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 samples = 512
 epochs = 2

@@ -19,20 +19,23 @@ from torch import Tensor
 from tests.examples.exchanging import Centred
 from tests.forked import fork_workers, give_secret, run_workers
 from tests.run_factory import candidate, plan, write_plan
-from tula_hpc import drift_probe, noise_probe, trainer
-from tula_hpc import worker as worker_module
-from tula_hpc.analysis.rerank import slowed
-from tula_hpc.checkpoint import CheckpointStore
+from tula_hpc.analysis.planning.replan import slowed
+from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp import worker as worker_module
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.process_group import process_group
+from tula_hpc.ddp.rendezvous import LOOPBACK, candidate_ports
+from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.jobs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import local_gradient
-from tula_hpc.profiler import measure
+from tula_hpc.profiling import probes as noise_probe
+from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.rendezvous import LOOPBACK, candidate_ports
-from tula_hpc.stopping import StopRequest
-from tula_hpc.trainer import run_training
-from tula_hpc.worker import Worker, process_group
+from tula_hpc.training import drift as drift_probe
+from tula_hpc.training import loop as trainer
+from tula_hpc.training.loop import run_training
 
 WORKERS = 2
 CONFIGURATION = Configuration(nodes=WORKERS, workers_per_node=1, local_batch=16)

@@ -18,7 +18,7 @@ import torch
 from tests.examples.slow import PACE_FILE
 from tests.run_factory import candidate, plan
 from tests.slurm.testcluster import ClusterError, MiniCluster
-from tula_hpc.checkpoint import CheckpointStore, LoadedCheckpoint
+from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import StageError
 from tula_hpc.records import (
@@ -33,7 +33,8 @@ from tula_hpc.records import (
     read_records,
     write_atomically,
 )
-from tula_hpc.stages import Sweep, train_stage
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.train import train_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"

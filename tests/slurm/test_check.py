@@ -15,9 +15,9 @@ import pytest
 
 from tests.slurm import machine
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.check import main
-from tula_hpc.check_job import AllReduce, RankReport, Scope
-from tula_hpc.check_rank_verdicts import bus_rate
+from tula_hpc.check.__main__ import main
+from tula_hpc.check.job import AllReduce, RankReport, Scope
+from tula_hpc.check.rank_verdicts import bus_rate
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 CLUSTER = """
@@ -38,7 +38,7 @@ ETH0 = 'GLOO_SOCKET_IFNAME = "eth0"'
 SWEEP = """
 name = "checked"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 loader_workers = 0
 """

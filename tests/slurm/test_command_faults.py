@@ -20,7 +20,7 @@ TEMPLATE = ROOT / "slurm_templates" / "testcluster.toml"
 SWEEP = """
 name = "{name}"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 epochs = 3
 lr = 0.05

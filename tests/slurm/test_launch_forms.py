@@ -14,10 +14,10 @@ import torch
 
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import ClusterSpec
+from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.env import join_job
-from tula_hpc.launch import Launcher, Submitted
+from tula_hpc.launch.launcher import Launcher, Submitted
 from tula_hpc.records import RunDirectory
-from tula_hpc.worker import pick_device
 
 WORKERS = 4
 CORES = 2  # of a worker

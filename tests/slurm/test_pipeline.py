@@ -21,7 +21,7 @@ CLUSTER = ROOT / "slurm_templates" / "testcluster.toml"
 DIGITS = """
 name = "digits-slurm"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 epochs = 4
 lr = 0.05

@@ -11,10 +11,10 @@ import pytest
 from tests.run_factory import candidate, plan, write_plan
 from tests.slurm.machine import busy_neighbours
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc.analysis.rerank import slowed
+from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.config import SweepSpec, load_cluster
-from tula_hpc.jobs import ProfileJob, TrainJob
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.job_specs import ProfileJob, TrainJob
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, Event, Measurement, RunDirectory, read_metrics, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ SWEEP = SweepSpec.model_validate(
     {
         "name": "drifting",
         "workload": {
-            "model": "tula_hpc.workloads.compact:compact_cnn",
+            "model": "tula_hpc.workloads.small_cnns:compact_cnn",
             "dataset": "digits",
             "epochs": 10_000,
             "loader_workers": 0,

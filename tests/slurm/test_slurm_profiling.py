@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_nodes")
 QUICK = """
 name = "quick"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 loader_workers = 0
 [search]
@@ -93,7 +93,7 @@ def test_a_profile_whose_requeue_is_refused_is_followed_by_another(slurm_cluster
     """It has to leave, as in a preemption with the user signal; that says nothing of what it measured."""
     pace, run = tmp_path / "pace", RunDirectory(tmp_path / "run")
     pace.write_text("1")
-    text = QUICK.replace("tula_hpc.workloads.compact:compact_cnn", "tests.examples.slow:build")
+    text = QUICK.replace("tula_hpc.workloads.small_cnns:compact_cnn", "tests.examples.slow:build")
     fields = ("search.cluster_sizes=[1]", "search.min_batch=64", "search.max_batch=64", "search.mode=full")
     site = ("cluster.sbatch.requeue=false", "cluster.sbatch.no-requeue=true")
     options = [word for field in (*fields, *site) for word in ("--set", field)]

@@ -10,11 +10,12 @@ import pytest
 
 from tests.slurm.test_submission import TEMPLATE, launcher_at, says, stopped
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc import slurm, status
-from tula_hpc.job_status import JobPhase
-from tula_hpc.run_facts import read_facts
-from tula_hpc.run_state import RunStatus
-from tula_hpc.status_text import status_text
+from tula_hpc.launch import slurm
+from tula_hpc.status import __main__ as status
+from tula_hpc.status.facts import read_facts
+from tula_hpc.status.jobs import JobPhase
+from tula_hpc.status.state import RunStatus
+from tula_hpc.status.text import status_text
 
 PATIENCE_S = 90.0
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_nodes")
 STUDY = """
 name = "tiny-study"
 [workload]
-model = "tula_hpc.workloads.compact:compact_cnn"
+model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 samples = 512
 epochs = 2

@@ -17,13 +17,13 @@ from signal import SIGCONT, SIGSTOP
 import pytest
 
 from tests.slurm.testcluster import MiniCluster
-from tula_hpc import slurm
 from tula_hpc.config import load_cluster
 from tula_hpc.errors import LaunchError
-from tula_hpc.jobs import Requeueable
-from tula_hpc.launch import NOTICE, Launcher
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_specs import Requeueable
+from tula_hpc.launch.launcher import NOTICE, Launcher
 from tula_hpc.records import RunDirectory
-from tula_hpc.stages import submission_of
+from tula_hpc.stages.context import submission_of
 from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,9 +159,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.slurm.test_submission import launcher_at, says
-from tula_hpc.launch import Launcher
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
-from tula_hpc.sbatch import PatientExecutor
+from tula_hpc.launch.slurm_executor import PatientExecutor
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -186,7 +186,7 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     launcher = launcher_at(tmp_path)
     known = [event.job_id for event in launcher.run.events()]
     assert len(known) == 1
-    monkeypatch.setattr("tula_hpc.launch.SBATCH_S", 0.0)  # no sbatch is at work any more
+    monkeypatch.setattr("tula_hpc.launch.launcher.SBATCH_S", 0.0)  # no sbatch is at work any more
     found = launcher.find_lost()
     assert len(found) == 3
     ids = [event.job_id for event in launcher.run.events()]

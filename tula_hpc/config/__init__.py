@@ -4,30 +4,35 @@ Every mistake becomes an `InputError` with one line per problem: the file, the d
 expected.
 """
 
-from tula_hpc.config.ags import AgsOptions, Gate, Granularity, LrScaling
-from tula_hpc.config.cluster import ClusterSpec
-from tula_hpc.config.fitting import check_together, cluster_sizes, loaders_without_cores, study_part, sweep_for
+from tula_hpc.config.cluster import ClusterSpec, PartitionSpec, PricingSpec
 from tula_hpc.config.gpus import hidden_peers
-from tula_hpc.config.hidden import is_hidden, told_by_set
-from tula_hpc.config.idle_keys import idle_keys, idle_reference
-from tula_hpc.config.objective import ObjectiveSpec
-from tula_hpc.config.partition import PartitionSpec
-from tula_hpc.config.pricing import PricingSpec
-from tula_hpc.config.reading import (
+from tula_hpc.config.loading import (
+    MAX_FILE_BYTES,
     REMOVED_KEYS,
     load_cluster,
     load_frozen_sweep,
     load_sweep,
     load_together,
     split_overrides,
+    tables_by_name,
+    without_values,
 )
-from tula_hpc.config.search import SearchSpec, batches_timed_apart, local_batches
-from tula_hpc.config.spec import GIB, Spec
+from tula_hpc.config.search import ObjectiveSpec, SearchSpec, batches_timed_apart, local_batches
 from tula_hpc.config.study import REFERENCE_COLUMN, Family, StudyCell, StudySpec
-from tula_hpc.config.study_columns import study_column
-from tula_hpc.config.sweep import JOB_NAMES, SweepSpec
-from tula_hpc.config.toml import MAX_FILE_BYTES, tables_by_name, without_values
-from tula_hpc.config.training import CHECKPOINT_MINUTES, Method, TrainingSpec
+from tula_hpc.config.sweep import (
+    JOB_NAMES,
+    SweepSpec,
+    check_together,
+    cluster_sizes,
+    idle_keys,
+    idle_reference,
+    loaders_without_cores,
+    study_column,
+    study_part,
+    sweep_for,
+)
+from tula_hpc.config.training import CHECKPOINT_MINUTES, AgsOptions, Gate, Granularity, LrScaling, Method, TrainingSpec
+from tula_hpc.config.validation import GIB, Spec, is_hidden, told_by_set
 from tula_hpc.config.workload import WorkloadSpec
 
 __all__ = [

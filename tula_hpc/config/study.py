@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from tula_hpc.config.mistakes import nearest, shown
-from tula_hpc.config.spec import Name, Spec
 from tula_hpc.config.training import Method
+from tula_hpc.config.validation import Name, Spec, nearest, shown
 
 MOST_TRAININGS = 100_000  # of a study
 Family = Literal["all", "sgd", "adamw", "lars", "lamb"]  # of optimizers that share a learning rate at a small batch

@@ -1,16 +1,188 @@
-"""`[workload]` of a sweep."""
+"""`[workload]` of a sweep.
+
+Names that an input file may use, known without importing torch. A test holds the models against torchvision.
+
+Whether the models and data sets that a sweep names exist; nothing is imported for that.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from tula_hpc.catalog import DATASETS, TORCHVISION_MODELS
-from tula_hpc.config.entry_points import known_or_entry_point
-from tula_hpc.config.mistakes import shown
-from tula_hpc.config.spec import Spec
+from tula_hpc.config.validation import Spec, nearest, shown
+
+
+class DatasetFacts(NamedTuple):
+    """What is known of a data set before it is opened."""
+
+    on_disk: bool  # needs data_dir
+    image_size: int  # default edge, pixels
+    classes: int | None  # None: counted in data_dir
+    test_samples: int | None = None  # None: counted there, or split off the whole
+    train_samples: int | None = None  # None: counted there; a folder may hold others than were published
+
+
+DATASETS: dict[str, DatasetFacts] = {
+    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10, test_samples=359, train_samples=1438),
+    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10, test_samples=512, train_samples=2048),
+    "cifar10": DatasetFacts(on_disk=True, image_size=32, classes=10, test_samples=10_000),
+    "cifar100": DatasetFacts(on_disk=True, image_size=32, classes=100, test_samples=10_000),
+    "caltech101": DatasetFacts(on_disk=True, image_size=224, classes=101),
+    "caltech256": DatasetFacts(on_disk=True, image_size=224, classes=256),
+    "imagenet": DatasetFacts(on_disk=True, image_size=224, classes=1000, test_samples=50_000),
+    "imagefolder": DatasetFacts(on_disk=True, image_size=224, classes=None),
+}
+
+# torchvision.models.list_models(module=torchvision.models) of torchvision 0.26
+_NAMES = """
+    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169
+    densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4
+    efficientnet_b5 efficientnet_b6 efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s
+    googlenet inception_v3 maxvit_t mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2
+    mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf regnet_x_32gf regnet_x_3_2gf
+    regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf regnet_y_32gf
+    regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50
+    resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
+    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11
+    vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32
+    wide_resnet101_2 wide_resnet50_2
+"""
+TORCHVISION_MODELS: tuple[str, ...] = tuple(_NAMES.split())
+
+
+def known_or_entry_point(
+    value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
+) -> str:
+    """The value, if it is one of the known names or a user's "package.module:function".
+
+    Args:
+        value: What the sweep names.
+        known: Names of ours.
+        what: What such a name names, with its article.
+        called_with: What the user's function is given, one after another.
+        check_exists: Whether to look for the function.
+
+    Raises:
+        ValueError: It is neither, or `check_exists` and there is no such function, or it takes something else.
+    """
+    if ":" in value:
+        if check_exists:
+            _check_entry_point(value, called_with)
+        return value
+    if value not in known:
+        module, _, function = value.rpartition(".")
+        if module and _defines(module, function):
+            raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
+        names = f"or one of: {', '.join(known)}" if known else ""
+        raise ValueError(
+            f'{value!r} is not {what}{nearest(value, known)}; expected "package.module:function" {names}'.rstrip()
+        )
+    return value
+
+
+class _Source(NamedTuple):
+    path: Path
+    names: set[str]
+    takes: dict[str, ast.arguments]  # of the functions whose parameters can be read off
+
+
+def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
+    """Make sure that module and function exist, from the source text: importing could pull in torch."""
+    module, _, function = value.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        raise ValueError(f'{value!r}: expected "package.module:function"')
+    source = _find_source(module)
+    if source is None:
+        raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
+    if function not in source.names and "*" not in source.names:
+        raise ValueError(f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}")
+    if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
+        raise ValueError(
+            f"{value!r}: {source.path} defines it so that it cannot be called with ({', '.join(called_with)})"
+        )
+
+
+def _defines(module: str, function: str) -> bool:
+    """Whether there is such a module, and a function of this name in it."""
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        return False
+    try:
+        source = _find_source(module)
+    except ValueError:  # not valid Python
+        return False
+    return source is not None and function in source.names
+
+
+def _find_source(module: str) -> _Source | None:
+    found = (path for folder in _module_folders(module.partition(".")[0]) for path in _files(folder, module))
+    path = next(found, None)
+    return None if path is None else _source(path)
+
+
+def _files(folder: Path, module: str) -> list[Path]:
+    """The file of a module that lies in a folder, if there is one."""
+    relative = Path(*module.split("."))
+    places = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
+    return [path for path in places if path.is_file()]
+
+
+def _hidden(module: str, found: Path) -> str:
+    """What to say where a module of the working directory has an installed one's name."""
+    own = [path for path in _files(Path.cwd(), module) if not path.samefile(found)]
+    return f"; it hides {own[0]}, which needs another name" if own else ""
+
+
+def _module_folders(package: str) -> Iterator[Path]:
+    """Where modules are looked for: installed ones, also where an editable install's finder has them, then here."""
+    yield from map(Path, sys.path)
+    # imports nothing, as the name has no dot; it is __main__'s that may be refused
+    with contextlib.suppress(ValueError):
+        spec = importlib.util.find_spec(package)
+        for location in (spec and spec.submodule_search_locations) or ():
+            yield Path(location).parent
+    yield Path.cwd()
+
+
+def _source(path: Path) -> _Source:
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        names = list(_names(body))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid Python: {error}") from None
+    plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+    return _Source(path, set(names), {node.name: node.args for node in plain if names.count(node.name) == 1})
+
+
+def _can_be_given(takes: ast.arguments, count: int) -> bool:
+    """Whether a function takes so many arguments by place, and needs no others."""
+    places = len(takes.posonlyargs) + len(takes.args)
+    enough = places >= count or takes.vararg is not None
+    return enough and places - len(takes.defaults) <= count and None not in takes.kw_defaults
+
+
+def _names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module bind, those below `if` and `try` included."""
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _names([*node.body, *node.orelse])
+            yield from _names(inner for handler in getattr(node, "handlers", ()) for inner in handler.body)
 
 
 class WorkloadSpec(Spec):

@@ -2,17 +2,23 @@
 
 Source: Tula paper, Algorithm 1 (UpdateGradScale): s = min(|g_small / (g_large + ε)|, s_max) with
 s_max = √(b_large / b_small). The floor s_min > 0 is what the paper's convergence lemma asks for.
+
+How the adaptive factors are estimated: from gradients of two batches, or from norms of gradients that are there.
+
+Checks of the numbers that a user gives to the optimizer: each mistake is one clear line.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tula_hpc.gradients.noise_scale import STEP_DECAY, NoiseScale, square_at
+from tula_hpc.gradients.norms import norms_where_present, squares, sum_of_squares
 from tula_hpc.optim.norm_ratio import EPSILON, NormRatios, norm_ratio
 
 Granularity = Literal["element", "tensor", "layer", "model"]
@@ -203,3 +209,207 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
     if ones:
         lows, highs = [*lows, 1.0], [*highs, 1.0]
     return ScaleSummary(total / (sum(weights) + ones), min(lows), max(highs))
+
+
+class Batches(NamedTuple):
+    """Global batches, in samples."""
+
+    small: int  # b_small, the reference
+    large: int  # b_large, trained with
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
+    if not holds:
+        raise ValueError(message)
+
+
+def require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError with all choices unless the value is among them."""
+    require(value in choices, f"{name}: expected one of {', '.join(choices)}; got {value!r}")
+
+
+def checked_bounds(
+    batches: tuple[float, int], s_min: float, s_max: float | None, exponent: float
+) -> tuple[float, float]:
+    """(s_min, s_max) with the default filled in, which is not below s_min.
+
+    Raises:
+        ValueError: The batches or bounds do not fit together.
+    """
+    small, large = batches
+    require(1 <= small <= large, f"small_batch: expected 1 <= small_batch <= large_batch, got {small} and {large}")
+    # batches change within a training: a default that follows them must not fall below what was asked for
+    s_max = max(default_s_max(small, large, exponent), s_min) if s_max is None else s_max
+    fits = 0 <= s_min <= s_max and s_max > 0 and s_min < math.inf
+    require(fits, f"s_min: expected 0 <= s_min <= s_max, got {s_min} and {s_max}")
+    return s_min, s_max
+
+
+def check_numbers(
+    *,
+    delta: float,
+    static_scale: float | None,
+    update_interval: int | None,
+    exponent: float,
+    smoothing: float,
+    scale_warmup: int,
+) -> None:
+    """Raise ValueError where one of TulaOptimizer's numbers is out of range."""
+    require(delta > 0, f"delta: expected a number above 0, got {delta}")
+    interval_fits = update_interval is None or update_interval >= 1
+    require(interval_fits, f"update_interval: expected at least 1 step, got {update_interval}")
+    scale_fits = static_scale is None or 0 < static_scale < math.inf
+    require(scale_fits, f"static_scale: expected a finite number above 0, got {static_scale}")
+    require(0 < exponent < math.inf, f"exponent: expected a finite number above 0, got {exponent}")
+    require(0 <= smoothing < 1, f"smoothing: expected from 0 to below 1, got {smoothing}")
+    require(scale_warmup >= 0, f"scale_warmup: expected a number of steps, got {scale_warmup}")
+
+
+class _Small(NamedTuple):
+    """Norms of small gradients that a step to come will use."""
+
+    squares: Tensor  # (n,), float64
+    batch: float
+    large: Tensor | None  # (n,), float64; None: the step takes them itself
+
+
+class Estimates:
+    """Brings pairs of gradients or norms at the same weights into the factors and into the noise scale.
+
+    Args:
+        scale: The factors.
+        batches: b_small and b_large.
+    """
+
+    def __init__(self, scale: GradScale, batches: Batches) -> None:
+        self.scale, self.batches = scale, batches
+        self.reference: float = batches.small  # what factors from norms refer to
+        self.noise = NoiseScale()
+        self._small: _Small | None = None
+
+    def from_gradients(
+        self, parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
+    ) -> None:
+        """UpdateGradScale of Algorithm 1.
+
+        Raises:
+            ValueError: The numbers of gradients or their shapes do not fit the parameters.
+        """
+        check_shapes(parameters, small, large)
+        norms = [norms_where_present(gradients) for gradients in (small, large)]
+        present = [s is not None and g is not None for s, g in zip(*norms, strict=True)]
+        if self.scale.granularity == "element":
+            self.scale.update_elements(parameters, small, large)
+        else:
+            place = parameters[0].device
+            both_squares = squares(norms[0], place), squares(norms[1], place)
+            self.scale.update_norms(parameters, *both_squares, present, guard=False)  # many steps will use one pass
+        both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
+        if both:  # both norms are there anyway
+            sums = [sum_of_squares([pair[which] for pair in both], both[0][1].device) for which in (0, 1)]
+            self.noise.observe(sums[0], sums[1], *self.batches)
+
+    def expect(self, parameters: Sequence[Tensor], small: Tensor, batch: float, large: Tensor | None) -> None:
+        """Keep squared norms of small gradients for the next `learn`; see `TulaOptimizer.observe_small`.
+
+        Raises:
+            ValueError: Shapes or batch do not fit, or each element has its own factor.
+        """
+        norms_do = self.scale.granularity != "element"
+        require(norms_do, 'observe_small: granularity = "element" needs gradients; see update_gradscale')
+        fits = 0 < batch < self.batches.large
+        require(fits, f"batch: expected above 0 and below large_batch = {self.batches.large}, got {batch}")
+        for name, given in (("squares", small), ("large", large)):
+            right = given is None or given.shape == (len(parameters),)
+            require(right, f"{name}: expected one number for each of {len(parameters)} parameters")
+        place = parameters[0].device
+        large = None if large is None else large.detach().to(place, torch.float64)
+        self._small = _Small(small.detach().to(place, torch.float64), batch, large)
+
+    def forget(self) -> None:
+        """Drop what `expect` was given."""
+        self._small = None
+
+    def learn(
+        self,
+        parameters: Sequence[Tensor],
+        norms: Mapping[Tensor, Tensor],
+        norm_squared: Tensor,
+        shortened: Tensor | float = 1.0,
+    ) -> bool:
+        """Use what `expect` was given, if anything; says whether there was. Does not wait for the device.
+
+        Args:
+            parameters: In the optimizer's order.
+            norms: Of the large gradient, 0-dim, by parameter.
+            norm_squared: ‖G‖² over all of them.
+            shortened: What both gradients were multiplied with where norms of the large one are these: the noise is
+                that of the gradient before. 0-dim.
+        """
+        if self._small is None:
+            return False
+        (small, batch, large), self._small = self._small, None
+        before = 1.0 if large is not None else 1.0 / shortened**2  # given by hand, both are as they were
+        if large is None:
+            large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
+        wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
+        present = [parameter in norms for parameter in parameters]
+        self.scale.update_norms(parameters, wanted, large, present, guard=True, stretch=self._stretch())
+        both = batch, self.batches.large
+        self.noise.observe_parts(small, large, norm_squared, both, factor=before, decay=STEP_DECAY)
+        return True
+
+    def set_batches(self, batches: Batches, s_min: float, s_max: float) -> None:
+        """Go on with other batches: factors are clamped, averages of squared norms are carried over."""
+        self.scale.bound(s_min, s_max)
+        self.scale.norms.carry(self.batches, batches)
+        self.batches, self.reference = batches, batches.small
+
+    def refer_to(self, reference: float, s_min: float, s_max: float) -> None:
+        """Bring factors from norms to this batch from the next `learn` on; averages stay at b_small."""
+        self.scale.s_min, self.scale.s_max = s_min, s_max  # the factors in force are those of the last estimate
+        self.reference = reference
+
+    def _stretch(self) -> float:
+        """What the difference of the squared norms at b_small and b_large is at `reference` and b_large, relative."""
+        small, large = self.batches
+        if self.reference == small:
+            return 1.0
+        return (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large) if small < large else 1.0
+
+    def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """Factors, averages, noise, and the batches that they refer to; not what `expect` was given."""
+        return {
+            "gradscale": [self.scale.factor(parameter) for parameter in parameters],
+            "averages": self.scale.norms.averages,
+            "noise": self.noise.state_dict(),
+            "batches": list(self.batches),
+            "reference": self.reference,
+        }
+
+    def check_state(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
+        """Raise ValueError where a state belongs to other parameters.
+
+        Parameters that were added since the last update are not in the averages yet.
+        """
+        factors, averages = state["gradscale"], state.get("averages")
+        fits = len(factors) == len(parameters) and all(
+            factor is None or factor.shape in (parameter.shape, torch.Size())
+            for factor, parameter in zip(factors, parameters, strict=True)
+        )
+        require(fits, "state_dict: gradscale belongs to other parameters")
+        fits = averages is None or averages.shape in [(3, count) for count in range(len(parameters) + 1)]
+        require(fits, "state_dict: averages belong to other parameters")
+        reference, (_, largest) = state.get("reference"), state.get("batches", self.batches)
+        fits = reference is None or (isinstance(reference, int | float) and 1 <= reference <= largest)
+        require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
+
+    def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave, as copies. In older states some of it is absent."""
+        place = parameters[0].device
+        self.forget()
+        self.scale.load(parameters, state["gradscale"])
+        self.noise.load_state_dict(state.get("noise"), place)
+        self.scale.norms.load(state.get("averages"), place)
+        self.scale.norms.carry(Batches(*state.get("batches", self.batches)), self.batches)

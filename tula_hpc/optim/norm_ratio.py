@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tula_hpc.optim.noise_scale import square_at
+from tula_hpc.gradients.noise_scale import square_at
 
 EPSILON = 1e-8  # ε of Algorithm 1
 

@@ -19,16 +19,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.optim.applying import copies, move_where, multiply_where
-from tula_hpc.optim.checks import Batches, check_numbers, checked_bounds, require, require_one_of
-from tula_hpc.optim.estimates import Estimates
-from tula_hpc.optim.gradscale import GradScale, Granularity, StaticScale
-from tula_hpc.optim.noise_scale import NoiseReading
-from tula_hpc.optim.norms import dense_gradients, foreach_norms, sum_of_squares
-from tula_hpc.optim.scale_histogram import ScaleHistogram
-from tula_hpc.optim.sensitivity import GATE_DECAY, Gate, Sensitivity
-from tula_hpc.optim.sgd_in_pieces import fits, scale_and_step
-from tula_hpc.optim.wrapping import STATE_KEY, WrappingOptimizer, untraced
+from tula_hpc.gradients.noise_scale import NoiseReading
+from tula_hpc.gradients.norms import dense_gradients, foreach_norms, sum_of_squares
+from tula_hpc.optim.gate import GATE_DECAY, Gate, Sensitivity
+from tula_hpc.optim.gradscale import (
+    Batches,
+    Estimates,
+    GradScale,
+    Granularity,
+    StaticScale,
+    check_numbers,
+    checked_bounds,
+    require,
+    require_one_of,
+)
+from tula_hpc.optim.observer import ScaleHistogram
+from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where, scale_and_step
+from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 
 Apply = Literal["gradient", "update"]
 VERSION = 2  # of the state; 1 had no averages and no batches

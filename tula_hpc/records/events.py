@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tula_hpc.errors import Failure
-from tula_hpc.records.record import Configuration, JobId, Nodes, Record
+from tula_hpc.records.base import Configuration, JobId, Nodes, Record
 
 
 class JobNote(Record):

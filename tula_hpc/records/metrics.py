@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, RootModel
 
-from tula_hpc.records.reading import Bounds, R, lines_of, parse_record
-from tula_hpc.records.record import Batch, Record
+from tula_hpc.records.base import Batch, Record
+from tula_hpc.records.storage import Bounds, R, lines_of, parse_record
 
 SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
 SCALE_BINS_PER_OCTAVE = 6

@@ -15,16 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.records.metrics import (
-    MAX_STEPS,
-    AnyMetrics,
-    Metrics,
-    StepMetrics,
-    metrics_lines,
-    parse_metrics,
-    split,
-)
-from tula_hpc.records.reading import Bounds, out_of_bounds
+from tula_hpc.records.metrics import MAX_STEPS, AnyMetrics, Metrics, StepMetrics, metrics_lines, parse_metrics, split
+from tula_hpc.records.storage import Bounds, out_of_bounds
 
 MAX_LINES = 5_000_000
 SEED = 0  # the same file gives the same choice

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tula_hpc.records.record import Batch, Configuration, Nodes, Record, WorkersPerNode
+from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPerNode
 
 
 class Candidate(Record):

@@ -1,28 +1,71 @@
-"""Paths inside a run directory, and whether it may be trusted."""
+"""Paths inside a run directory, and whether it may be trusted.
+
+Paths of one training.
+
+Which command works on a run directory: asked without taking the lock, so that nobody is ever refused for the asking.
+
+`RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there afterwards.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
 import stat
+import struct
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tula_hpc.clock import unix_time
+from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
 from tula_hpc.records.events import Event, JobNote
-from tula_hpc.records.footprint import Footprint
-from tula_hpc.records.measurement import Measurement, parse_without_samples
+from tula_hpc.records.measurement import Footprint, Measurement, parse_without_samples
 from tula_hpc.records.plan import Plan
-from tula_hpc.records.rates import TunedRates
-from tula_hpc.records.reading import ReadResult, read_document, read_records
-from tula_hpc.records.train_directory import TrainDirectory
-from tula_hpc.records.writing import append_record
+from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
+from tula_hpc.records.training import TrainResult, TunedRates
+
+
+class TrainDirectory(NamedTuple):
+    """Files of one training."""
+
+    root: Path
+
+    @property
+    def metrics_file(self) -> Path:
+        """One line per logged step and per epoch."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def drift_file(self) -> Path:
+        """There while measured step times lie beyond the plan's prediction: a `Drift`."""
+        return self.root / "drift.json"
+
+    @property
+    def result_file(self) -> Path:
+        """Written once, at the end of training."""
+        return self.root / "result.json"
+
+    def read_result(self) -> TrainResult | None:
+        """Read result.json; None where training has not ended.
+
+        Raises:
+            RunDirectoryError: It is damaged.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return read_document(TrainResult, self.result_file)
+        return None
+
 
 MAIN_LABEL = "main"  # of the training that a sweep ends with
 MAX_SAMPLED_BYTES = 32 * 1024**2  # of measurements with every sample, which are most of their bytes and rarely read
@@ -283,3 +326,102 @@ class RunDirectory:
         with contextlib.suppress(FileNotFoundError):
             return read_document(TunedRates, self.rates_file)
         return None
+
+
+KERNELS_LIST = Path("/proc/locks")
+_OWNER = re.compile(r"process (\d+) on (\S+)")
+_LOCK = re.compile(r"(?:FLOCK|POSIX|OFDLCK)\s+ADVISORY\s+WRITE\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)")
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
+
+
+class Holder(NamedTuple):
+    """The command that has the lock, or the last one that had it."""
+
+    process: int  # 0: unknown
+    host: str  # "": unknown
+    alive: bool | None  # whether it holds the lock; None: cannot be seen from this machine
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}" if self.host else "a command"
+
+
+NOBODY = Holder(0, "", False)
+
+
+def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
+    """Who works on the run directory of that lock file, as far as this machine can see.
+
+    Args:
+        lock_file: May be missing.
+        locks: The kernel's list of locks.
+    """
+    try:
+        descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return NOBODY
+    except PermissionError:  # someone else's; whether it is locked can be seen all the same
+        return Holder(0, "", _is_listed(lock_file.stat(), 0, locks) or None)
+    try:
+        match = _OWNER.match(os.read(descriptor, 200).decode(errors="replace"))
+        process, host = (int(match[1]), match[2]) if match else (0, "")
+        if _is_listed(os.fstat(descriptor), process, locks) or _is_locked_elsewhere(descriptor):
+            return Holder(process, host, True)
+    finally:
+        os.close(descriptor)
+    return Holder(process, host, False if host in ("", os.uname().nodename) else None)
+
+
+def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
+    """Whether a process of this machine holds a lock on the file.
+
+    Some file systems show another device to stat than to the kernel's list: there the process must be the noted one.
+    """
+    try:
+        text = locks.read_text()
+    except OSError:
+        return False
+    device = (os.major(file.st_dev), os.minor(file.st_dev))
+    for owner, major, minor, inode in _LOCK.findall(text):
+        same_device = (int(major, 16), int(minor, 16)) == device
+        if int(inode) == file.st_ino and (same_device or int(owner) == process != 0):
+            return True
+    return False
+
+
+def _is_locked_elsewhere(descriptor: int) -> bool:
+    """Whether the file server knows of a lock: NFS makes a lock on the whole file's range of every flock."""
+    question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+    except OSError:  # a file system without such locks
+        return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+CONTROL = "control"  # the stage of a detached sweep's controller jobs
+GUARD = "guard"  # the role of one that waits in case another dies with its whole job
+
+
+def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
+    """The submissions of these stages whose jobs' ends have not been seen to, oldest first. Ids of jobs may return."""
+    left: dict[str, Event] = {}
+    for event in run.events():
+        if event.stage in stages and event.event in ("submitted", "ended"):
+            left.pop(event.job_id, None)
+            if event.event == "submitted":
+                left[event.job_id] = event
+    return list(left.values())
+
+
+def events_of(run: RunDirectory, job_id: str) -> list[Event]:
+    """A job's own events: those before the latest submission of that id are another's."""
+    own: list[Event] = []
+    for event in run.events():
+        if event.job_id == job_id:
+            own = [event] if event.event == "submitted" else [*own, event]
+    return own
+
+
+def guards(run: RunDirectory) -> list[str]:
+    """Ids of the run's guards whose end has not been seen to."""
+    return [event.job_id for event in unsettled(run, CONTROL) if event.data.get("role") == GUARD]

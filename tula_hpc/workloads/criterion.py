@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tula_hpc.batches import tensors_of
 from tula_hpc.config import WorkloadSpec
-from tula_hpc.nested import tensors_of
-from tula_hpc.workloads.entry_points import own_function
+from tula_hpc.user_code import own_function
 
 OfSamples = Callable[[Any, Any], Tensor]  # (outputs, targets) of a batch to a number for each sample, (batch,)
 BEST = 5  # labels

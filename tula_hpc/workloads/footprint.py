@@ -30,8 +30,7 @@ from typing import Literal
 
 from torch.utils.data import default_collate
 
-from tula_hpc import resident
-from tula_hpc.catalog import DATASETS
+from tula_hpc import process_memory as resident
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
@@ -42,16 +41,17 @@ from tula_hpc.config import (
     sweep_for,
     told_by_set,
 )
+from tula_hpc.config.workload import DATASETS
+from tula_hpc.data.datasets import build_data
+from tula_hpc.data.images import prepared
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
-from tula_hpc.printable import printable_output
+from tula_hpc.formatting import printable_output
 from tula_hpc.records import Footprint
-from tula_hpc.workloads.data import build_data
+from tula_hpc.user_code import told
+from tula_hpc.workloads.fake_steps import Counts, Shapes, count
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
-from tula_hpc.workloads.own_code import told
-from tula_hpc.workloads.pixels import prepared
-from tula_hpc.workloads.rehearsal import Counts, Shapes, count
 
 FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
 REAL_BATCHES = (4, 8)

@@ -1,0 +1,1 @@
+"""Turn times into money, energy and waiting."""

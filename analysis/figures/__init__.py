@@ -1,0 +1,1 @@
+"""Draw the figures of reports; only this package imports matplotlib."""

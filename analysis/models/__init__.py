@@ -1,0 +1,1 @@
+"""Fit step time, memory and noise to measurements."""

@@ -1,0 +1,1 @@
+"""Turn fitted models into candidates and choose among them."""

@@ -1,0 +1,368 @@
+"""Candidates as NumPy columns: predicted, priced and ranked by the million; records only of those that are written.
+
+All configurations of a search as columns: what `search.candidates` lists, for millions of them.
+
+The Pareto front of two quantities that are both to be small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_hpc.analysis.costs.evaluation import Evaluation
+from tula_hpc.analysis.costs.interruptions import SaveCost
+from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill, fixed_share
+from tula_hpc.analysis.models.fitted import Models, UpdateTime
+from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
+from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
+from tula_hpc.config import (
+    GIB,
+    ClusterSpec,
+    ObjectiveSpec,
+    PricingSpec,
+    SearchSpec,
+    SweepSpec,
+    TrainingSpec,
+    cluster_sizes,
+)
+from tula_hpc.config.training import PASS_SHARE
+from tula_hpc.records import Candidate
+
+Integers = NDArray[np.int64]
+
+
+class Grid(NamedTuple):
+    """Configurations; columns of one length, ascending by nodes, then by local batch."""
+
+    nodes: Integers
+    workers_per_node: Integers
+    local_batch: Integers
+
+    @property
+    def global_batch(self) -> Integers:
+        """Samples per step over all workers."""
+        return self.nodes * self.workers_per_node * self.local_batch
+
+    def take(self, rows: NDArray[np.bool_]) -> Grid:
+        """Those rows."""
+        return Grid(*(column[rows] for column in self))
+
+    def keys(self) -> Integers:
+        """One number for each configuration, for comparing many at once."""
+        return (self.nodes << 38) | (self.workers_per_node << 31) | self.local_batch
+
+
+def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
+    """Every power of two as local batch whose global batch lies within the bounds, on every cluster size that fits."""
+    sizes = np.array(sorted(cluster_sizes(search, cluster)), dtype=np.int64)
+    powers = 2 ** np.arange(search.max_batch.bit_length(), dtype=np.int64)
+    batches = sizes[:, None] * cluster.workers_per_node * powers
+    size, power = np.nonzero((batches >= search.min_batch) & (batches <= search.max_batch))
+    return Grid(sizes[size], np.full(size.shape, cluster.workers_per_node, dtype=np.int64), powers[power])
+
+
+Array = NDArray[np.float64]
+
+
+class Why(IntEnum):
+    """Why a candidate is not feasible; 0 where it is."""
+
+    FEASIBLE = 0
+    SAMPLES = 1
+    OUT_OF_MEMORY = 2
+    MEMORY = 3
+    FOREVER = 4
+    DEADLINE = 5
+    BUDGET = 6
+    BATCH = 7
+
+
+FEASIBLE = Why.FEASIBLE
+WIDEST = 1e6  # far beyond what was measured an interval may have no upper end, which JSON cannot say
+
+
+class Part(NamedTuple):
+    """One kind of nodes, with what was measured and fitted there."""
+
+    name: str  # see `Candidate.partition`
+    cluster: ClusterSpec
+    summary: Summary
+    models: Models
+    power: NodePower | None
+    evaluation: Evaluation
+    save: SaveCost | None = None  # as a training measured it
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit of one worker, by the cluster file and by what profiles measured; None where it is unknown."""
+        return memory_limit_bytes(self.cluster, self.summary.memory_uses)
+
+
+class CandidateTable(NamedTuple):
+    """Candidates; columns of one length."""
+
+    part: Integers  # place among the parts
+    nodes: Integers
+    workers_per_node: Integers
+    local_batch: Integers
+    global_batch: Integers
+    step_time_s: Array
+    epoch_time_s: Array
+    train_time_s: Array
+    wall_time_s: Array
+    requeues: Array
+    cost: Array
+    energy_kwh: Array
+    checkpoint_s: Array
+    evaluation_s: Array  # of wall_time_s: all evaluations,
+    saving_s: Array  # and what checkpoints cost
+    peak_bytes: Array
+    why: Integers
+    measured: NDArray[np.bool_]
+
+    @property
+    def rows(self) -> int:
+        """How many candidates there are."""
+        return len(self.part)
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> CandidateTable:
+        """Those rows."""
+        columns: list[Any] = [column[rows] for column in self]
+        return CandidateTable(*columns)
+
+
+def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
+    """All rows under one another."""
+    columns: list[Any] = [np.concatenate(column) for column in zip(*tables, strict=True)]
+    return tables[0] if len(tables) == 1 else CandidateTable(*columns)
+
+
+def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    """Predict and price configurations on one kind of nodes, see `priced`."""
+    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    return priced(place, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
+
+
+def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+    """Price configurations on one kind of nodes, whose steps take so long.
+
+    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale, and `train_time_s`
+    epochs times that.
+
+    Args:
+        place: Of the part among all.
+        part: The kind of nodes.
+        grid: At least one configuration.
+        sweep: Epochs, updates, checkpoints.
+        step: (n,) seconds of a training step.
+    """
+    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    workers = nodes * per_node
+    models = part.models
+    peak = np.ceil(models.memory.predict(batch, workers))
+    on_top = on_top_bytes(part.summary, models.update_time_s, part.cluster, sweep.training, workers)
+    epoch = step * (part.summary.dataset_samples // grid.global_batch)
+    epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
+    train = sweep.workload.epochs * epoch
+    evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
+    usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
+    paid = bill(usage, part.cluster, sweep.training, part.power, part.save)
+    return CandidateTable(
+        part=np.full(grid.nodes.shape, place, dtype=np.int64),
+        **grid._asdict(),
+        global_batch=grid.global_batch,
+        step_time_s=step,
+        epoch_time_s=epoch,
+        train_time_s=train,
+        wall_time_s=paid.wall_time_s,
+        requeues=paid.requeues,
+        cost=paid.cost,
+        energy_kwh=paid.energy_kwh,
+        checkpoint_s=paid.checkpoint_s,
+        evaluation_s=evaluation,
+        saving_s=paid.saving_s,
+        peak_bytes=peak,
+        why=_why_not(part, grid, peak + on_top, paid.wall_time_s),
+        measured=_measured(part.summary, grid),
+    )
+
+
+def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
+    """The first reason against each; the user's own constraints come later (`constraints`)."""
+    allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
+    alone = grid.nodes * grid.workers_per_node == 1
+    bound = np.where(alone, *(part.summary.oom_bound(alone=is_alone) for is_alone in (True, False)))
+    against = [
+        (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
+        (Why.OUT_OF_MEMORY, grid.local_batch >= bound),
+        (Why.MEMORY, peak > allowed),
+        (Why.FOREVER, wall_time_s >= FOREVER_S),
+    ]
+    return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
+
+
+def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
+    """Updates that take a pass, where one was timed; see `methods.pass_interval`."""
+    training, samples = sweep.training, part.summary.dataset_samples
+    if not training.free_reference:
+        steps, place = np.unique(samples // grid.global_batch, return_inverse=True)
+        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[place]
+    alone = grid.nodes * grid.workers_per_node == 1
+    batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
+    wanted = np.array([max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64)
+    steps, epochs = samples // batches, training.ags.update_interval_epochs
+    at_most = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
+    interval = np.maximum(1, np.round(epochs * steps)) if epochs else at_most
+    updates = np.zeros(grid.global_batch.shape)
+    updates[alone] = (steps / interval)[place]
+    return updates
+
+
+def on_top_bytes(
+    summary: Summary, updates: UpdateTime, cluster: ClusterSpec, training: TrainingSpec, workers: Array
+) -> Array:
+    """Bytes per worker that a training needs beside what was profiled.
+
+    While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a checkpoint is written from.
+    """
+    passes = (workers == 1) & (updates.predict(workers) > 0)  # where norms are wanted for free
+    copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
+    scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
+    copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
+    return scaling + -(-copied // cluster.workers_per_node)  # one worker has it; the limit is the whole node's
+
+
+def checkpoint_copy(summary: Summary) -> int:
+    """Bytes of host memory on the first node; see `checkpoint_copy_bytes`."""
+    rows = summary.profiles
+    return checkpoint_copy_bytes([row.memory for row in rows], [row.configuration.world_size for row in rows])
+
+
+def allowed_bytes(limit: int | None, margin: float) -> float:
+    """What a worker may use by plan: the limit less its margin; infinite where no limit is known."""
+    return np.inf if limit is None else limit * (1.0 - margin)
+
+
+def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
+    rows = np.array([profile.configuration for profile in summary.profiles], dtype=np.int64).reshape(-1, 3)
+    return np.isin(grid.keys(), Grid(*rows.T).keys())
+
+
+def as_records(table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]) -> list[Candidate]:
+    """Candidates to be written down, with their 90 % intervals.
+
+    All intervals are that of the step time, scaled; evaluation and starts take as long whatever a step takes.
+
+    Args:
+        table: The rows.
+        parts: What its column `part` refers to.
+        front: Which rows are on the Pareto front.
+    """
+    lows, highs = np.empty(table.rows), np.empty(table.rows)
+    for place, part in enumerate(parts):
+        mine = table.part == place
+        if mine.any():
+            rows = table.take(mine)
+            with np.errstate(over="ignore"):
+                ends = part.models.step_time.interval(rows.nodes, rows.local_batch, rows.workers_per_node)
+            lows[mine], highs[mine] = ends
+    relative = np.clip(np.stack([lows, highs]) / table.step_time_s, 0.0, WIDEST)
+    plain = zip(*(column.tolist() for column in (*table, front, *relative)), strict=True)
+    return [_record(CandidateTable(*row), parts, pareto, (low, high)) for *row, pareto, low, high in plain]
+
+
+def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]) -> Candidate:
+    """One row; its columns hold plain numbers here."""
+    part = parts[int(row.part)]
+    names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
+    numbers = {name: float(getattr(row, name)) for name in names}
+    kwh = float(row.energy_kwh)
+    parts_s = _wall_parts_s(row, part.cluster.pricing)
+    fixed = fixed_share(parts_s)
+    whole = tuple(fixed + (1.0 - fixed) * end for end in ends)
+    return Candidate(
+        partition=part.name,
+        nodes=int(row.nodes),
+        workers_per_node=int(row.workers_per_node),
+        local_batch=int(row.local_batch),
+        global_batch=int(row.global_batch),
+        **numbers,
+        currency=part.cluster.pricing.currency,
+        energy_kwh=None if np.isnan(kwh) else kwh,
+        checkpoint_minutes=float(row.checkpoint_s) / 60.0,
+        peak_memory_bytes=int(row.peak_bytes),
+        wall_parts_s=parts_s,
+        interval_90={
+            name: (value * low, value * high)
+            for name, value in numbers.items()
+            for low, high in [whole if name in ("wall_time_s", "cost") else ends]
+        },
+        feasible=int(row.why) == FEASIBLE,
+        measured=bool(row.measured),
+        why=_in_words(row, part),
+        pareto=pareto,
+    )
+
+
+def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]:
+    """Where the expected wall time goes, seconds; empty where it would never end."""
+    wall_s = float(row.wall_time_s)
+    if wall_s >= FOREVER_S:
+        return {}
+    starts_s = pricing.start_s * (1.0 + float(row.requeues))
+    known = {"steps": float(row.train_time_s), "evaluation": float(row.evaluation_s)}
+    known |= {"checkpoints": float(row.saving_s), "starts": starts_s}
+    return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
+
+
+def _in_words(row: CandidateTable, part: Part) -> str:
+    """Why a row is not feasible; empty if it is."""
+    match Why(int(row.why)):
+        case Why.SAMPLES:
+            return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
+        case Why.OUT_OF_MEMORY:
+            return part.summary.oom_reason
+        case Why.MEMORY:
+            return _too_much_memory(float(row.peak_bytes), part)
+        case Why.FOREVER:
+            return "interruptions and restarts would leave no time for work"
+        case Why.DEADLINE | Why.BUDGET | Why.BATCH as why:
+            return {Why.DEADLINE: "after the deadline", Why.BUDGET: "over the budget"}.get(why, "batch too large")
+    return ""
+
+
+def _too_much_memory(peak: float, part: Part) -> str:
+    limit, share = part.memory_limit_bytes or 0, part.cluster.memory_margin
+    allowed = allowed_bytes(limit, share)
+    margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
+    updates = "" if peak > allowed else " and more while the gradient scale is updated and a checkpoint is written"
+    return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"
+
+
+def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
+    """Rows that no other row beats in both: none is at most as large in one and smaller in the other.
+
+    Args:
+        first: (n,) finite numbers.
+        second: (n,) finite numbers.
+
+    Returns:
+        Indices, ascending in `first`, so that `second` falls. Of equal points the one that comes first.
+    """
+    order = np.argsort(first)
+    improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
+    few = np.sort(order[improves])  # in these equal values of `first` may still be in the wrong order
+    few = few[np.lexsort((second[few], first[few]))]
+    return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]
+
+
+def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of which batches the constraints allow any, before anything is measured; all where they allow none."""
+    allowed = global_batch <= (np.inf if objective.max_global_batch is None else objective.max_global_batch)
+    return np.asarray(allowed | ~allowed.any())

@@ -1,0 +1,61 @@
+"""What a worker may use of its memory: what the cluster file says, and what profiles saw of the device.
+
+    limit = min(device_memory_gb, least memory of any worker's device)
+            − most that lay outside of torch's allocator
+
+Memory models predict what the allocator reserves. Outside of it lie the CUDA context and the
+buffers of NCCL, cuBLAS and cuDNN. On CPUs nothing of this is measured, nor was it in older records:
+there the cluster file alone says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tula_hpc.config import ClusterSpec
+from tula_hpc.formatting import format_bytes
+from tula_hpc.records import MemoryUse
+
+
+class SeenMemory(NamedTuple):
+    """What profiles saw of the devices."""
+
+    total_bytes: int  # the least of any
+    other_bytes: int  # the most that lay outside of torch's allocator
+
+
+def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
+    """Return the limit of a worker by the module's equation; None where it is unknown.
+
+    Args:
+        cluster: Where the workers run.
+        uses: What profiles there measured; perhaps none yet.
+    """
+    stated, seen = cluster.memory_limit_bytes, _seen(cluster, uses)
+    if seen is None:
+        return stated
+    available = seen.total_bytes if stated is None else min(seen.total_bytes, stated)
+    return max(1, available - seen.other_bytes)
+
+
+def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]:
+    """Say what the limit is made of, in a sentence; nothing where no memory was measured."""
+    uses = list(uses)
+    stated, seen = cluster.memory_limit_bytes, _seen(cluster, uses)
+    if seen is None:
+        return []
+    limit = format_bytes(memory_limit_bytes(cluster, uses))
+    of = f"the {format_bytes(seen.total_bytes)} that a GPU has"
+    if stated is not None and stated < seen.total_bytes:
+        of = f"the {format_bytes(stated)} of device_memory_gb"
+    other = f"{format_bytes(seen.other_bytes)} outside of torch's allocator"
+    return [f"the memory limit is {limit}: {of}, less {other} (CUDA context, NCCL, cuDNN) in profiles"]
+
+
+def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> SeenMemory | None:
+    pairs = [(use.total_bytes, use.other_bytes or 0) for use in uses if use.total_bytes]
+    if cluster.device == "cpu" or not pairs:
+        return None
+    totals, others = zip(*pairs, strict=True)
+    return SeenMemory(min(totals), max(others))

@@ -1,0 +1,1 @@
+"""Write the report of a run or study."""

@@ -1,0 +1,80 @@
+"""Write figures and page of a report into its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.files import mistrust
+from tula_hpc.formatting import keep_units, printable
+from tula_hpc.records import write_atomically
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from tula_hpc.analysis.figures.drawing import Drawing
+
+
+@contextlib.contextmanager
+def loaded_elsewhere() -> Iterator[None]:
+    """Import matplotlib inside this: meanwhile the working directory is a folder of the package's."""
+    # a path would not lead back where the folder was deleted or renamed
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        os.chdir(Path(__file__).parent)
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+SUFFIXES = ("svg", "png", "csv")
+
+
+def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, bytes]:
+    """Each figure as SVG, PNG and CSV, by file name."""
+    files: dict[str, bytes] = {}
+    for drawing, svg in zip(drawings, svgs, strict=True):
+        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
+        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
+    return files
+
+
+def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
+    """Write a report's files; those of its figures that an earlier one had and this one has not are deleted.
+
+    Raises:
+        RunDirectoryError: The folder is someone else's, or a link to somewhere else.
+        StorageError: A file cannot be written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if reason := mistrust(folder):
+        raise RunDirectoryError(reason, source=folder)
+    for name in {f"{figure}.{suffix}" for figure in figures for suffix in SUFFIXES} - set(files):
+        (folder / name).unlink(missing_ok=True)  # it would seem to belong to this report
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in files]
+
+
+def render_page(template: str, page: Mapping[str, Any]) -> str:
+    """HTML from one of the templates beside this file; everything that is not marked as safe is escaped."""
+    return printable(_environment().get_template(template).render(page))
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """It keeps the templates: to compile one takes as long as to fill it in ten times."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["keep_units"] = keep_units
+    return environment

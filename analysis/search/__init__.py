@@ -1,0 +1,5 @@
+"""Choose what a sweep measures next."""
+
+from tula_hpc.analysis.search.adaptive import AdaptiveSearch
+
+__all__ = ["AdaptiveSearch"]

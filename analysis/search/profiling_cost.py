@@ -1,0 +1,133 @@
+"""What profiling cost, in node-seconds and, apart from them, in time spent waiting for nodes.
+
+Told from the notes that profile jobs leave, by their own clock: from the start of the allocation to their last word.
+The scheduler's accounting knows a second or two more, in which the processes end. Beside it stands an estimate of what
+a full search would have cost with one job for each configuration, `Σ N·(s + e(c))` over the candidates c: s is the
+median of the measured start-ups, e(c) the time that c takes to measure, predicted where c was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from tula_hpc.analysis.costs.usage import job_runs, only_waiting_s
+from tula_hpc.analysis.search.propose import believed_to_fit
+from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
+from tula_hpc.formatting import format_duration, format_number, format_percent, plural
+from tula_hpc.records import Configuration, JobNote, Measurement, is_usable
+
+
+class ProfilingCost(NamedTuple):
+    """What the profile jobs of a run cost."""
+
+    jobs: int  # runs, requeued ones counted again
+    node_seconds: float
+    startup_node_seconds: float  # part of node_seconds
+    measuring_node_seconds: float  # part of node_seconds; the rest went into proposals and changes of the group
+    queue_s: float  # in which at least one job waited and none ran
+    configurations: int  # measured
+
+
+class FullSearch(NamedTuple):
+    """An estimate of what a full search would have cost, one job for each configuration."""
+
+    jobs: int
+    node_seconds: float
+
+
+def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]) -> ProfilingCost:
+    """What the profile jobs cost, those of all parts of the cluster together."""
+    runs = job_runs(notes, measurements)
+    profiles = [row for row in measurements if row.stage == "profile"]
+    return ProfilingCost(
+        jobs=len(runs),
+        node_seconds=sum(run.node_seconds for run in runs),
+        startup_node_seconds=sum(run.nodes * run.startup_s for run in runs),
+        measuring_node_seconds=sum(row.node_seconds for row in profiles),
+        queue_s=only_waiting_s(runs),
+        configurations=len({(row.partition, row.configuration) for row in profiles if is_usable(row)}),
+    )
+
+
+def full_search(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+) -> FullSearch | None:
+    """The estimate of a full search over all candidates that memory allows; None where nothing was measured.
+
+    Args:
+        sweep: Bounds of the search.
+        cluster: Its parts are added up.
+        measurements: All of the run.
+        notes: Of the run's profile jobs, for the time that a job takes to start.
+    """
+    startups = [run.startup_s for run in job_runs(notes, measurements)]
+    startup_s = median(startups) if startups else 0.0
+    jobs, node_seconds = 0, 0.0
+    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
+        own = [row for row in measurements if row.partition == name and row.stage == "profile"]
+        mine = sweep_for(sweep, part)
+        wanted = [] if mine is None else believed_to_fit(mine.search, part, own)
+        if not wanted or not any(row.elapsed_s > 0 for row in own):
+            continue
+        elapsed_s = elapsed_times(own, wanted)
+        jobs += len(wanted)
+        node_seconds += sum(c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True))
+    return FullSearch(jobs, node_seconds) if jobs else None
+
+
+def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configuration]) -> list[float]:
+    """Seconds that measuring each configuration takes: as measured, else from a line through what was measured.
+
+    Without other candidates' batches beside it, which a full search measures for themselves.
+
+    A measurement takes a number of steps, and a step has compute that is affine in the local batch b and a
+    synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with coefficients at least 0, fit
+    to relative errors.
+    """
+    usable = (row for row in measurements if is_usable(row) and row.elapsed_s > row.beside_s)
+    known = {row.configuration: row.elapsed_s - row.beside_s for row in usable}
+    if not known:
+        return [0.0] * len(wanted)
+    scale = np.array(list(known.values()))
+    line, _ = nnls(_design(list(known)) / scale[:, None], np.ones(len(scale)))
+    predicted = _design(wanted) @ line
+    return [known.get(c, float(s)) for c, s in zip(wanted, predicted, strict=True)]
+
+
+def _design(configurations: Sequence[Configuration]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    return np.array([[1.0, c.local_batch, 1.0 - 1.0 / c.world_size] for c in configurations])
+
+
+def describe(
+    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+) -> str:
+    """One sentence: what profiling cost, and what a full search would have; empty where no job left notes.
+
+    Args:
+        sweep: The run's sweep.
+        cluster: The run's cluster.
+        measurements: `RunDirectory.measurements().records`.
+        notes: `RunDirectory.job_notes()`.
+    """
+    cost = profiling_cost(measurements, notes)
+    if not cost.jobs:
+        return ""
+    total = max(cost.node_seconds, 1e-9)
+    text = (
+        f"{plural(cost.configurations, 'configuration')} in {plural(cost.jobs, 'job')}: "
+        f"{format_number(cost.node_seconds, 3)} node-seconds "
+        f"({format_percent(cost.startup_node_seconds / total)} of them starting up), "
+        f"and {format_duration(cost.queue_s) if cost.queue_s >= 0.5 else 'no time'} waiting for nodes"
+    )
+    full = full_search(sweep, cluster, measurements, notes)
+    if full is None:
+        return text
+    return (
+        f"{text}; a full search with a job for each of {plural(full.jobs, 'configuration')} would have cost an "
+        f"estimated {format_number(full.node_seconds, 3)} node-seconds"
+    )

@@ -1,0 +1,1 @@
+"""Check a cluster before anything is trained there."""

@@ -1,0 +1,391 @@
+"""`tula check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
+
+First what this machine can tell, then a job of at most three minutes on two nodes, submitted as
+profile and training jobs are. Verdicts come from `check_verdicts` and `check_rank_verdicts`.
+
+`--json` prints one object:
+
+    cluster, exit_code
+    logs         folder of the job's logs, where it did not end well; else empty
+    partitions   for each: partition ("" without [[partitions]]), verdicts (topic, level, found, remedy, hosts),
+                 site (what Slurm said, see `check_site.Site`), job_id, ranks (see `check_job.RankReport`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.files import make_private, write_out
+from tula_hpc.formatting import in_short_lines, printable, printable_output
+
+if TYPE_CHECKING:
+    from tula_hpc.check.job import CheckJob, RankReport
+    from tula_hpc.check.site import Site
+    from tula_hpc.check.site_verdicts import Verdict
+    from tula_hpc.config import ClusterSpec, WorkloadSpec
+    from tula_hpc.launch.launcher import Launcher, Submitted
+    from tula_hpc.records import RunDirectory
+
+
+NODES = 2
+MINUTES = 3
+# The signal before the time limit is not what is tested; it must not come while the probes run.
+SIGNAL_DELAY_S = 10
+WAIT_MINUTES = 10
+POLL_S = 1.0
+# A job that is requeued is missing from squeue for a moment.
+GONE_POLLS = 3
+CANCEL_S = 10.0
+LEVEL_WIDTH, TOPIC_WIDTH = 9, 18
+
+EXIT_CODES = """\
+exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, the job is cancelled.
+--json prints the same as one JSON object, whose keys the module describes.
+"""
+
+
+@printable_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return exit_code_of(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tula check",
+        description="Check a cluster before anything is trained there: its file, Slurm's limits, and, "
+        f"by a job of at most {MINUTES} minutes on {NODES} nodes, devices, cores, network, data, signals and requeue.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("cluster", type=Path, metavar="CLUSTER.toml", help="see slurm_templates/")
+    parser.add_argument(
+        "--sweep",
+        type=Path,
+        metavar="SWEEP.toml",
+        help="whose data folder and loader are checked too (default: made-up images)",
+    )
+    parser.add_argument(
+        "--wait-minutes",
+        type=float,
+        default=WAIT_MINUTES,
+        metavar="M",
+        help=f"how long the job may wait for nodes (default: {WAIT_MINUTES})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    cluster, workload = _load_inputs(options)
+    run = _make_run_directory()
+    checks = [
+        _Check(name, part, workload, run) for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
+    ]
+    try:
+        for check in checks:
+            check.begin()
+        for check in checks:
+            check.finish(60 * options.wait_minutes)
+    finally:
+        for check in checks:
+            check.cancel()
+        if not any(check.has_telling_logs for check in checks):
+            shutil.rmtree(run.root, ignore_errors=True)
+    logs = str(run.slurm) if run.root.exists() else ""
+    failed = any(verdict.level == "failed" for check in checks for verdict in check.verdicts)
+    report = {
+        "cluster": cluster.name,
+        "exit_code": int(failed),
+        "logs": logs,
+        "partitions": [check.as_json() for check in checks],
+    }
+    width = shutil.get_terminal_size((110, 40)).columns
+    write_out(_as_json(report) if options.json else _as_text(checks, logs, width))
+    return int(failed)
+
+
+def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec]:
+    from tula_hpc.config import WorkloadSpec, load_cluster, load_together
+
+    if options.sweep is None:
+        return load_cluster(options.cluster), WorkloadSpec(dataset="synthetic")
+    # a missing data folder is a line of the table
+    sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
+    return cluster, sweep.workload
+
+
+def _make_run_directory() -> RunDirectory:
+    """Make a private folder below runs/, as those of sweeps: the nodes have to see it."""
+    from tula_hpc.records import RunDirectory
+
+    parent = Path("runs")
+    RunDirectory(parent).check_name()
+    make_private(parent)
+    return RunDirectory(Path(tempfile.mkdtemp(prefix="check-", dir=parent))).create()
+
+
+class _Check:
+    """The check of one partition, or of a cluster without [[partitions]]."""
+
+    def __init__(self, partition: str, cluster: ClusterSpec, workload: WorkloadSpec, run: RunDirectory) -> None:
+        from tula_hpc.check.job import CheckJob
+        from tula_hpc.config import JOB_NAMES
+        from tula_hpc.launch.launcher import Launcher
+
+        self.partition, self.cluster, self.workload = partition, cluster, workload
+        self.nodes = 1 if cluster.executor == "local" else min(NODES, cluster.max_nodes)
+        folder = run.profile / (partition or "all")
+        folder.mkdir(mode=0o700)
+        self.task = CheckJob(cluster, workload, self.nodes, folder)
+        self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check")
+        self.site: Site | None = None
+        self.job: Submitted | None = None
+        self.is_complete = False
+        self.ranks: list[RankReport] = []
+        self.verdicts: list[Verdict] = []
+
+    def begin(self) -> None:
+        """Judge what this machine can tell, and submit the job unless it cannot be one."""
+        from tula_hpc.check.site import readable_here
+        from tula_hpc.check.site_verdicts import Topic, failed, judge_data_here
+        from tula_hpc.errors import LaunchError
+
+        on_slurm = self.cluster.executor == "slurm"
+        if on_slurm and not self._ask_slurm():
+            return
+        folder = self.workload.data_dir
+        if folder is not None:
+            self.verdicts.append(judge_data_here(folder, readable_here(folder)))
+        try:
+            (self.job,) = self.launcher.submit(
+                [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False
+            )
+        except KeyboardInterrupt:
+            # sbatch may have been heard
+            self.job = next(iter(self.launcher.find_lost()), None)
+            raise
+        except LaunchError as error:
+            remedy = "change what it complains of and run the check again"
+            self.verdicts.append(failed(Topic.JOB, str(error), remedy))
+            return
+        _say(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes")
+
+    def _ask_slurm(self) -> bool:
+        """Judge the site; returns whether there is a place for a job."""
+        from tula_hpc.check.site import ask_site
+        from tula_hpc.check.site_verdicts import Topic, failed, judge_site
+        from tula_hpc.errors import LaunchError
+        from tula_hpc.launch.slurm import in_one_line
+
+        _say("asking Slurm")
+        try:
+            self.site = ask_site(self._sweeps_launcher(), self.nodes)
+        except LaunchError as error:
+            remedy = 'run this on a Slurm login node, or with executor = "local"'
+            self.verdicts.append(failed(Topic.SLURM, in_one_line(error), remedy))
+            return False
+        self.verdicts += judge_site(self.cluster, self.site)
+        return self.site.partition is not None
+
+    def _sweeps_launcher(self) -> Launcher:
+        """Return the launcher that a sweep would have, for its scripts."""
+        from tula_hpc.launch.launcher import Launcher
+
+        return Launcher(self.cluster, self.launcher.run, self.launcher.name)
+
+    def finish(self, wait_s: float) -> None:
+        """Wait for the job and judge what its workers report."""
+        from tula_hpc.check.rank_verdicts import judge_job, judge_network
+
+        if self.job is None:
+            return
+        expected = self.nodes * self.cluster.workers_per_node
+        watch = _Watch(self.launcher, self.job, self.task, expected)
+        self.verdicts += watch.follow(wait_s)
+        self.ranks, self.is_complete = watch.reports, watch.is_complete
+        self.verdicts += judge_job(self.cluster, self.workload, self.ranks, expected)
+        self.verdicts += judge_network(self.ranks, _networks(self.job))
+
+    def cancel(self) -> None:
+        """Cancel the job, which waits after a granted requeue, and give it a while to end."""
+        from tula_hpc.errors import LaunchError
+
+        if self.job is None:
+            return
+        with contextlib.suppress(LaunchError):
+            self.launcher.cancel([self.job])
+            ends = time.monotonic() + CANCEL_S
+            while self.launcher.active([self.job], CANCEL_S) and time.monotonic() < ends:
+                time.sleep(POLL_S / 2)
+
+    @property
+    def has_telling_logs(self) -> bool:
+        """Whether the job began and did not come to its end."""
+        return self.job is not None and not self.is_complete and bool(self.job.log_files())
+
+    def as_json(self) -> dict[str, object]:
+        """Return what `--json` prints of it."""
+        return {
+            "partition": self.partition,
+            "verdicts": [verdict.model_dump(mode="json") for verdict in self.verdicts],
+            "site": self.site.model_dump(mode="json") if self.site else None,
+            "job_id": self.job.job_id if self.job else "",
+            "ranks": [report.model_dump(mode="json") for report in self.ranks],
+        }
+
+
+def _for_check(cluster: ClusterSpec) -> ClusterSpec:
+    """Return the cluster with nccl's own account of the network that it takes."""
+    telling = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
+    own = {"environment": {**telling, **cluster.environment}, "signal_delay_s": SIGNAL_DELAY_S}
+    return cluster.model_copy(update=own)
+
+
+class _Watch:
+    """Follows a job until all workers have reported, or it is over, or will not start in time."""
+
+    def __init__(self, launcher: Launcher, job: Submitted, task: CheckJob, expected: int) -> None:
+        self.launcher, self.job, self.task, self.expected = launcher, job, task, expected
+        self.reports: list[RankReport] = []
+        self._said = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all workers have reported all."""
+        return len(self.reports) == self.expected and all(each.finished for each in self.reports)
+
+    def follow(self, wait_s: float) -> list[Verdict]:
+        """Wait; returns what is wrong with the job itself."""
+        from tula_hpc.launch.reasons import explain, waits
+
+        ends = time.monotonic() + wait_s
+        gone = 0
+        polls = GONE_POLLS if self.launcher.cluster.executor == "slurm" else 1
+        while gone < polls:
+            state = self.launcher.active([self.job]).get(self.job.job_id)
+            self.reports = self.task.reports()
+            if self.is_complete:
+                return []
+            gone = gone + 1 if state is None else 0
+            if state is not None and waits(state):
+                if self.reports:
+                    self._complete_requeued()
+                    break
+                wait = explain(state)
+                why = f"{state.reason}: {wait.words}" if wait.words else state.reason
+                self._say(f"waits ({why})")
+                if wait.stuck or time.monotonic() > ends:
+                    return [_not_started(why, wait_s, stuck=wait.stuck)]
+            elif state is not None:
+                self._say("runs")
+            time.sleep(POLL_S)
+        return [] if self.is_complete else [self._ended_early()]
+
+    def _say(self, words: str) -> None:
+        if words != self._said:
+            _say(f"job {self.job.job_id} {words}")
+            self._said = words
+
+    def _complete_requeued(self) -> None:
+        """Take the requeue for granted where it ended rank 0 before that could say so."""
+        from tula_hpc.check.job import Probe, Requeue
+
+        self.reports = [
+            each.model_copy(update={"requeue": Requeue(refused=""), "finished": True, "at_work_on": None})
+            if each.at_work_on is Probe.REQUEUE
+            else each
+            for each in self.reports
+        ]
+
+    def _ended_early(self) -> Verdict:
+        from tula_hpc.check.site_verdicts import Topic, failed
+
+        self.launcher.cancel([self.job])
+        (end,) = self.launcher.wait([self.job])
+        last = end.log_tail.strip().rpartition("\n")[2]
+        found = f"ended early ({end.failure.value.replace('_', ' ')})" + (f": {last}" if last else "")
+        return failed(Topic.JOB, found, f"see {end.log_file or self.job.folder}")
+
+
+def _not_started(why: str, wait_s: float, *, stuck: bool) -> Verdict:
+    from tula_hpc.check.site_verdicts import Topic, failed
+
+    if stuck:
+        return failed(Topic.JOB, f"will not start: {why}", "change what it waits for and run the check again")
+    found = f"did not start within {wait_s / 60:g} minutes: {why}"
+    return failed(Topic.JOB, found, "run the check again when nodes are free, or with more --wait-minutes")
+
+
+# nccl writes "NCCL INFO Using network Socket", newer ones with more in between
+_NETWORK = re.compile(r"NCCL INFO .*Using network (\S+)")
+
+
+def _networks(job: Submitted) -> list[str]:
+    """Return which networks nccl says that it uses."""
+    from tula_hpc.launch.reasons import last_bytes
+
+    found: set[str] = set()
+    for path in job.log_files():
+        with contextlib.suppress(OSError):
+            found.update(_NETWORK.findall(last_bytes(path)))
+    return sorted(found)
+
+
+def _as_json(report: dict[str, object]) -> str:
+    import json
+
+    return json.dumps(report, indent=1) + "\n"
+
+
+def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
+    lines: list[str] = []
+    for check in checks:
+        if check.partition:
+            lines += ["", f"partition {check.partition}"]
+        lines += [line for verdict in check.verdicts for line in _table_lines(verdict, width)]
+    counts = Counter(verdict.level.value for check in checks for verdict in check.verdicts)
+    summary = ", ".join(f"{counts[level]} {level}" for level in ("failed", "warning", "ok") if counts[level])
+    lines += ["", summary]
+    if logs:
+        lines.append(f"logs: {logs}")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _table_lines(verdict: Verdict, width: int) -> Iterator[str]:
+    head = f"{verdict.level.value:<{LEVEL_WIDTH}}{verdict.topic.value:<{TOPIC_WIDTH}}"
+    yield from _wrapped(head, verdict.found, width)
+    if verdict.remedy:
+        yield from _wrapped(f"{'':<{len(head)}}-> ", verdict.remedy, width)
+
+
+def _wrapped(head: str, text: str, width: int) -> list[str]:
+    # logs and Slurm may say anything
+    return textwrap.wrap(
+        in_short_lines(printable(text.replace("\n", " "))),
+        max(width, 70),
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,486 @@
+"""What the workers of `tula_hpc.check` measure on their nodes.
+
+No probe may hide what another one finds: each is limited in time, its error is part of the report,
+and the report is on disk before the next one begins. Those that can kill the job, or end it on purpose, come last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tula_hpc.check.job import (
+    AllReduce,
+    CheckJob,
+    Collectives,
+    Compute,
+    Data,
+    Device,
+    Host,
+    Interface,
+    Loader,
+    Meeting,
+    Probe,
+    RankReport,
+    Requeue,
+    Scope,
+    Signal,
+    Skip,
+    Transfer,
+)
+from tula_hpc.config import ClusterSpec
+from tula_hpc.data.datasets import build_data
+from tula_hpc.data.loader import make_train_loader
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.process_group import backend_of, check_kernels, pick_device, place_among, process_group
+from tula_hpc.ddp.rendezvous import meet
+from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
+from tula_hpc.errors import InputError, LaunchError
+from tula_hpc.launch import slurm
+from tula_hpc.records import Record, write_atomically
+
+# Even where two probes run into their limits, all stay within the three minutes of the job.
+PROBE_S = 40
+# Nodes import torch at their own pace; the first time, from a file server, that takes a minute.
+PATIENCE = timedelta(seconds=90)
+COMPUTE_S = 2.0
+LEAST_REPEATS, MOST_REPEATS = 5, 100
+# Large enough that a product takes milliseconds on either device
+MATRIX_EDGE = {"cpu": 512, "cuda": 4096}
+TRANSFER_BYTES = 64 * 2**20
+# DistributedDataParallel's default bucket
+BUCKET_BYTES = 25 * 2**20
+ALL_REDUCE_S = 2.0
+LOADER_S = 3.0
+LOADER_BATCH = 64
+# Slurm hands a signal on within a second or two
+SIGNAL_S = 15.0
+NET = Path("/sys/class/net")
+# netdevice(7)
+SIOCGIFFLAGS, IFF_RUNNING = 0x8913, 0x40
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None:
+    """Measure one worker's part of the job and report it."""
+    place = place_among(env, job.nodes, job.cluster.workers_per_node) or env
+    reporter = Reporter(job.report_file(env.rank), place)
+    reporter.describe_host(job.cluster)
+    reporter.attempt(Probe.DEVICE, lambda: describe_device(job.cluster, place))
+    peers = Peers(place)
+    reporter.attempt(Probe.MEETING, peers.meet, limit_s=PATIENCE.seconds + PROBE_S)
+    torch.set_num_threads(job.cluster.cpus_per_worker)
+    peers.wait()
+    reporter.attempt(Probe.COMPUTE, lambda: time_compute(job.cluster, place))
+    if job.cluster.device == "cuda":
+        peers.wait()
+        reporter.attempt(Probe.TRANSFER, lambda: time_transfer(job.cluster, place))
+    if place.on_slurm:
+        peers.wait()
+        reporter.attempt(Probe.SIGNAL, lambda: await_signal(place, stop))
+    folder = job.workload.data_dir
+    if folder is not None:
+        reporter.attempt(Probe.DATA, lambda: look_into(folder))
+    peers.wait()
+    reporter.attempt(Probe.LOADER, lambda: time_loader(job, place))
+    reporter.attempt(Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers))
+    if Probe.COLLECTIVES in reporter.report.errors:
+        # The others may wait for this worker in a collective: srun -K1 ends them.
+        raise SystemExit(1)
+    if place.rank > 0 or not place.on_slurm:
+        reporter.finish()
+        peers.leave()
+        return
+    peers.leave()
+    # This ends the job where it is granted; what is reported afterwards has KillWait to reach the disk.
+    reporter.attempt(Probe.REQUEUE, lambda: Requeue(refused=slurm.requeue(slurm_job_id() or "") or ""))
+    reporter.finish()
+
+
+class Reporter:
+    """Keeps one worker's report on disk."""
+
+    def __init__(self, path: Path, place: WorkerEnvironment) -> None:
+        self.path = path
+        self.report = RankReport(
+            rank=place.rank,
+            node_rank=place.node_rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            hostname=os.uname().nodename,
+            visible_gpus=visible_gpus(),
+        )
+
+    def attempt(self, probe: Probe, measure: Callable[[], Record], limit_s: int = PROBE_S) -> None:
+        """Report what a probe measures, or how it failed."""
+        self._note(at_work_on=probe)
+        try:
+            with _time_limit(limit_s):
+                found = measure()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the node is a finding
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            self._note(errors={**self.report.errors, probe: text})
+        else:
+            self._note(**{probe.value: found})
+
+    def describe_host(self, cluster: ClusterSpec) -> None:
+        """Report what is known without any probe."""
+        self._note(host=describe_host(backend_of(cluster)))
+
+    def finish(self) -> None:
+        """Say that nothing more will come."""
+        self._note(at_work_on=None, finished=True)
+
+    def _note(self, **fields: object) -> None:
+        self.report = self.report.model_copy(update=fields)
+        write_atomically(self.path, self.report.model_dump_json())
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in this thread's Python code after so many seconds."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Peers:
+    """The other workers, over the store in which those of a training meet."""
+
+    def __init__(self, place: WorkerEnvironment) -> None:
+        self.place = place
+        self.store: Store | None = None
+        self._rounds = 0
+
+    def meet(self) -> Meeting:
+        """Find each other."""
+        began = time.monotonic()
+        if self.place.world_size > 1:
+            self.store = meet(self.place, PATIENCE)
+        return Meeting(seconds=time.monotonic() - began)
+
+    def wait(self) -> None:
+        """Begin the next probe together; alone where somebody does not come."""
+        self.exchange("")
+
+    def exchange(self, message: str) -> list[str]:
+        """Return each worker's message, by rank; only one's own where somebody does not come."""
+        self._rounds += 1
+        if self.store is None:
+            return [message]
+        try:
+            keys = self._keys()
+            self.store.set(keys[self.place.rank], message)
+            self.store.wait(keys, PATIENCE)
+            return [self.store.get(key).decode() for key in keys]
+        except RuntimeError:
+            self.store = None
+            return [message]
+
+    def leave(self) -> None:
+        """Let rank 0, which keeps the store, be the last to go."""
+        if self.place.rank == 0:
+            self.wait()
+        elif self.store is not None:
+            self._rounds += 1
+            with contextlib.suppress(RuntimeError):
+                self.store.set(self._keys()[self.place.rank], "")
+
+    def _keys(self) -> list[str]:
+        return [f"check/{self._rounds}/{rank}" for rank in range(self.place.world_size)]
+
+
+def describe_host(backend: str) -> Host:
+    """Look at the node's cores, memory, limits and interfaces."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared = os.statvfs("/dev/shm")  # noqa: S108 - nothing is written there
+    return Host(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        node_cores=os.cpu_count() or 1,
+        memory_bytes=int(memory["MemTotal"].split()[0]) * 1024,
+        available_bytes=int(memory["MemAvailable"].split()[0]) * 1024,
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        open_files=open_files,
+        shm_free_bytes=shared.f_bavail * shared.f_frsize,
+        interfaces=(*_interfaces(), *_infiniband_ports()),
+        wanted_interface=socket_interface(backend),
+    )
+
+
+def _interfaces() -> Iterator[Interface]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for index, name in socket.if_nameindex():
+            request = struct.pack("16s16x", name.encode())
+            answer = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
+            (flags,) = struct.unpack_from("H", answer, 16)
+            yield Interface(name=name, up=bool(flags & IFF_RUNNING), mbit=_speed_mbit(index, name))
+
+
+def _speed_mbit(index: int, name: str) -> int | None:
+    # In a container /sys may show the interfaces of another network namespace.
+    if _read(NET / name / "ifindex") != str(index):
+        return None
+    speed = _read(NET / name / "speed")
+    return int(speed) if speed.isdecimal() else None
+
+
+def _infiniband_ports() -> Iterator[Interface]:
+    for path in sorted(INFINIBAND.glob("*/ports/*")):
+        up = _read(path / "state").endswith("ACTIVE")
+        # for example "100 Gb/sec (4X EDR)"
+        gbit = _read(path / "rate").partition(" ")[0]
+        mbit = round(1000 * float(gbit)) if gbit.replace(".", "", 1).isdecimal() else None
+        yield Interface(name=f"{path.parts[-3]}:{path.name}", up=up, mbit=mbit, infiniband=True)
+
+
+def _read(path: Path) -> str:
+    """Return a line of sysfs; empty where the kernel refuses, as it does for what is down."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def describe_device(cluster: ClusterSpec, place: WorkerEnvironment) -> Device:
+    """Look at the device that a training would choose here.
+
+    Raises:
+        InputError: There is none, see `pick_device`.
+    """
+    device = pick_device(cluster, place.local_rank)
+    if device.type == "cpu":
+        return Device(name=_processor(), torch=torch.__version__)
+    properties = torch.cuda.get_device_properties(device)
+    found = Device(
+        name=properties.name,
+        torch=torch.__version__,
+        uuid=str(properties.uuid),
+        capability=f"{properties.major}.{properties.minor}",
+        architectures=tuple(torch.cuda.get_arch_list()),
+        has_kernels=_has_kernels(device),
+        driver=_driver(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        total_bytes=properties.total_memory,
+    )
+    with contextlib.suppress(RuntimeError):
+        free, total = torch.cuda.mem_get_info(device)
+        found = found.model_copy(update={"free_bytes": free, "total_bytes": total})
+    return found
+
+
+def _has_kernels(device: torch.device) -> bool:
+    try:
+        check_kernels(device)
+    except InputError:
+        return False
+    return True
+
+
+def _driver() -> str:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        version = nvml.nvmlSystemGetDriverVersion()
+        nvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - NVML's own errors can only be named where it is installed
+        return ""
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, os.uname().machine)
+
+
+def time_compute(cluster: ClusterSpec, place: WorkerEnvironment) -> Compute:
+    """Time products of square matrices in fp32."""
+    device = pick_device(cluster, place.local_rank)
+    edge = MATRIX_EDGE[device.type]
+    left, right = torch.rand(2, edge, edge, device=device)
+
+    def multiply() -> None:
+        torch.mm(left, right)
+        _synchronize(device)
+
+    return Compute(flops=2.0 * edge**3, times_s=_repeat(multiply, COMPUTE_S))
+
+
+def time_transfer(cluster: ClusterSpec, place: WorkerEnvironment) -> Transfer:
+    """Time copies to the device, as those of batches are."""
+    device = pick_device(cluster, place.local_rank)
+    source = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        _synchronize(device)
+
+    return Transfer(payload_bytes=TRANSFER_BYTES, times_s=_repeat(copy, COMPUTE_S))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _repeat(act: Callable[[], None], budget_s: float) -> tuple[float, ...]:
+    """Time an action again and again; the first, which loads libraries, does not count."""
+    act()
+    times: list[float] = []
+    ends = time.perf_counter() + budget_s
+    while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and time.perf_counter() < ends):
+        times.append(_timed(act))
+    return tuple(times)
+
+
+def _timed(act: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def await_signal(place: WorkerEnvironment, stop: StopRequest) -> Signal:
+    """Have Slurm send USR2 to all workers, as it does before a time limit, and wait for it."""
+    refused = ""
+    if place.rank == 0:
+        try:
+            slurm.run_command(["scancel", "--signal=USR2", slurm_job_id() or ""], SIGNAL_S)
+        except LaunchError as error:
+            refused = slurm.in_one_line(error)
+    ends = time.monotonic() + SIGNAL_S
+    while stop.received is None and time.monotonic() < ends:
+        time.sleep(0.05)
+    return Signal(arrived=stop.received is signal.SIGUSR2, refused=refused)
+
+
+def look_into(folder: Path) -> Data:
+    """See whether this node sees the data folder and may read it."""
+    return Data(folder=str(folder), readable=folder.is_dir() and os.access(folder, os.R_OK | os.X_OK))
+
+
+def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
+    """Time the loader alone, on all workers at once, after what its processes had ready."""
+    spec = job.workload
+    train = build_data(spec).train
+    samples = len(train)  # type: ignore[arg-type] # checked when the data was built
+    batch = max(1, min(LOADER_BATCH, samples // place.world_size))
+    loader = make_train_loader(
+        train,
+        local_batch=batch,
+        rank=place.rank,
+        world_size=place.world_size,
+        seed=spec.seed,
+        loader_workers=spec.loader_workers,
+        pin_memory=job.cluster.device == "cuda",
+    )
+    batches = loader.stream()
+    round_length = max(1, spec.loader_workers)
+    for _ in range(3 * round_length):
+        next(batches)
+    began = time.perf_counter()
+    rounds = 0
+    # Processes that began together deliver in bursts: only whole rounds tell the rate.
+    while time.perf_counter() - began < LOADER_S:
+        for _ in range(round_length):
+            next(batches)
+        rounds += 1
+    seconds = time.perf_counter() - began
+    return Loader(
+        dataset=spec.dataset,
+        processes=spec.loader_workers,
+        images=rounds * round_length * batch,
+        seconds=seconds,
+    )
+
+
+def time_collectives(job: CheckJob, place: WorkerEnvironment, report: RankReport, peers: Peers) -> Collectives:
+    """Time all-reduces among all workers, and within and between nodes that have several."""
+    backend = backend_of(job.cluster)
+    skipped = why_skipped(backend, place, report, peers)
+    if skipped is not None:
+        return Collectives(backend=backend, skipped=skipped)
+    assert peers.store is not None, "they have met"  # noqa: S101 # an invariant
+    device = pick_device(job.cluster, place.local_rank)
+    with process_group(job.cluster, place, PrefixStore("group", peers.store)):
+        every = time_all_reduce(Scope.ALL, device, None, place.world_size)
+        nested = _time_by_node(job, place, device, peers)
+    return Collectives(backend=backend, timed=(every, *nested))
+
+
+def why_skipped(backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers) -> Skip | None:
+    """Agree on whether a collective can succeed, or the others would wait for who cannot."""
+    if place.world_size == 1:
+        return Skip.SINGLE_WORKER
+    lacks = report.host is not None and report.host.lacks_interface(backend)
+    device = None
+    if report.device is not None:
+        # on CPUs every worker is a device of its own
+        device = f"{report.hostname} {report.device.uuid or place.rank}"
+    found = [json.loads(each) for each in peers.exchange(json.dumps([lacks, device]))]
+    if peers.store is None:
+        return Skip.NOT_MET
+    if any(lacks for lacks, _ in found):
+        return Skip.MISSING_INTERFACE
+    devices = [device for _, device in found]
+    if None in devices:
+        return Skip.NO_DEVICE
+    return Skip.SHARED_DEVICE if len(set(devices)) < len(devices) else None
+
+
+def _time_by_node(job: CheckJob, place: WorkerEnvironment, device: torch.device, peers: Peers) -> Sequence[AllReduce]:
+    nodes, each = job.nodes, place.world_size // job.nodes
+    if nodes == 1 or each == 1:
+        return []
+    # every worker has to make every group, in the same order
+    within = [dist.new_group(range(node * each, (node + 1) * each)) for node in range(nodes)]
+    leaders = dist.new_group(range(0, place.world_size, each))
+    node, local_rank = divmod(place.rank, each)
+    timed = [time_all_reduce(Scope.NODE, device, within[node], each)]
+    peers.wait()
+    if local_rank == 0:
+        timed.append(time_all_reduce(Scope.BETWEEN, device, leaders, nodes))
+    peers.wait()
+    return timed
+
+
+def time_all_reduce(scope: Scope, device: torch.device, group: dist.ProcessGroup | None, workers: int) -> AllReduce:
+    """Time all-reduces of one bucket; all workers of the group take the same number of them."""
+    bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
+
+    def reduce() -> None:
+        dist.all_reduce(bucket, group=group)
+        _synchronize(device)
+
+    # connections are made at the first
+    reduce()
+    slowest = torch.tensor([_timed(reduce)], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    count = min(MOST_REPEATS, max(LEAST_REPEATS, int(ALL_REDUCE_S / max(slowest.item(), 1e-6))))
+    times = tuple(_timed(reduce) for _ in range(count))
+    return AllReduce(scope=scope, workers=workers, payload_bytes=BUCKET_BYTES, times_s=times)

@@ -1,0 +1,515 @@
+"""Verdicts of `tula_hpc.check` on what its workers reported: pure functions of `check_job`'s facts.
+
+Every threshold stands here, with its reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tula_hpc.check.job import AllReduce, Collectives, Device, Host, Interface, Probe, RankReport, Scope, Skip
+from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.formatting import format_bytes, format_number, plural
+
+GB = 1e9
+# Rates of equal nodes differ by a few per cent; clocks of GPUs that get warm by about ten.
+SLOW = 1.25
+# Batches travel from loader processes through /dev/shm: two ready for each process, of up to
+# 64 MiB, a hundred images of 224² in fp32.
+SHM_BYTES_PER_PROCESS = 2 * 64 * 2**20
+# A training process has some hundred files and sockets open, and more for batches on their way.
+LEAST_OPEN_FILES = 1024
+# Below this the GPU is somebody else's, too: a context alone takes about half a gigabyte.
+LEAST_FREE_SHARE = 0.95
+# A ring over sockets reaches most of its link; below a third it takes another, or shares it.
+LEAST_LINK_SHARE = 1 / 3
+# PCIe 3 x16 gives 12 GB/s from pinned memory; a fifth of that is a narrow bus.
+LEAST_TRANSFER_GBS = 2.5
+
+Known = Sequence[tuple[RankReport, Device]]
+
+
+def judge_job(
+    cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport], expected: int
+) -> list[Verdict]:
+    """Judge what the workers of the job reported.
+
+    Args:
+        cluster: Where the job ran.
+        workload: Data and loader that it measured.
+        reports: One for each worker that came so far as to write one.
+        expected: Number of workers that were asked for.
+    """
+    if not reports:
+        return []
+    judged = [
+        _judge_workers(reports, expected),
+        *_judge_devices(cluster, reports),
+        *_judge_cores(cluster, workload, reports),
+        *_judge_limits(cluster, reports),
+        _judge_shm(workload, reports),
+        *_judge_interfaces(cluster, reports),
+        *_judge_compute(reports),
+        *_judge_transfer(reports),
+        *_judge_collectives(cluster, reports),
+        *_judge_data(reports),
+        *_judge_loader(reports),
+        *_judge_signal(reports),
+        *_judge_requeue(cluster, reports),
+    ]
+    order = list(Topic)
+    return sorted([*judged, *_judge_errors(reports)], key=lambda each: order.index(each.topic))
+
+
+TOPIC_OF = {
+    Probe.DEVICE: Topic.DEVICES,
+    Probe.MEETING: Topic.WORKERS,
+    Probe.COMPUTE: Topic.COMPUTE,
+    Probe.TRANSFER: Topic.TRANSFER,
+    Probe.SIGNAL: Topic.SIGNAL,
+    Probe.DATA: Topic.DATA_THERE,
+    Probe.LOADER: Topic.LOADER,
+    Probe.COLLECTIVES: Topic.ALL_REDUCE,
+    Probe.REQUEUE: Topic.REQUEUE,
+}
+REMEDY_OF = {
+    Probe.DEVICE: "see gres and workers_per_node; nvidia-smi in a job on that node shows its GPUs",
+    Probe.MEETING: "open ports 10000 to 32767 between nodes, or set MASTER_PORT in [environment]",
+    Probe.COMPUTE: "report the node to the site, and keep off it with [sbatch] exclude",
+    Probe.TRANSFER: "report the node to the site, and keep off it with [sbatch] exclude",
+    Probe.SIGNAL: "ask the site whether jobs may be signalled",
+    Probe.DATA: "set workload.data_dir to a folder that all nodes see",
+    Probe.LOADER: "see workload.data_dir and loader_workers; file systems that are slow to list take long",
+    Probe.COLLECTIVES: "name the interface that connects the nodes, see interfaces; NCCL_DEBUG=INFO tells more",
+    Probe.REQUEUE: "ask the site whether jobs may be requeued",
+}
+
+
+def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    """Judge probes that failed, and those that a worker did not survive; the same words once."""
+    found: dict[tuple[Probe, str], list[str]] = defaultdict(list)
+    for report in reports:
+        for probe, text in report.errors.items():
+            found[probe, text].append(report.hostname)
+        last = report.at_work_on
+        if not report.finished and last is not None and last not in report.errors:
+            found[last, "the worker ended in the middle of this"].append(report.hostname)
+    for (probe, text), hosts in found.items():
+        # trainings wait for longer: a tree of images that is listed for the first time takes minutes
+        late = probe is Probe.LOADER and text.startswith(TimeoutError.__name__)
+        make = warning if late else failed
+        yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
+
+
+def _named(hosts: Iterable[str]) -> str:
+    """Name hosts once each, of many only the first."""
+    names = sorted(set(hosts))
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
+    hosts = Counter(report.hostname for report in reports)
+    found = f"{len(reports)} of {expected} on {_named(hosts)}"
+    if len(reports) < expected:
+        remedy = "see the job's logs; all nodes must see this folder and the Python environment"
+        return failed(Topic.WORKERS, f"reports came from {found}", remedy)
+    return ok(Topic.WORKERS, found)
+
+
+def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = [(report, report.device) for report in reports if report.device is not None]
+    if not known:
+        yield from _judge_given(reports)
+        return
+    names = Counter(device.name for _, device in known)
+    kinds = ", ".join(f"{count} x {name}" for name, count in names.items())
+    if len(names) > 1:
+        remedy = "choose nodes of one kind with constraint, or list them as [[partitions]]"
+        yield warning(Topic.DEVICES, f"of several kinds: {kinds}", remedy)
+    if cluster.device == "cpu":
+        if len(names) == 1:
+            yield ok(Topic.DEVICES, kinds)
+        yield ok(Topic.VERSIONS, f"torch {', '.join(sorted({d.torch for _, d in known}))}")
+        return
+    ranks: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
+    for report, device in known:
+        ranks[report.hostname, device.uuid].append(report)
+    shared = {key: owners for key, owners in ranks.items() if len(owners) > 1}
+    for (host, uuid), owners in shared.items():
+        yield _same_device(host, uuid, owners)
+    if len(names) == 1 and not shared:
+        yield ok(Topic.DEVICES, f"{kinds}, each worker with one of its own")
+    yield from _judge_kernels(known)
+    yield from _judge_device_memory(cluster, known)
+    torch, drivers, nccl = (
+        ", ".join(sorted({getattr(device, name) for _, device in known} - {""})) or "unknown"
+        for name in ("torch", "driver", "nccl")
+    )
+    yield ok(Topic.VERSIONS, f"torch {torch}, driver {drivers}, NCCL {nccl}")
+
+
+def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    """Judge by Slurm's word alone which GPU each worker has, where none could be opened."""
+    owners: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
+    for report in reports:
+        if seen := report.visible_gpus:
+            owners[report.hostname, seen[report.local_rank % len(seen)]].append(report)
+    for (host, name), sharing in owners.items():
+        if len(sharing) > 1:
+            yield _same_device(host, name, sharing)
+
+
+def _same_device(host: str, name: str, owners: Sequence[RankReport]) -> Verdict:
+    who = ", ".join(str(report.rank) for report in owners)
+    remedy = 'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node, and see gpu_bind'
+    return failed(Topic.DEVICES, f"ranks {who} on {host} have the same GPU {name}", remedy, [host])
+
+
+def _judge_kernels(known: Known) -> Iterator[Verdict]:
+    lacking = [(report, device) for report, device in known if not device.has_kernels]
+    first = (lacking or list(known))[0][1]
+    built_for = " ".join(first.architectures)
+    if lacking:
+        found = f"torch {first.torch} has none for {first.name} (capability {first.capability})"
+        remedy = f"it is built for {built_for}; install a build that has them, see constraints.txt"
+        yield failed(Topic.KERNELS, found, remedy, [report.hostname for report, _ in lacking])
+        return
+    yield ok(Topic.KERNELS, f"torch has them for capability {first.capability} (built for {built_for})")
+
+
+def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict]:
+    total = min((device.total_bytes for _, device in known if device.total_bytes), default=0)
+    used = [
+        report.hostname
+        for report, device in known
+        if device.free_bytes is not None
+        and device.total_bytes
+        and device.free_bytes < LEAST_FREE_SHARE * device.total_bytes
+    ]
+    if used:
+        found = f"on {_named(used)} some of it is in use before the job begins"
+        remedy = "see nvidia-smi there; exclusive = true keeps others off, left-over processes are the site's"
+        yield warning(Topic.DEVICE_MEMORY, found, remedy, used)
+    typed = cluster.memory_limit_bytes
+    if total and typed is not None and typed > total:
+        found = f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
+        yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {total / 2**30:.2f}")
+    elif total and not used:
+        free = min((device.free_bytes for _, device in known if device.free_bytes), default=0)
+        at_least = f", at least {format_bytes(free)} of it free" if free else ""
+        yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each{at_least}")
+
+
+def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
+    return [(report, report.host) for report in reports if report.host is not None]
+
+
+def _judge_cores(cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = _hosts(reports)
+    wanted = cluster.cpus_per_worker
+    fewer = [report.hostname for report, host in known if len(host.cores) < wanted]
+    least = min(len(host.cores) for _, host in known)
+    if fewer:
+        found = f"on {_named(fewer)} a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
+        remedy = "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
+        yield failed(Topic.CORES, found, remedy, fewer)
+    sharing = [report.hostname for report, host in known if _shares_cores(report, host, known)]
+    if sharing:
+        found = f"workers on {_named(sharing)} are bound to the same cores"
+        remedy = "see srun_args: --cpu-bind=cores gives each worker its own"
+        yield failed(Topic.CORES, found, remedy, sharing)
+    if workload.loader_workers >= wanted and workload.loader_workers > 0 and least == wanted:
+        found = f"{plural(workload.loader_workers, 'loader process')} and the training share {wanted}"
+        remedy = f"set cpus_per_worker = {workload.loader_workers + 1} or lower loader_workers"
+        yield warning(Topic.CORES, found, remedy)
+    elif not fewer and not sharing:
+        yield ok(Topic.CORES, f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}")
+
+
+def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankReport, Host]]) -> bool:
+    """Whether a worker is bound to cores to which another of its node is bound, too."""
+    if len(host.cores) == host.node_cores:
+        return False
+    others = [
+        set(each.cores) for other, each in known if other.hostname == report.hostname and other.rank != report.rank
+    ]
+    return any(cores & set(host.cores) for cores in others if len(cores) < host.node_cores)
+
+
+def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = _hosts(reports)
+    few = [report.hostname for report, host in known if host.open_files < LEAST_OPEN_FILES]
+    least = min(host.open_files for _, host in known)
+    if few:
+        found = f"on {_named(few)} a worker may open {least} files"
+        yield warning(Topic.LIMITS, found, 'setup = ["ulimit -n 65536"]', few)
+    locked = [
+        report.hostname
+        for report, host in known
+        if host.memlock_bytes is not None and any(each.infiniband for each in host.interfaces)
+    ]
+    if locked and cluster.device == "cuda":
+        found = f"on {_named(locked)} locked memory is limited, which InfiniBand needs without limit"
+        remedy = 'setup = ["ulimit -l unlimited"]; where that is refused, ask the site'
+        yield warning(Topic.LIMITS, found, remedy, locked)
+    elif not few:
+        memlock = min((h.memlock_bytes for _, h in known if h.memlock_bytes is not None), default=None)
+        shown = "unlimited" if memlock is None else format_bytes(memlock)
+        yield ok(Topic.LIMITS, f"{least} open files, locked memory {shown}")
+
+
+def _judge_shm(workload: WorkloadSpec, reports: Sequence[RankReport]) -> Verdict:
+    per_host = Counter(report.hostname for report in reports)
+    tight = []
+    for report, host in _hosts(reports):
+        processes = workload.loader_workers * per_host[report.hostname]
+        if host.shm_free_bytes < processes * SHM_BYTES_PER_PROCESS:
+            tight.append(report.hostname)
+    least = min(host.shm_free_bytes for _, host in _hosts(reports))
+    free = f"{format_bytes(least)} free in /dev/shm"
+    if tight:
+        remedy = "lower loader_workers, or have the site enlarge it; containers take --shm-size"
+        return warning(Topic.SHM, f"{_named(tight)}: {free}", remedy, tight)
+    return ok(Topic.SHM, free)
+
+
+def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = _hosts(reports)
+    backend = "nccl" if cluster.device == "cuda" else "gloo"
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    wanted = known[0][1].wanted_interface
+    lacking = [report.hostname for report, host in known if host.lacks_interface(backend)]
+    if lacking:
+        example = next(host for report, host in known if report.hostname == lacking[0])
+        there = ", ".join(map(_rate, _candidates(example))) or "none that is up"
+        found = f"{variable}={wanted}, but {_named(lacking)} has no interface of that name"
+        yield failed(Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking)
+        return
+    chosen = {each.name: each for _, host in known for each in host.chosen_interfaces(backend)}
+    down = [
+        report.hostname
+        for report, host in known
+        if wanted and not any(each.up for each in host.chosen_interfaces(backend))
+    ]
+    if down:
+        found = f"{variable}={wanted}, which is down on {_named(down)}"
+        yield failed(Topic.INTERFACES, found, "use one that is up, or report the nodes to the site", down)
+        return
+    up = [each for each in chosen.values() if each.up]
+    shown = ", ".join(map(_rate, up)) or "none"
+    ports = {each.name: each for _, host in known for each in host.interfaces if each.infiniband}
+    if ports:
+        shown += "; InfiniBand: " + ", ".join(map(_rate, ports.values()))
+    if not wanted and len(up) > 1 and len({report.hostname for report in reports}) > 1:
+        found = f"{variable} is not set, and there are {shown}"
+        remedy = f"set {variable} in [environment] to the one that connects the nodes"
+        yield warning(Topic.INTERFACES, found, remedy)
+        return
+    yield ok(Topic.INTERFACES, f"{variable}={wanted}: {shown}" if wanted else shown)
+
+
+def _candidates(host: Host) -> list[Interface]:
+    unset = host.model_copy(update={"wanted_interface": ""})
+    return [each for each in unset.chosen_interfaces("gloo") if each.up]
+
+
+def _rate(interface: Interface) -> str:
+    if interface.mbit is None:
+        return interface.name
+    return f"{interface.name} ({format_number(interface.mbit / 1000)} Gbit/s)"
+
+
+def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    times = {report.rank: report.compute.times_s for report in reports if report.compute}
+    if not times:
+        return
+    flops = next(report.compute.flops for report in reports if report.compute)
+    medians = {rank: statistics.median(each) for rank, each in times.items()}
+    slow = slow_ranks(times)
+    if slow:
+        others = statistics.median(each for rank, each in medians.items() if rank not in slow)
+        worst = max(medians[rank] for rank in slow)
+        hosts = [report.hostname for report in reports if report.rank in slow]
+        who = ", ".join(f"rank {rank}" for rank in sorted(slow)) + f" on {_named(hosts)}"
+        found = f"{who}: {worst / others:.1f} times the time of the others, and all wait for the slowest"
+        remedy = "see what else runs there; report the node to the site, or keep off it with [sbatch] exclude"
+        yield warning(Topic.COMPUTE, found, remedy, hosts)
+        return
+    rates = sorted(flops / each / GB for each in medians.values())
+    yield ok(Topic.COMPUTE, f"{_range(rates)} Gflop/s (fp32 matrix products)")
+
+
+def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
+    """Return the ranks that are slow against the others, by repeated timings of the same work.
+
+    Three quarters of a slow rank's repeats take longer than `SLOW` times the others' median, so that neither a
+    few disturbed repeats nor a few slow ranks decide. Half of the ranks at least must be fast.
+    """
+    if len(times) < 2:
+        return set()
+    medians = {rank: statistics.median(each) for rank, each in times.items()}
+    fast = statistics.median_low(medians.values())
+    return {rank for rank, each in times.items() if _lower_quartile(each) > SLOW * fast}
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
+
+
+def _range(values: Sequence[float]) -> str:
+    """Show the least and the largest of sorted values, or one where they look the same."""
+    ends = [format_number(values[0], 3), format_number(values[-1], 3)]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _judge_transfer(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    rates = {
+        report: report.transfer.payload_bytes / statistics.median(report.transfer.times_s) / GB
+        for report in reports
+        if report.transfer
+    }
+    if not rates:
+        return
+    shown = f"{_range(sorted(rates.values()))} GB/s"
+    slow = [report.hostname for report, rate in rates.items() if rate < LEAST_TRANSFER_GBS]
+    if slow:
+        found = f"{shown}; {_named(slow)} is below {LEAST_TRANSFER_GBS:g}"
+        remedy = "ask the site how the GPUs are attached; bind workers to the cores beside them"
+        yield warning(Topic.TRANSFER, found, remedy, slow)
+        return
+    yield ok(Topic.TRANSFER, shown)
+
+
+SKIPPED = {
+    Skip.NO_DEVICE: ("a worker has no device", "see devices"),
+    Skip.MISSING_INTERFACE: ("its interface is missing", "see interfaces"),
+    Skip.SHARED_DEVICE: ("two workers have the same device", "see devices"),
+    Skip.NOT_MET: ("the workers did not meet", "see workers"),
+}
+SCOPES = {Scope.ALL: "all workers", Scope.NODE: "within a node", Scope.BETWEEN: "between nodes"}
+
+
+def _judge_collectives(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = [report.collectives for report in reports if report.collectives]
+    if not known or known[0].skipped is Skip.SINGLE_WORKER:
+        return
+    skipped = next((each.skipped for each in known if each.skipped), None)
+    if skipped is not None:
+        why, remedy = SKIPPED[skipped]
+        yield failed(Topic.ALL_REDUCE, f"not tried: {why}", remedy)
+        return
+    rates = _bus_rates(known)
+    shown = ", ".join(f"{SCOPES[scope]} {format_number(rate, 3)}" for scope, rate in rates.items())
+    found = f"{shown} GB/s of 25 MiB over {known[0].backend}"
+    link_gbs = _link_gbs(reports, known[0].backend)
+    crossing = rates.get(Scope.BETWEEN, rates[Scope.ALL])
+    if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
+        found = f"{found}, {crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)} that the link is said to carry"
+        remedy = "see interfaces; look for a link that is slow or shared, and for cores that are too few"
+        yield warning(Topic.ALL_REDUCE, found, remedy)
+        return
+    yield ok(Topic.ALL_REDUCE, found)
+
+
+def _bus_rates(known: Sequence[Collectives]) -> dict[Scope, float]:
+    """Return the rate at which links are used, GB/s, by scope; the slowest group's.
+
+    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009), as nccl-tests' "busbw" counts.
+    """
+    rates: dict[Scope, list[float]] = defaultdict(list)
+    for each in known:
+        for timed in each.timed:
+            rates[timed.scope].append(bus_rate(timed) / GB)
+    return {scope: min(values) for scope, values in rates.items()}
+
+
+def bus_rate(timed: AllReduce) -> float:
+    """Return the bytes a second that a ring's links carry in the median all-reduce."""
+    moved = 2 * (timed.workers - 1) / timed.workers * timed.payload_bytes
+    return moved / statistics.median(timed.times_s)
+
+
+def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
+    """Return the rate of the interface between nodes, GB/s; None where it is not known."""
+    known = _hosts(reports)
+    if len({report.hostname for report in reports}) < 2:
+        return None
+    # nccl prefers InfiniBand; which of several ports it takes is not known
+    if backend == "nccl" and any(each.infiniband and each.up for _, host in known for each in host.interfaces):
+        return None
+    chosen = [[each for each in host.chosen_interfaces(backend) if each.up] for _, host in known]
+    if any(len(each) != 1 or each[0].mbit is None for each in chosen):
+        return None
+    return min(each[0].mbit or 0 for each in chosen) / 8000
+
+
+def _judge_data(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = [(report, report.data) for report in reports if report.data]
+    if not known:
+        return
+    folder = known[0][1].folder
+    lacking = [report.hostname for report, data in known if not data.readable]
+    if lacking:
+        remedy = REMEDY_OF[Probe.DATA]
+        yield failed(Topic.DATA_THERE, f"{_named(lacking)} cannot read {folder}", remedy, lacking)
+        return
+    yield ok(Topic.DATA_THERE, f"all nodes can read {folder}")
+
+
+def _judge_loader(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = [report.loader for report in reports if report.loader]
+    if not known:
+        return
+    rates = sorted(each.images / each.seconds for each in known)
+    processes = plural(known[0].processes, "process")
+    found = f"{_range(rates)} images/s a worker ({known[0].dataset}, {processes})"
+    yield ok(Topic.LOADER, found)
+
+
+def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    known = [(report, report.signal) for report in reports if report.signal]
+    if not known:
+        return
+    refused = next((each.refused for _, each in known if each.refused), "")
+    deaf = [report.hostname for report, each in known if not each.arrived]
+    if refused:
+        remedy = "make Slurm's commands work in jobs: trainings ask for their requeue from there"
+        yield failed(Topic.SIGNAL, f"scancel on a node: {refused}", remedy)
+    elif deaf:
+        remedy = "what srun starts must hand USR2 on to Python; see setup and srun_args for wrappers"
+        yield failed(Topic.SIGNAL, f"USR2 did not reach {_named(deaf)}", remedy, deaf)
+    else:
+        yield ok(Topic.SIGNAL, "USR2 reached every worker")
+
+
+def _judge_requeue(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+    asked = next((report.requeue for report in reports if report.requeue), None)
+    if asked is None:
+        return
+    if not asked.refused:
+        yield ok(Topic.REQUEUE, "granted to this job, which was then cancelled")
+        return
+    own = [key for key in cluster.sbatch if key.replace("_", "-") in ("requeue", "no-requeue")]
+    remedy = f"take {own[0]} out of [sbatch]" if own else "ask the site"
+    remedy += "; until then a training goes on only while a command or --detach submits it again"
+    # a training that is refused saves a checkpoint and is submitted again: nothing is lost
+    yield warning(Topic.REQUEUE, f"refused: {asked.refused}", remedy)
+
+
+def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Iterator[Verdict]:
+    """Judge the networks that nccl names in its log: "IB" is InfiniBand, "Socket" TCP."""
+    if not networks:
+        return
+    shown = f"NCCL uses {', '.join(networks)}"
+    hosts = (host for _, host in _hosts(reports))
+    ports = any(each.infiniband and each.up for host in hosts for each in host.interfaces)
+    if ports and "Socket" in networks:
+        remedy = "see NCCL_IB_HCA and NCCL_IB_DISABLE, and whether the container shows /dev/infiniband"
+        yield warning(Topic.INTERFACES, f"{shown}, although there is InfiniBand", remedy)
+        return
+    yield ok(Topic.INTERFACES, shown)

@@ -1,0 +1,253 @@
+"""What a login node can tell of a cluster for `tula_hpc.check`: what Slurm says of it.
+
+Formats: scontrol(1), sinfo(1) and sacctmgr(1). What a site does not show is None or empty.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_hpc.config import ClusterSpec
+from tula_hpc.errors import LaunchError, RefusedError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_command import count_in, no_answer
+from tula_hpc.records import Record
+
+TIMEOUT_S = 20.0
+NO_LIMIT = ("", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "Partition_Limit")
+
+
+class Partition(Record):
+    """A partition as the controller has it."""
+
+    name: str
+    state: str
+    qos: str = ""  # whose limits hold for all jobs of the partition
+    total_nodes: int = 0
+    max_nodes: int | None = None
+    max_minutes: int | None = None
+    default_memory_mb_per_cpu: int | None = None
+    default_memory_mb_per_node: int | None = None
+
+
+class Nodes(Record):
+    """Nodes of a partition that are alike, and in the same state."""
+
+    count: int
+    cpus: int
+    memory_mb: int
+    gres: str
+    state: str
+    features: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether jobs may come to run there, now or later."""
+        return not re.search("down|drain|fail|maint|power.*down|unk", self.state.lower())
+
+
+class Limits(Record):
+    """Limits of one QOS, or of one association of the user with an account; None: none."""
+
+    name: str
+    account: str = ""
+    partition: str = ""
+    qos: tuple[str, ...] = ()
+    max_minutes: int | None = None
+    max_nodes: int | None = None
+
+
+class Answer(Record):
+    """What `sbatch --test-only` says of a job like those that a sweep submits."""
+
+    job: str
+    minutes: int
+    nodes: int
+    accepted: bool | None  # None: Slurm did not say
+    text: str
+
+
+class Site(Record):
+    """All that Slurm says about the place where a cluster's jobs are to run."""
+
+    user: str
+    partitions: tuple[str, ...] = ()
+    partition: Partition | None = None
+    nodes: tuple[Nodes, ...] = ()
+    enforces_accounts: bool = False
+    associations: tuple[Limits, ...] = ()  # of the user
+    qos: tuple[Limits, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+
+def ask_site(launcher: Launcher, nodes: int) -> Site:
+    """Ask Slurm about a cluster, or one of its partitions; nothing is submitted.
+
+    Args:
+        launcher: Of the cluster.
+        nodes: Of the jobs that Slurm is asked about.
+
+    Raises:
+        LaunchError: There is no Slurm here, or it does not answer.
+    """
+    shown = _ask("scontrol", "show", "config")
+    config = dict(re.findall(r"^(\w+) *= (\S*)", shown, re.MULTILINE))
+    if not config:
+        raise no_answer("scontrol show config", shown)
+    shown = _ask("scontrol", "show", "partition", "--oneliner")
+    partitions = [_fields(line) for line in shown.splitlines() if line.startswith("PartitionName=")]
+    if not partitions:
+        raise no_answer("scontrol show partition", shown)
+    chosen = next((each for each in partitions if _is_chosen(each, launcher.cluster)), None)
+    enforced = config.get("AccountingStorageEnforce", "none").split(",")
+    return Site(
+        user=getpass.getuser(),
+        partitions=tuple(each["PartitionName"] for each in partitions),
+        partition=_partition(chosen, config) if chosen else None,
+        nodes=_nodes(chosen["PartitionName"]) if chosen else (),
+        enforces_accounts=bool({"associations", "limits", "qos", "safe", "all"} & set(enforced)),
+        associations=_associations(),
+        qos=_qos(),
+        answers=_answers(launcher, nodes),
+    )
+
+
+def _is_chosen(partition: dict[str, str], cluster: ClusterSpec) -> bool:
+    wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
+    if wanted:
+        # sbatch takes several, of which the first that is free is used
+        return partition.get("PartitionName") in wanted.split(",")
+    return partition.get("Default") == "YES"
+
+
+def _ask(*command: str) -> str:
+    return slurm.run_command(command, TIMEOUT_S)
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", line))
+
+
+def _partition(fields: dict[str, str], config: dict[str, str]) -> Partition:
+    own = {**config, **{key: value for key, value in fields.items() if value not in NO_LIMIT}}
+    return Partition(
+        name=fields["PartitionName"],
+        state=fields.get("State", ""),
+        qos="" if fields.get("QoS", "") in NO_LIMIT else fields["QoS"],
+        total_nodes=count_in(fields.get("TotalNodes", "")) or 0,
+        max_nodes=count_in(fields.get("MaxNodes", "")),
+        max_minutes=minutes_of(fields.get("MaxTime", "")),
+        default_memory_mb_per_cpu=count_in(own.get("DefMemPerCPU", "")),
+        default_memory_mb_per_node=count_in(own.get("DefMemPerNode", "")),
+    )
+
+
+def minutes_of(text: str) -> int | None:
+    """Read a time limit in minutes: 30, 1:30, 2:00:00 or 1-12:00:00; None where there is none."""
+    if text in NO_LIMIT:
+        return None
+    found = re.fullmatch(r"(?:(?P<days>[0-9]{1,9})-)?(?P<clock>[0-9]{1,9}(?::[0-9]{1,9}){0,2})", text)
+    if found is None:
+        return None
+    clock = [int(each) for each in found["clock"].split(":")]
+    if found["days"] is not None:
+        # days-hours[:minutes[:seconds]]
+        hours, minutes, *_ = [*clock, 0]
+        return (int(found["days"]) * 24 + hours) * 60 + minutes
+    if len(clock) == 3:
+        return clock[0] * 60 + clock[1]
+    return clock[0]
+
+
+def _nodes(partition: str) -> tuple[Nodes, ...]:
+    text = _ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f")
+    rows = (line.split("|") for line in text.splitlines())
+    return tuple(
+        Nodes(
+            count=count,
+            cpus=_leading_number(row[1]),
+            memory_mb=_leading_number(row[2]),
+            gres=row[3],
+            state=row[4],
+            features=row[5],
+        )
+        for row in rows
+        if len(row) == 6 and (count := count_in(row[0])) is not None
+    )
+
+
+def _leading_number(text: str) -> int:
+    """Read a number that sinfo may mark with + where nodes differ."""
+    found = re.match(r"[0-9]{1,15}", text)
+    return int(found[0]) if found else 0
+
+
+def _qos() -> tuple[Limits, ...]:
+    rows = _accounting("show", "qos", "format=Name,MaxWall,MaxTRES")
+    return tuple(
+        Limits(name=name, max_minutes=minutes_of(wall), max_nodes=_nodes_in(tres))
+        for name, wall, tres in (row for row in rows if len(row) == 3)
+    )
+
+
+def _associations() -> tuple[Limits, ...]:
+    columns = "format=Account,Partition,QOS,MaxWall,MaxTRES"
+    rows = _accounting("show", "assoc", f"user={getpass.getuser()}", columns)
+    return tuple(
+        Limits(
+            name=account,
+            account=account,
+            partition=partition,
+            qos=tuple(filter(None, qos.split(","))),
+            max_minutes=minutes_of(wall),
+            max_nodes=_nodes_in(tres),
+        )
+        for account, partition, qos, wall, tres in (row for row in rows if len(row) == 5)
+    )
+
+
+def _nodes_in(tres: str) -> int | None:
+    """Read the nodes of a list such as cpu=40,node=4."""
+    return next((count_in(item[5:]) for item in tres.split(",") if item.startswith("node=")), None)
+
+
+def _accounting(*words: str) -> Sequence[Sequence[str]]:
+    try:
+        text = _ask("sacctmgr", "-n", "-P", *words)
+    except LaunchError:
+        return []
+    return [line.split("|") for line in text.splitlines()]
+
+
+def _answers(launcher: Launcher, nodes: int) -> tuple[Answer, ...]:
+    cluster = launcher.cluster
+    jobs = {"profile": cluster.profile_minutes, "train": cluster.train_minutes}
+    return tuple(_answer(launcher, job, minutes, nodes) for job, minutes in jobs.items())
+
+
+def _answer(launcher: Launcher, job: str, minutes: int, nodes: int) -> Answer:
+    from tula_hpc.launch.slurm_executor import could_start
+
+    accepted: bool | None = True
+    try:
+        text = could_start(launcher.script(stage=job, nodes=nodes, minutes=minutes, tasks=1))
+        # "Job 12 to start at TIME using …": nothing was submitted, the number means nothing
+        text = re.sub(r"^Job \d+ to start at (\S+).*", r"could start at \1", text)
+    except RefusedError as error:
+        accepted, text = False, str(error)
+    except LaunchError as error:
+        accepted, text = None, str(error)
+    return Answer(job=job, minutes=minutes, nodes=nodes, accepted=accepted, text=text)
+
+
+def readable_here(folder: Path) -> bool:
+    """Whether this machine sees a data folder and may list it."""
+    try:
+        next(folder.iterdir(), None)
+    except OSError:
+        return False
+    return True

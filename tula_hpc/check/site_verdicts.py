@@ -1,0 +1,293 @@
+"""Verdicts of `tula_hpc.check`, and those on what Slurm says: pure functions of `check_site`'s facts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+from tula_hpc.check.site import Limits, Nodes, Site
+from tula_hpc.config import ClusterSpec, hidden_peers
+from tula_hpc.formatting import format_bytes, plural
+from tula_hpc.invocation import command_line
+from tula_hpc.records import Record
+
+# An exclusive job keeps others off: what it leaves of the node's memory serves nobody.
+LEAST_MEMORY_SHARE = 0.5
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+class Topic(StrEnum):
+    """What a verdict is about, in the order of the table."""
+
+    SLURM = "slurm"
+    PARTITION = "partition"
+    ACCOUNT = "account"
+    QOS = "qos"
+    TIME_LIMITS = "time limits"
+    NODES = "nodes"
+    HOST_MEMORY = "host memory"
+    SBATCH = "sbatch"
+    DATA_HERE = "data folder here"
+    JOB = "job"
+    WORKERS = "workers"
+    DEVICES = "devices"
+    KERNELS = "kernels"
+    DEVICE_MEMORY = "device memory"
+    VERSIONS = "versions"
+    CORES = "cores"
+    LIMITS = "limits"
+    SHM = "shared memory"
+    INTERFACES = "interfaces"
+    COMPUTE = "compute"
+    TRANSFER = "host to device"
+    ALL_REDUCE = "all-reduce"
+    DATA_THERE = "data folder"
+    LOADER = "loader"
+    SIGNAL = "signal"
+    REQUEUE = "requeue"
+
+
+class Verdict(Record):
+    """One line of the table."""
+
+    topic: Topic
+    level: Level
+    found: str
+    remedy: str = ""  # what to do; empty where all is well
+    hosts: tuple[str, ...] = ()  # of which it is said, where not of all
+
+
+def ok(topic: Topic, found: str) -> Verdict:
+    """Make a verdict that all is well."""
+    return Verdict(topic=topic, level=Level.OK, found=found)
+
+
+def warning(topic: Topic, found: str, remedy: str, hosts: Iterable[str] = ()) -> Verdict:
+    """Make a verdict of something that costs time or may fail later."""
+    return Verdict(topic=topic, level=Level.WARNING, found=found, remedy=remedy, hosts=_once(hosts))
+
+
+def failed(topic: Topic, found: str, remedy: str, hosts: Iterable[str] = ()) -> Verdict:
+    """Make a verdict of something that jobs will not survive."""
+    return Verdict(topic=topic, level=Level.FAILED, found=found, remedy=remedy, hosts=_once(hosts))
+
+
+def _once(hosts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(hosts)))
+
+
+def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
+    """Judge what Slurm says of the place where jobs are to run."""
+    if site.partition is None:
+        wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
+        there = ", ".join(site.partitions) or "none that you may see"
+        lacking = f"there is no partition {wanted}" if wanted else "no partition is the default"
+        return [failed(Topic.PARTITION, lacking, f"set partition to one of: {there}")]
+    return [
+        _judge_partition(site),
+        *_judge_account(cluster, site),
+        *_judge_qos(cluster, site),
+        *_judge_time_limits(cluster, site),
+        _judge_nodes(cluster, site),
+        *_judge_host_memory(cluster, site),
+        *_judge_hidden_peers(cluster),
+        *_judge_answers(site),
+    ]
+
+
+def _judge_partition(site: Site) -> Verdict:
+    partition = site.partition
+    assert partition is not None  # noqa: S101 # an invariant of judge_site
+    if partition.state != "UP":
+        found = f"{partition.name} is {partition.state}"
+        return failed(Topic.PARTITION, found, "use another partition, or ask the site when it opens")
+    return ok(Topic.PARTITION, f"{partition.name} is up, with {plural(partition.total_nodes, 'node')}")
+
+
+def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
+    known = sorted({each.account for each in site.associations})
+    if cluster.account is None:
+        if known and not site.enforces_accounts:
+            return
+        if known:
+            yield ok(Topic.ACCOUNT, f"none is named; yours: {', '.join(known)}")
+        return
+    if not known:
+        yield ok(Topic.ACCOUNT, f"{cluster.account}: accounting does not say whose accounts there are")
+    elif cluster.account in known:
+        yield ok(Topic.ACCOUNT, f"{cluster.account} is one of {site.user}'s")
+    else:
+        make = failed if site.enforces_accounts else warning
+        found = f"accounting has no user {site.user} in account {cluster.account}"
+        yield make(Topic.ACCOUNT, found, f"set account to one of: {', '.join(known)}")
+
+
+def _judge_qos(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
+    if cluster.qos is None or not site.qos:
+        return
+    names = [each.name for each in site.qos]
+    if cluster.qos not in names:
+        found = f"there is no QOS {cluster.qos}"
+        yield failed(Topic.QOS, found, f"set qos to one of: {', '.join(names)}")
+        return
+    allowed = sorted({name for each in _own_associations(cluster, site) for name in each.qos})
+    if allowed and cluster.qos not in allowed:
+        make = failed if site.enforces_accounts else warning
+        found = f"{cluster.qos} is none of those that {site.user}'s account may use"
+        yield make(Topic.QOS, found, f"set qos to one of: {', '.join(allowed)}")
+        return
+    yield ok(Topic.QOS, f"{cluster.qos} may be used")
+
+
+def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
+    """Return the associations that hold for the cluster's jobs."""
+    return [
+        each
+        for each in site.associations
+        if cluster.account in (None, each.account) and each.partition in ("", cluster.partition)
+    ]
+
+
+def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits]]:
+    """Return each limit with the name of who sets it."""
+    partition = site.partition
+    assert partition is not None  # noqa: S101 # an invariant of judge_site
+    of_partition = Limits(name=partition.name, max_minutes=partition.max_minutes, max_nodes=partition.max_nodes)
+    limits = [(f"partition {partition.name}", of_partition)]
+    names = {cluster.qos, partition.qos}
+    limits += [(f"QOS {each.name}", each) for each in site.qos if each.name in names]
+    if site.enforces_accounts and cluster.account is not None:
+        own = _own_associations(cluster, site)
+        limits += [(f"account {each.account}", each) for each in own]
+    return limits
+
+
+def _judge_time_limits(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
+    limits = _limits_in_force(cluster, site)
+    bounded = [(each.max_minutes, name) for name, each in limits if each.max_minutes is not None]
+    keys = {"profile_minutes": cluster.profile_minutes, "train_minutes": cluster.train_minutes}
+    if not bounded:
+        shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
+        yield ok(Topic.TIME_LIMITS, f"{shown}; no limit is known")
+        return
+    most, name = min(bounded)
+    above = {key: minutes for key, minutes in keys.items() if minutes > most}
+    for key, minutes in above.items():
+        found = f"{key} = {minutes}, but {name} allows {most} minutes"
+        yield failed(Topic.TIME_LIMITS, found, f"set {key} = {most}; a training goes on in the next job")
+    if not above:
+        shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
+        yield ok(Topic.TIME_LIMITS, f"{shown}; {name} allows {most} minutes")
+
+
+def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
+    fitting = [each for each in site.nodes if each.usable and not _misfits(cluster, each, site)]
+    count = sum(each.count for each in fitting)
+    if count == 0:
+        reasons = sorted({reason for each in site.nodes for reason in _reasons(cluster, each, site)})
+        found = "no node fits a job: " + ("; ".join(reasons) or "the partition shows none")
+        return failed(Topic.NODES, found, "ask for what a node has, or use another partition")
+    limits = _limits_in_force(cluster, site)
+    bounds = [(count, f"{plural(count, 'node')} of the partition fit")]
+    bounds += [
+        (each.max_nodes, f"{name} allows {plural(each.max_nodes, 'node')} a job")
+        for name, each in limits
+        if each.max_nodes is not None
+    ]
+    most, why = min(bounds)
+    if most < cluster.max_nodes:
+        found = f"max_nodes = {cluster.max_nodes}, but {why}"
+        return warning(Topic.NODES, found, f"set max_nodes = {most}, or larger jobs never start")
+    idle = sum(each.count for each in fitting if each.state.lower().startswith("idle"))
+    return ok(Topic.NODES, f"{plural(count, 'node')} of the partition fit, {idle} are idle")
+
+
+def _reasons(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
+    misfits = _misfits(cluster, nodes, site)
+    return misfits or [f"{plural(nodes.count, 'node')} {nodes.state}"]
+
+
+def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
+    """Say what a job asks for that nodes of this kind do not have."""
+    misfits = []
+    cores = cluster.workers_per_node * cluster.cpus_per_worker
+    if cores > nodes.cpus:
+        product = f"workers_per_node x cpus_per_worker = {cores}"
+        misfits.append(f"{product} cores, but nodes have {nodes.cpus}")
+    memory_mb = _memory_asked_mb(cluster, site)
+    if memory_mb is not None and memory_mb > nodes.memory_mb:
+        asked, there = format_bytes(memory_mb * 2**20), format_bytes(nodes.memory_mb * 2**20)
+        misfits.append(f"{asked} of memory, but nodes have {there}")
+    for item in (cluster.gres or "").split(","):
+        name = re.split("[:=]", item.removeprefix("gres:"))[0]
+        if name and not re.search(rf"(^|,){re.escape(name)}(:|,|$)", nodes.gres):
+            misfits.append(f"gres = {cluster.gres}, but nodes have {nodes.gres}")
+    # constraints with operators are left to sbatch
+    wanted = cluster.constraint or ""
+    if re.fullmatch(r"[\w.-]+", wanted) and wanted not in nodes.features.split(","):
+        misfits.append(f"constraint = {wanted}, but nodes have {nodes.features}")
+    return misfits
+
+
+def _memory_asked_mb(cluster: ClusterSpec, site: Site) -> int | None:
+    """Return the memory of a node that a job asks for; None for all, or where [sbatch] says it."""
+    if any(key.startswith("mem") for key in cluster.sbatch):
+        return None
+    if cluster.memory_gb is not None:
+        return round(cluster.memory_gb * 1024)
+    partition = site.partition
+    assert partition is not None  # noqa: S101 # an invariant of judge_site
+    if partition.default_memory_mb_per_cpu:
+        cores = cluster.workers_per_node * cluster.cpus_per_worker
+        return partition.default_memory_mb_per_cpu * cores
+    return partition.default_memory_mb_per_node or None
+
+
+def _judge_host_memory(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
+    asked = _memory_asked_mb(cluster, site)
+    largest = max((each.memory_mb for each in site.nodes if each.usable), default=0)
+    if asked is None or asked > largest:
+        return
+    shown = f"{format_bytes(asked * 2**20)} of a node's {format_bytes(largest * 2**20)}"
+    by_default = cluster.memory_gb is None
+    if by_default and cluster.exclusive and asked < LEAST_MEMORY_SHARE * largest:
+        found = f"without memory_gb a job has {shown}, by the site's default for its cores"
+        yield warning(Topic.HOST_MEMORY, found, "set memory_gb, or [sbatch] mem = 0 for the whole node")
+        return
+    yield ok(Topic.HOST_MEMORY, f"a job has {shown}")
+
+
+def _judge_hidden_peers(cluster: ClusterSpec) -> Iterator[Verdict]:
+    for key, why in hidden_peers(cluster):
+        cost, _, remedy = why.partition("; ")
+        yield warning(Topic.DEVICES, f"{key}: {cost}", remedy)
+
+
+def _judge_answers(site: Site) -> Iterator[Verdict]:
+    for answer in site.answers:
+        job = f"{answer.job} job of {plural(answer.nodes, 'node')} for {answer.minutes} minutes"
+        if answer.accepted is None:
+            remedy = "run the check again when Slurm answers"
+            yield warning(Topic.SBATCH, f"{job}: {answer.text}", remedy)
+        elif answer.accepted:
+            yield ok(Topic.SBATCH, f"{job}: {answer.text}")
+        else:
+            remedy = f"change what it complains of; {command_line('sweep', '--dry-run')} shows the script"
+            yield failed(Topic.SBATCH, f"{job}: {answer.text}", remedy)
+
+
+def judge_data_here(folder: Path, readable: bool) -> Verdict:
+    """Judge the workload's data folder as the login node sees it."""
+    if readable:
+        return ok(Topic.DATA_HERE, f"{folder} can be read")
+    found = f"{folder} cannot be read"
+    return failed(Topic.DATA_HERE, found, "set workload.data_dir to a folder that all nodes see")

@@ -1,0 +1,209 @@
+"""How a training saves: its state is copied between two steps, and written while it goes on.
+
+Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk is full or a later
+restart has fenced this process out, is an error on every worker at their next look at each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tula_hpc.checkpoint.interval import Cadence
+from tula_hpc.checkpoint.snapshot import Gpu, Snapshot, Snapshots
+from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.ddp.agreement import Wish
+from tula_hpc.errors import CheckpointError
+from tula_hpc.files import HeldFolder
+
+
+class Landed(NamedTuple):
+    """A write that is over."""
+
+    seconds: float = 0.0  # that it took
+    error: BaseException | None = None
+
+
+class BackgroundWriter:
+    """Writes checkpoints while training goes on, one at a time. The process does not end before the last is written.
+
+    Args:
+        store: Where to.
+        device: Of the training.
+    """
+
+    def __init__(self, store: CheckpointStore, device: torch.device) -> None:
+        self.store = store
+        self.snapshots = Snapshots(Gpu(device) if device.type == "cuda" else None)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.write: Future[float] | None = None
+
+    def begin(self, state: dict[str, Any], *, samples_seen: int, restart_count: int) -> None:
+        """Copy the state, and return while it is written; from then on it may change.
+
+        Raises:
+            RuntimeError: Nobody has taken note of the write before this one; see `finish`.
+        """
+        if self.write is not None:
+            raise RuntimeError("the write before this one has not been finished")
+        snapshot = self.snapshots.take(state)
+        self.write = self.thread.submit(self._save, snapshot, samples_seen, restart_count)
+
+    def _save(self, snapshot: Snapshot, samples_seen: int, restart_count: int) -> float:
+        started = time.perf_counter()
+        self.store.save(snapshot.wait(), samples_seen=samples_seen, restart_count=restart_count)
+        return time.perf_counter() - started
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return self.write is not None and not self.write.done()
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a write is over that nobody has taken note of."""
+        return self.write is not None and self.write.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether that one failed."""
+        return self.write is not None and self.write.done() and self.write.exception() is not None
+
+    def finish(self) -> Landed | None:
+        """Wait for the write that was begun; None: there is none."""
+        write, self.write = self.write, None
+        if write is None:
+            return None
+        error = write.exception()
+        return Landed(error=error) if error is not None else Landed(write.result())
+
+
+class Saver(Protocol):
+    """What saving needs from a worker."""
+
+    device: torch.device
+
+    def agree(self, *values: float) -> list[float]:
+        """The largest of each value over all workers."""
+
+
+class OwnPart(Protocol):
+    """What every worker saves by itself, where each has a state of its own."""
+
+    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
+        """Save it, and say what rank 0 adds to the checkpoint. Collective."""
+
+
+class Saving:
+    """One worker's part; every worker has one. Rank 0's decides when.
+
+    Args:
+        worker: For the collective.
+        store: Of the checkpoints; None: this worker writes none.
+        own: See `OwnPart`.
+        cadence: Asked and told on the worker that writes.
+        ground: The training's folder, on the worker that writes: where it is deleted the training fails, before it
+            could write into a later one's.
+    """
+
+    def __init__(
+        self,
+        worker: Saver,
+        store: CheckpointStore | None,
+        own: OwnPart,
+        cadence: Cadence,
+        ground: HeldFolder | None = None,
+    ) -> None:
+        self.worker, self.own, self.cadence, self.ground = worker, own, cadence, ground
+        self.writer = None if store is None else BackgroundWriter(store, worker.device)
+
+    def wish(self) -> Wish:
+        """What this worker wants at a look; while a checkpoint is being written the next one is put off."""
+        if self.writer is None:
+            return Wish.NOTHING
+        if self.writer.has_failed or self._lost():
+            return Wish.FAIL
+        return Wish.SAVE if self.writer.write is None and self.cadence.due() else Wish.NOTHING
+
+    @property
+    def may_save(self) -> bool:
+        """Whether this worker would save now, at a good moment though not yet due: see `Cadence.may_save`.
+
+        Not to wait for what is being written, unless the user has set the interval.
+        """
+        if self.writer is None:
+            return False
+        return self.cadence.may_save and (self.cadence.fixed_s is not None or not self.writer.is_busy)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a checkpoint has come to be on disk; say so with `note` when the device has no work left."""
+        return self.writer is not None and self.writer.has_landed and not self.writer.has_failed
+
+    def note(self) -> None:
+        """Take note of it."""
+        landed = self.writer.finish() if self.writer is not None else None
+        if landed is not None:
+            self.cadence.ended(landed.seconds)
+
+    def save(
+        self, state: Callable[[], dict[str, Any]], *, samples_seen: int, restart_count: int, wait: bool = False
+    ) -> None:
+        """Begin a checkpoint, after the one before is on disk. Collective.
+
+        What other workers hold, divided optimizer states and whole states of their own, is gathered or written before
+        this returns: a thread beside the training could not exchange anything, as collectives have one order for all.
+
+        Args:
+            state: A checkpoint's content, whole on rank 0, collective. It is asked for once.
+            samples_seen: See `CheckpointStore.save`.
+            restart_count: Likewise.
+            wait: Return when it is on disk.
+
+        Raises:
+            CheckpointError: This one if it was waited for, or the one before, could not be saved.
+        """
+        started = time.perf_counter()
+        self.settle()
+        where = {"samples_seen": samples_seen, "restart_count": restart_count}
+        extra = self.own.save(**where)
+        content = state()
+        if self.writer is not None:
+            self.writer.begin({**content, **extra}, **where)
+        if wait:
+            self.settle(measured=False)
+            self.cadence.waited()
+        else:
+            self.cadence.began(time.perf_counter() - started)
+
+    def settle(self, *, measured: bool = True) -> None:
+        """Wait until what was begun is on disk. Collective.
+
+        Args:
+            measured: Whether the training went on meanwhile, so that the write says what one costs.
+
+        Raises:
+            CheckpointError: It could not be saved, or the training's folder is gone; rank 0's says why.
+        """
+        landed = self.writer.finish() if self.writer is not None else None
+        error = (landed.error if landed is not None else None) or self._lost()
+        (failed,) = self.worker.agree(float(error is not None))
+        if error is not None:
+            raise error
+        if failed:
+            raise CheckpointError("rank 0 could not save a checkpoint; its own error says why")
+        if landed is not None and measured:
+            self.cadence.ended(landed.seconds)
+
+    def _lost(self) -> CheckpointError | None:
+        words = self.ground.loss("trained") if self.ground is not None else ""
+        return CheckpointError(words) if words else None
+
+    def abandon(self) -> BaseException | None:
+        """Wait for the write when training has failed already; not collective. Returns the write's own error."""
+        landed = self.writer.finish() if self.writer is not None else None
+        return landed.error if landed is not None else None

@@ -1,0 +1,395 @@
+"""Checkpoints that survive being killed, damaged and tampered with.
+
+A file is a fixed header (magic, version, payload length, SHA-256 of the payload) and the bytes of `torch.save`. It is
+written under a temporary name, synced, renamed, and only then called saved; nothing is unpickled before its checksum
+matched, and then only tensors and plain values.
+
+File names carry how often the job had been requeued and the samples seen, `checkpoint-r0001-000000012800.tula`: the
+order of names is the order of ages. A later restart counts before more samples, because a restart that had to go back
+to an older checkpoint abandons what was saved after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import pickle
+import re
+import stat
+import struct
+import tempfile
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+
+from tula_hpc.checkpoint.payload import MAX_DEPTH, PayloadError, check_archive, check_loaded, why_not_plain
+from tula_hpc.errors import CheckpointError
+from tula_hpc.files import in_words, make_private, mistrust
+
+MAGIC = b"TULACKPT"
+VERSION = 1
+MAX_INTEGER_BITS = 2000  # larger integers are pickled by an instruction that the safe loader lacks
+
+_HEADER = struct.Struct(">8sIQ32s")  # magic, version, payload length in bytes, SHA-256 of the payload
+_NAME = re.compile(r"checkpoint-r(\d{4,})-(\d{12,})\.tula")
+_TEMPORARY = re.compile(r"\.checkpoint-r(\d{4,})-\d{12,}\.tula\..+\.tmp")
+# what a payload can raise that passed its checksum but was not made by `save`
+_UNLOADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    OSError,
+)
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What `CheckpointStore.load_latest` found."""
+
+    state: dict[str, Any]
+    path: Path
+    rejected: list[tuple[Path, str]]  # newer files that could not be used, and why
+    samples_seen: int
+    restart_count: int  # of the job that saved it
+
+
+class CheckpointStore:
+    """The checkpoints of one training in one folder. One process writes (rank 0); all may read.
+
+    Args:
+        folder: Made by the first save, with mode 0700.
+        keep: How many usable checkpoints stay; at least 1, but 2 survive a damaged one.
+
+    Raises:
+        ValueError: `keep` is below 1.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1, got {keep}")
+        self.folder, self.keep = folder, keep
+        self._rejected: set[Path] = set()
+
+    def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:
+        """Save durably, then delete what is older than the newest `keep` files; returns the file's path.
+
+        When this returns, the checkpoint survives a power failure; when it raises, the older ones are still there and
+        nothing half-written is.
+
+        Args:
+            state: Tensors, numbers, strings and None, in lists, tuples and dicts.
+            samples_seen: Samples trained on since the start; names the file.
+            restart_count: How often the job had been requeued when this process started.
+
+        Raises:
+            CheckpointError: The state holds something that could not be loaded again, a later restart has already saved
+                (this process is a left-over), or the file cannot be written.
+        """
+        path = self.folder / file_name(restart_count, samples_seen)
+        _check_storable(state, "state")
+        if type(state) not in (dict, OrderedDict):
+            raise CheckpointError(f"{path}: expected a dict to save, got a {type(state).__name__}")
+        try:
+            self._prepare_folder()
+            self._refuse_left_over(restart_count)
+            self._remove_temporaries(restart_count)
+            self._write(path, state, restart_count)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be saved: {in_words(error)}") from error
+        self._rejected.discard(path)
+        self._prune()
+        return path
+
+    def keep_newest_only(self) -> None:
+        """Delete all but the newest usable file, when training is over and only its outcome counts."""
+        self.keep = 1
+        self._prune()
+
+    def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
+        """Load the newest usable checkpoint; None where there is no file at all.
+
+        Raises:
+            CheckpointError: There are files, but none can be used. Beginning anew would silently repeat the work.
+        """
+        rejected: list[tuple[Path, str]] = []
+        for path in reversed(self.paths()):
+            try:
+                state = self.load(path, map_location)
+            except CheckpointError as error:
+                rejected.append((path, str(error).removeprefix(f"{path}: ")))
+                continue
+            self._rejected = {bad for bad, _ in rejected}
+            age = _age(path)
+            return LoadedCheckpoint(state, path, rejected, age.samples_seen, age.restart_count)
+        if rejected:
+            reasons = "; ".join(f"{path.name} {reason}" for path, reason in rejected)
+            raise CheckpointError(f"{self.folder}: no usable checkpoint: {reasons}")
+        return None
+
+    @staticmethod
+    def load(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+        """Verify and load one file. Its bytes are read once, so those that are unpickled are those that were verified.
+
+        Raises:
+            CheckpointError: The file is missing, someone else's, writable by others, a link, damaged, or not made by
+                `save`.
+        """
+        try:
+            _check_folder(path.parent)
+            payload = _read_verified(path)
+        except OSError as error:
+            reason = (
+                "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror or error}"
+            )
+            raise CheckpointError(f"{path}: {reason}") from error
+        return _unpickle(path, payload, map_location)
+
+    def paths(self) -> list[Path]:
+        """All checkpoint files, oldest first; they have not been verified."""
+        return sorted((path for path in self._entries() if _NAME.fullmatch(path.name)), key=_age)
+
+    def _entries(self) -> list[Path]:
+        try:
+            _check_folder(self.folder)
+            return list(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
+
+    def _prepare_folder(self) -> None:
+        make_private(self.folder)
+        _check_folder(self.folder)
+        self.folder.chmod(0o700)
+
+    def _refuse_left_over(self, restart_count: int) -> None:
+        """The fence: after a node was lost its old process can live on while the requeued job already runs."""
+        newest = max((_age(path) for path in self.paths()), default=None)
+        if newest is not None and restart_count < newest.restart_count:
+            stale = f"this process of restart {restart_count} is a left-over"
+            raise CheckpointError(f"{self.folder}: restart {newest.restart_count} has already saved; {stale}")
+
+    def _remove_temporaries(self, restart_count: int) -> None:
+        """Remove what killed saves left, except a later restart's: that one may be writing just now."""
+        for path in self._entries():
+            match = _TEMPORARY.fullmatch(path.name)
+            if match and int(match[1]) <= restart_count:
+                path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, state: dict[str, Any], restart_count: int) -> None:
+        with _temporary_file(path) as (temporary, file):
+            _write_checkpoint(file, state)
+            file.flush()
+            os.fsync(file.fileno())
+            self._refuse_left_over(restart_count)  # again: writing may have taken minutes
+            temporary.replace(path)
+        _sync_folder(self.folder)
+
+    def _prune(self) -> None:
+        """Delete what is older than the `keep` newest usable files. Files that `load_latest` rejected do not count."""
+        usable = 0
+        for path in reversed(self.paths()):
+            if usable >= self.keep:
+                with contextlib.suppress(OSError):  # the new checkpoint is safe; the next save tries again
+                    path.unlink()
+            usable += path not in self._rejected
+
+
+class _Age(NamedTuple):
+    restart_count: int
+    samples_seen: int
+
+
+def _age(path: Path) -> _Age:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint")
+    return _Age(int(match[1]), int(match[2]))
+
+
+def file_name(restart_count: int, samples_seen: int) -> str:
+    """Of what `CheckpointStore.save` saves."""
+    if restart_count < 0 or samples_seen < 0:
+        raise ValueError(f"expected counts of 0 or more, got {restart_count=}, {samples_seen=}")
+    return f"checkpoint-r{restart_count:04d}-{samples_seen:012d}.tula"
+
+
+@contextlib.contextmanager
+def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A new file beside `path`, mode 0600; removed on failure (after the rename there is nothing left to remove)."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield Path(name), file
+    finally:
+        with contextlib.suppress(OSError):
+            Path(name).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _HashingWriter:
+    """Passes bytes on, counts and hashes them; so a checkpoint is never held in memory a second time.
+
+    The first OSError is kept for later: torch's C++ writer calls `write` and cannot pass an exception on.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sha256, self.length = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        size = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self.file.write(data)
+            except OSError as error:
+                self.error = error
+            self.sha256.update(data)
+        self.length += size
+        return size
+
+    def flush(self) -> None:
+        """The caller flushes the file."""
+
+
+def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
+    """Payload first, header last: without its header a half-written file cannot pass for a whole one."""
+    file.write(bytes(_HEADER.size))
+    writer = _HashingWriter(file)
+    torch.save(state, cast("IO[bytes]", writer))  # it needs only write and flush
+    if writer.error is not None:
+        raise writer.error
+    file.seek(0)
+    file.write(_HEADER.pack(MAGIC, VERSION, writer.length, writer.sha256.digest()))
+
+
+def _read_verified(path: Path) -> bytes:
+    """The payload, if everything that stands before it is right."""
+    with open(path, "rb", opener=_open_carefully) as file:  # Path.open takes no opener
+        status = os.fstat(file.fileno())
+        _check_ours(path, status)
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise CheckpointError(f"{path}: is truncated: {len(header)} bytes")
+        magic, version, length, digest = _HEADER.unpack(header)
+        _check_header(path, magic, version)
+        if status.st_size != _HEADER.size + length:
+            raise CheckpointError(
+                f"{path}: is truncated or damaged: {status.st_size} bytes, not {_HEADER.size + length}"
+            )
+        payload = file.read()
+    if hashlib.sha256(payload).digest() != digest:
+        raise CheckpointError(f"{path}: is damaged: its checksum does not match")
+    return payload
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse files that someone else may have put there, or may exchange."""
+    if reason := mistrust(folder):
+        raise CheckpointError(f"{folder}: {reason}")
+
+
+def _open_carefully(path: str, flags: int) -> int:
+    """Follow no link, and do not wait for a writer where the path is a named pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _check_ours(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise CheckpointError(f"{path}: belongs to user id {status.st_uid}, not to you")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CheckpointError(f"{path}: others may write to it; chmod 600 it if you trust what it holds")
+
+
+def _check_header(path: Path, magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
+    if version != VERSION:
+        raise CheckpointError(f"{path}: has format version {version}; this program reads version {VERSION}")
+
+
+def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> dict[str, Any]:
+    try:
+        check_archive(payload)
+        state = torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+        check_loaded(state, len(payload))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the file
+    except PayloadError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except _UNLOADABLE as error:
+        raise CheckpointError(f"{path}: holds what may not be loaded: {_unloadable_reason(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a dict")
+    return state
+
+
+def _unloadable_reason(error: Exception) -> str:
+    """One line; torch's own text for refused classes recommends to load them unsafely."""
+    if isinstance(error, pickle.UnpicklingError):
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        return f"a reference to {refused[1]}" if refused else "more than tensors and plain values"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _check_storable(value: Any, where: str, depth: int = 0) -> None:
+    """Refuse what the safe loader would refuse, now rather than when the checkpoint is needed.
+
+    Types are compared exactly: a subclass (an enumeration, a NumPy float, a named tuple) is pickled as something else.
+    """
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where[:200]}…: is nested deeper than {MAX_DEPTH} levels, or contains itself")
+    if kind is int and value.bit_length() > MAX_INTEGER_BITS:
+        raise CheckpointError(f"{where}: an integer of {value.bit_length()} bits cannot be saved")
+    if kind in (torch.Tensor, torch.nn.Parameter, OrderedDict):  # these may carry attributes, which are saved too
+        _check_attributes(value, where, depth)
+    if kind in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            _check_key(key, where)
+            _check_storable(item, f"{where}[{key!r}]", depth + 1)
+    elif kind in (list, tuple):
+        for index, item in enumerate(value):
+            _check_storable(item, f"{where}[{index}]", depth + 1)
+    elif kind not in (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter):
+        expected = "expected tensors, numbers, strings, None, lists, tuples, dicts"
+        raise CheckpointError(f"{where}: {_describe(kind)} cannot be saved; {expected}")
+
+
+def _describe(kind: type) -> str:
+    return f"an object of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+
+
+def _check_key(key: Any, where: str) -> None:
+    if type(key) not in (str, int, float, bool, type(None)):
+        raise CheckpointError(f"{where}: {_describe(type(key))} cannot be saved as a key; expected strings or numbers")
+
+
+def _check_attributes(value: Any, where: str, depth: int) -> None:
+    for name, item in vars(value).items():
+        _check_storable(item, f"{where}.{name}", depth + 1)
+    if isinstance(value, torch.Tensor) and (reason := why_not_plain(value)):
+        raise CheckpointError(f"{where}: {reason} cannot be saved")

@@ -1,0 +1,1 @@
+"""Open, run and preview a sweep for the commands."""

@@ -1,0 +1,139 @@
+"""Where the inputs of a command differ from those that a run directory has, and which of that is free to change."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.files import in_words, read_bounded
+
+if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec, SweepSpec
+
+
+# Of a cluster file, or of one of its partitions, what only says how jobs are submitted: a project's hours are used up,
+# or a time limit was too short. Neither a measurement nor a training depends on it.
+OF_SUBMISSION = frozenset({
+    "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
+    "controller_minutes", "controller_partition", "controller_memory_gb",
+})  # fmt: skip
+SHOWN_LINES = 40  # of what differs
+NOT_SET = "not set"  # a key's value, in words
+Key = tuple[str, ...]  # as in TOML; of a partition: "partitions", its name, and the key there
+Changes = dict[Key, tuple[Any, Any]]  # its value in the run directory, and now
+
+
+def freeze(spec: SweepSpec | ClusterSpec) -> str:
+    """The resolved input as TOML."""
+    import tomli_w
+
+    return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
+
+
+def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
+    """What of these inputs is another than in a run's file, if that is there.
+
+    Raises:
+        RunDirectoryError: It cannot be read.
+    """
+    from tula_hpc.config import REMOVED_KEYS
+
+    if not path.exists():
+        return {}
+    old, new = _keys(_read(path)), _keys(freeze(inputs))
+    # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
+    defaults = _keys(freeze(type(inputs)(name=inputs.name))) if old else {}
+    every = sorted(old.keys() | new.keys())
+    differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key, REMOVED_KEYS.get(key)))
+    return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+
+
+def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
+    """Both values of a key, as far as they may be shown."""
+    from tula_hpc.config import is_hidden
+
+    if not is_hidden(key):
+        return was, now
+    if NOT_SET in (was, now):
+        return (NOT_SET, "set") if was == NOT_SET else ("set", NOT_SET)
+    return "one value", "another"
+
+
+def is_always_free(key: Key) -> bool:
+    """Whether neither a measurement nor a training depends on a key: how jobs are submitted, where the data are."""
+    return is_of_submission(key) or key == ("workload", "data_dir")
+
+
+def is_of_submission(key: Key) -> bool:
+    """Whether a key only says how jobs are submitted."""
+    table, name = _place(key)
+    return not table and name in OF_SUBMISSION
+
+
+def is_unmeasured(key: Key) -> bool:
+    """Whether no measurement depends on it, as on which others are wanted: it is free until something is trained."""
+    from tula_hpc.config.changes import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
+
+    table, name = _place(key)
+    free = {"workload": name in FREE_OF_WORKLOAD, "training": name not in MEASURED_OF_TRAINING}
+    return free.get(table, table in ("objective", "pricing", "search"))
+
+
+def only_prices(changes: Iterable[Key]) -> bool:
+    """Whether nothing but objective and prices differ, under which a plan can be made again."""
+    return all(_place(key)[0] in ("objective", "pricing") for key in changes)
+
+
+def in_lines(changes: Changes) -> list[str]:
+    """What differs, a line for each key."""
+    lines = [shown_line(f"  {name_of(key)}: {was} there, {now} now") for key, (was, now) in changes.items()]
+    return [*lines[:SHOWN_LINES], "  ..."] if len(lines) > SHOWN_LINES else lines
+
+
+def name_of(key: Key) -> str:
+    """The dotted key."""
+    return ".".join(key)
+
+
+def shown_line(line: str) -> str:
+    """As much of it as fits into a line that can be printed."""
+    return line[:200] if line.isprintable() else ascii(line)[:200]
+
+
+def _place(key: Key) -> tuple[str, str]:
+    """Table and name of a key, "" for what stands before all tables; of a partition as of the whole cluster."""
+    own = key[2:] if key[0] == "partitions" and len(key) > 2 else key
+    return (own[0], own[1]) if len(own) > 1 else ("", own[0])
+
+
+def _read(path: Path) -> str:
+    from tula_hpc.config import MAX_FILE_BYTES
+
+    try:
+        return read_bounded(path, MAX_FILE_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+
+
+def _keys(toml: str) -> dict[Key, Any]:
+    """Every value by its key; none of what is no TOML any more."""
+    try:
+        return dict(_flat(tomllib.loads(toml), ()))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+
+
+def _flat(table: dict[str, Any], place: Key) -> Iterator[tuple[Key, Any]]:
+    from tula_hpc.config import tables_by_name
+
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*place, key))
+        elif key == "partitions" and (named := tables_by_name(value)):
+            yield (*place, key), list(named)  # their order counts: a study runs on the first that is large enough
+            yield from _flat(named, (*place, key))
+        else:
+            yield (*place, key), value

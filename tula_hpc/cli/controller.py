@@ -1,0 +1,194 @@
+"""A sweep that carries on by itself: nothing has to stay alive on the login node.
+
+The command does what can be done at once and submits the first jobs. Then a small controller job, which Slurm starts
+when they are over (`afterany`: also when they failed), does the same: it sees to what they left, submits what comes
+next, and leaves another controller behind. Every one of them may be killed: whatever it did is on disk. Where its
+process dies, its batch script has it requeued. Where the whole job dies, a guard takes its place: another controller
+job, which waits for the end of the one that is next, and is moved on behind the next one as long as all goes well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tula_hpc.cli.pipeline import carry_out
+from tula_hpc.env import slurm_job_id
+from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StorageError, TulaError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_specs import ControlJob
+from tula_hpc.launch.launcher import StillRunningError, Submitted
+from tula_hpc.records import RunDirectory
+from tula_hpc.records.run_directory import CONTROL, GUARD, guards, unsettled
+from tula_hpc.stages.context import Sweep, jobs_left
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+TURN_S = 300.0  # for which a controller waits for another command to leave the run directory
+
+
+def carry_on_detached(sweep: Sweep, until: str) -> int:
+    """Begin a detached sweep, on the login node; returns the exit code.
+
+    Raises:
+        StageError: What could be done at once failed.
+    """
+    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
+    waiting = controllers(sweep)
+    if waiting and _detached_until(sweep.run) == until:
+        print(f"already detached: job {waiting[0].job_id} carries on; see {sweep.run.status_command}")
+        return 0
+    if cancelled := _relieve_controllers(sweep):
+        print(f"controller job {cancelled[0].job_id} is cancelled: another one carries on, until {until}")
+    sweep.run.log_event("detached", CONTROL, data={"until": until})
+    return _step(sweep._replace(detached=True), until)
+
+
+def _detached_until(run: RunDirectory) -> str:
+    """The stage that the controllers of the run go to."""
+    said = [str(event.data.get("until", "")) for event in run.events() if event.event == "detached"]
+    return said[-1] if said else ""
+
+
+def _step(sweep: Sweep, until: str) -> int:
+    """Do what can be done now; where jobs are on their way, leave a controller that comes after them."""
+    try:
+        code = carry_out(sweep, until)
+    except StillRunningError as left:
+        _hand_over(sweep, left.jobs, until)
+        return 0
+    except TulaError:
+        sweep.launcher.dismiss_guards()
+        raise
+    sweep.launcher.dismiss_guards()
+    return code
+
+
+def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
+    there, _ = _on_duty(sweep)  # where a controller was requeued by Slurm after it had left another
+    controller = there[0] if there else _submit_controller(sweep, jobs, until)
+    what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
+    print(f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}")
+    try:
+        guard = _post_guard(sweep, controller, until)
+        print(f"if that one is killed, or cancelled alone, job {guard} carries on")
+    except LaunchError as error:
+        print(f"without a guard, which would carry on if that one is killed: {error}")
+
+
+def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str, role: str = "") -> Submitted:
+    job = ControlJob(sweep.run.root, until, sweep.started_at)
+    launcher = sweep._replace(cluster=sweep.cluster.controller(), detached=False).launcher
+    data, after = [{"role": role}] if role else [], sorted({job.array_id for job in jobs})
+    minutes, patient = sweep.cluster.controller_minutes, role != GUARD
+    return launcher.submit([job], stage=CONTROL, nodes=1, minutes=minutes, data=data, after=after, patient=patient)[0]
+
+
+def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
+    """Have a guard wait for the end of this controller; returns its id.
+
+    Raises:
+        LaunchError: The scheduler does not want it. One that was left behind an earlier controller starts when that is
+            over, and puts things right.
+    """
+    _, idle = _on_duty(sweep)
+    if not idle:
+        return _submit_controller(sweep, [controller], until, GUARD).job_id
+    slurm.let_follow(idle[0].job_id, controller.job_id)
+    return idle[0].job_id
+
+
+def controllers(sweep: Sweep) -> list[Submitted]:
+    """Controller jobs of this run that are not over, without the one that asks; guards last."""
+    there, idle = _on_duty(sweep)
+    return [*there, *idle]
+
+
+def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
+    """The same, guards apart."""
+    ids = guards(sweep.run)
+    left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
+    return [job for job in left if job.job_id not in ids], [job for job in left if job.job_id in ids]
+
+
+def run_controller(job: ControlJob) -> None:
+    """What a controller job does; an error ends it, and the events say so.
+
+    Raises:
+        SystemExit: A stage failed for good.
+    """
+    from tula_hpc.config import load_cluster, load_frozen_sweep
+
+    run = RunDirectory(job.root)
+    try:
+        spec = load_frozen_sweep(run.sweep_file, check_paths=True)
+        sweep = Sweep(spec, load_cluster(run.cluster_file), run, job.started_at, detached=True)
+        with _in_turn(run):
+            words = _try_step(sweep, job.until)
+            _log_end(run, words)  # before another controller looks whether one is left
+    except (TulaError, OSError) as error:  # another command has it, the disk is full, a folder was deleted
+        words = str(error)
+        with contextlib.suppress(StorageError):
+            _log_end(run, words)
+    if words:
+        sys.exit(f"{words}\nMend the cause and run the same command again: what is done is not done again.")
+
+
+@contextlib.contextmanager
+def _in_turn(run: RunDirectory) -> Iterator[None]:
+    """Have the run directory to oneself: one that was requeued may meet the one that it had left behind.
+
+    Raises:
+        RunDirectoryError: Somebody has had it for minutes.
+    """
+    deadline = time.monotonic() + TURN_S
+    role = f"controller job {slurm_job_id()} of this sweep, which goes on unattended"
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(run.locked(role))
+                break
+            except RunDirectoryError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+        yield
+
+
+def _try_step(sweep: Sweep, until: str) -> str:
+    """Do what can be done now; returns why that failed."""
+    try:
+        _step(sweep, until)
+    except (TulaError, OSError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _log_end(run: RunDirectory, words: str) -> None:
+    failure = Failure.BUG if words else None
+    run.log_event("ended", CONTROL, job_id=slurm_job_id() or "", failure=failure, detail=words[:2000])
+
+
+def take_over(sweep: Sweep) -> None:
+    """A command that stays does what a controller would have done; a waiting one is cancelled."""
+    if sweep.cluster.executor != "slurm":
+        return
+    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
+    if cancelled := _relieve_controllers(sweep):
+        print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
+        print("the sweep does not go on unattended any more; for that, end this command and add --detach", flush=True)
+
+
+def _relieve_controllers(sweep: Sweep) -> list[Submitted]:
+    """Cancel the controllers that are left, and note their ends; returns those that were not over."""
+    left = unsettled(sweep.run, CONTROL)
+    waiting = controllers(sweep) if left else []
+    if waiting:
+        slurm.cancel([job.job_id for job in waiting])
+    for event in left:
+        sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
+    return waiting

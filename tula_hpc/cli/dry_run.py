@@ -1,0 +1,175 @@
+"""What `--dry-run` prints of a sweep: the next jobs, an upper bound of their node-hours, and the sbatch scripts."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import unix_time
+from tula_hpc.formatting import plural
+from tula_hpc.launch.preview import Preview, Script, script_of
+from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
+from tula_hpc.records.run_directory import unsettled
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.plan import plan_is_good, training_began
+from tula_hpc.stages.profile import (
+    Estimate,
+    allocated_nodes,
+    estimate,
+    first_wave,
+    parts_of,
+    propose_on,
+    wants_estimate,
+)
+from tula_hpc.stages.train import next_candidate
+
+
+class Wave(NamedTuple):
+    """Configurations that are measured in allocations of one size: in one job, or in a job for each."""
+
+    nodes: int
+    configurations: tuple[Configuration, ...]
+    tasks: int
+
+
+class Beginning(NamedTuple):
+    """What is profiled first on a part of the cluster."""
+
+    part: Sweep
+    estimate: Estimate | None  # of memory, where the profile stage would make one
+    waves: list[Wave]
+
+
+def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
+    """What a sweep would submit next; nothing is created.
+
+    Raises:
+        StageError: It would end in that, since no batch of its plan is left.
+    """
+    head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
+    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())  # what failed before is tried again
+    if sweep.run.train().result_file.exists():
+        return Preview([head, "the training is over: nothing is submitted, and the report is written again"], [])
+    begun = [] if training_began(sweep.run) else [_beginning(part) for part in parts_of(sweep)]
+    lines = [head, *_on_their_way(sweep)]
+    lines += [line for beginning in begun for line in _profiling(beginning)]
+    scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
+    chosen = None if any(each.waves for each in begun) else _chosen(sweep)
+    if chosen is not None:
+        there = sweep.on(chosen.partition)
+        return Preview([*lines, _planned_training(there, chosen)], [*scripts, *_train_script(there, chosen.nodes)])
+    parts = parts_of(sweep)
+    scripts += [script for part in parts for script in _train_script(part, max(part.spec.search.cluster_sizes))]
+    return Preview([*lines, *map(_training, parts)], scripts)
+
+
+def _on_their_way(sweep: Sweep) -> Iterator[str]:
+    for stage in ("train",) if training_began(sweep.run) else ("profile",):
+        jobs = [event.job_id for event in unsettled(sweep.run, stage)]
+        if jobs:
+            more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+            yield f"first it waits for what was submitted before: {stage} job {jobs[0]}{more}"
+
+
+def _chosen(sweep: Sweep) -> Candidate | None:
+    """What would be trained by the plan that there is; None where one is made first."""
+    run = sweep.run
+    changed = {**changes_of(run.sweep_file, sweep.spec), **changes_of(run.cluster_file, sweep.cluster)}
+    if not plan_is_good(run) or not all(is_always_free(key) for key in changed):
+        return None
+    return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
+
+
+def _beginning(part: Sweep) -> Beginning:
+    """What the search proposes first, by size of allocation, as if all could be submitted together."""
+    everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
+    packed = part.spec.search.packed
+    made = _estimate(part)
+    proposed = propose_on(part, None if made is None else made.trusted_batch)
+    waves = [
+        Wave(allocated_nodes(part.spec, group), group, 1 if packed else len(group))
+        for group in first_wave(part.spec, everything, proposed)
+    ]
+    return Beginning(part, made, waves)
+
+
+def _estimate(part: Sweep) -> Estimate | None:
+    """The estimate of memory that the profile stage has made or would make; it is not kept."""
+    stored = part.run.footprints([part.partition]).get(part.partition)
+    if stored is not None:
+        return Estimate(stored)
+    if not wants_estimate(part):
+        return None
+    sys.stderr.write("estimating which batches fit into memory (search.estimate) ...\n")
+    with tempfile.TemporaryDirectory() as folder:
+        sweep_file, cluster_file = Path(folder, "sweep.toml"), Path(folder, "cluster.toml")
+        write_atomically(sweep_file, freeze(part.spec))
+        write_atomically(cluster_file, freeze(part.cluster))
+        return estimate(sweep_file, cluster_file)
+
+
+def _profiling(beginning: Beginning) -> Iterator[str]:
+    from tula_hpc.analysis.search.propose import candidates
+
+    part, waves = beginning.part, beginning.waves
+    search, minutes = part.spec.search, part.cluster.profile_minutes
+    every = len(candidates(search, part.cluster.workers_per_node))
+    first = sum(len(wave.configurations) for wave in waves)
+    where = f"partition {part.partition!r}: " if part.partition else ""
+    count = f"{where}{plural(every, 'candidate')}"
+    if not waves:
+        yield f"{count}, and nothing is left to profile"
+        return
+    if beginning.estimate is not None:
+        yield f"{where}{beginning.estimate.describe()}"
+    if search.mode == "adaptive":
+        most = min(search.max_profiles, every)
+        yield f"{count}; adaptive search starts with {first} and measures at most {most} of them:"
+    else:
+        yield f"{count}, {first} to profile ({search.mode} search):"
+    yield from _jobs(search.nest, waves)
+    hours = sum(wave.nodes * wave.tasks for wave in waves) * minutes / 60
+    yield f"profiling: at most {hours:.2f} node-hours for these jobs ({minutes} min is the limit of each)"
+    if search.mode == "adaptive":
+        yield "  a job goes on with what the search wants next, where that is cheaper than a new job; other jobs follow"
+
+
+def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
+    for wave in waves:
+        how = "in one job" if wave.tasks == 1 else f"in an array of {wave.tasks} jobs"
+        if nest:
+            shown = ", ".join(f"{c.nodes}×{c.local_batch}" for c in wave.configurations)
+            yield f"  nodes × local batch {shown}, all {how} on {wave.nodes} nodes"
+        else:
+            yield f"  N={wave.nodes}: local batches {', '.join(str(c.local_batch) for c in wave.configurations)}, {how}"
+
+
+def _training(part: Sweep) -> str:
+    largest, minutes = max(part.spec.search.cluster_sizes), part.cluster.train_minutes
+    return (
+        f"training: at most {largest * minutes / 60:.2f} node-hours per submission, if {plural(largest, 'node')} "
+        f"{'of this partition ' if part.partition else ''}{'is' if largest == 1 else 'are'} chosen"
+    )
+
+
+def _planned_training(there: Sweep, chosen: Candidate) -> str:
+    hours = chosen.nodes * there.cluster.train_minutes / 60
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    return f"training: at most {hours:.2f} node-hours per submission, at {chosen.configuration}{where} by the plan"
+
+
+def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
+    for wave in waves:
+        title = f"profile, N={wave.nodes}, {plural(wave.tasks, 'task')}"
+        minutes = part.cluster.profile_minutes
+        yield from script_of(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
+
+
+def _train_script(part: Sweep, nodes: int) -> Iterator[Script]:
+    title, minutes = f"train, N={nodes}, 1 task", part.cluster.train_minutes
+    yield from script_of(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)

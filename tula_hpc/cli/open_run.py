@@ -1,0 +1,251 @@
+"""What the commands share: their options, their inputs, the run directory, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.cli.changed_inputs import (
+    Changes,
+    changes_of,
+    freeze,
+    in_lines,
+    is_always_free,
+    is_of_submission,
+    is_unmeasured,
+    name_of,
+    only_prices,
+    shown_line,
+)
+from tula_hpc.env import unix_time
+from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
+from tula_hpc.files import NO_SPACE, in_words
+from tula_hpc.invocation import command_line
+
+if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec, SweepSpec
+    from tula_hpc.launch.launcher import Submitted
+    from tula_hpc.records import RunDirectory
+    from tula_hpc.stages.context import Sweep
+
+
+LAST_ANSWER_S = 5.0  # so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
+
+
+def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
+    """Make the run directory, or continue one that was made from the same inputs.
+
+    Raises:
+        RunDirectoryError: It is something else, or was made from other inputs.
+    """
+    from tula_hpc.records import RunDirectory, write_atomically
+    from tula_hpc.stages.context import Sweep
+
+    run = RunDirectory(root)
+    _refuse_other_folder(run)
+    try:
+        run.create()
+    except OSError as error:
+        message = f"cannot be made: {in_words(error)}"
+        if error.errno in NO_SPACE:
+            raise StorageError(f"{error.filename or run.root}: {message}") from None
+        raise RunDirectoryError(message, source=error.filename or run.root) from None
+    if _begins_anew(run, spec, cluster):  # a mistake in the inputs was mended
+        _begin_anew(run, spec, cluster)
+    _refuse_other_inputs(run, spec, cluster)
+    for path, inputs in _files(run, spec, cluster):
+        if path.exists():
+            _take_over(run, path, inputs)
+        else:
+            write_atomically(path, freeze(inputs))
+    return Sweep(spec, cluster, run, started_at=unix_time())
+
+
+def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
+    """Whether a run directory may be made there, or continued with these inputs; makes nothing.
+
+    Raises:
+        RunDirectoryError: It is something else, or was made from other inputs.
+    """
+    from tula_hpc.records import RunDirectory
+
+    run = RunDirectory(root)
+    _refuse_other_folder(run)
+    if run.root.is_dir():
+        run.check_owner()
+    if not _begins_anew(run, spec, cluster):
+        _refuse_other_inputs(run, spec, cluster)
+
+
+def _refuse_other_folder(run: RunDirectory) -> None:
+    if run.root.exists() and not run.root.is_dir():
+        raise RunDirectoryError("is not a folder", source=run.root)
+    if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
+        raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
+
+
+def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
+    """Whether a run that has other inputs than these may begin anew: they led to nothing, and no job of theirs is left.
+
+    Raises:
+        RunDirectoryError: A file of it cannot be read.
+    """
+    from tula_hpc.launch.launcher import lost
+
+    changed = (key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs))
+    if all(is_of_submission(key) for key in changed) or _has_results(run):
+        return False
+    return not _jobs_left(run) and not any(lost(run))
+
+
+def _has_results(run: RunDirectory) -> bool:
+    """Whether anything was measured, planned or trained; what is damaged may have been a measurement."""
+    measured = run.measurements()
+    if measured.skipped or any(row.status == "ok" for row in measured.records):
+        return True
+    trained = any(path.is_file() for path in (run.root / "train").rglob("*"))
+    return trained or run.plan_file.exists() or run.rates_file.exists()
+
+
+def _jobs_left(run: RunDirectory) -> list[Submitted]:
+    """Jobs of the run that are not over, or of which that cannot be told."""
+    from tula_hpc.config import load_cluster
+    from tula_hpc.launch.launcher import Launcher
+    from tula_hpc.stages.context import jobs_on_record
+
+    jobs = jobs_on_record(run, "profile", "train", "control")
+    if not jobs:
+        return []
+    try:
+        active = Launcher(load_cluster(run.cluster_file), run, "").active(jobs, LAST_ANSWER_S)
+    except (LaunchError, InputError):
+        return jobs
+    return [job for job in jobs if job.job_id in active]
+
+
+def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Go on with these inputs; what came of the others is put aside, so that nothing of it counts for these."""
+    from tula_hpc.records import write_atomically
+
+    with run.locked():
+        if not _begins_anew(run, spec, cluster):  # the command that was at work has submitted or measured meanwhile
+            return
+        aside = run.set_aside()
+        for path, inputs in _files(run, spec, cluster):
+            write_atomically(path, freeze(inputs))
+    what = f"; what came of the others is in {aside}" if aside else ""
+    sys.stderr.write(f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n")
+
+
+def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
+    return [(run.sweep_file, spec), (run.cluster_file, cluster)]
+
+
+def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """What is always free may change at any time; until the first training all that no measurement depends on."""
+    is_sweep = spec.study is None
+    free = is_sweep and not _has_trained(run)
+    for path, inputs in _files(run, spec, cluster):
+        changes = changes_of(path, inputs)
+        if not all(is_always_free(key) or (free and is_unmeasured(key)) for key in changes):
+            raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
+
+
+def _has_trained(run: RunDirectory) -> bool:
+    """Whether a training has begun, or a job is on its way to that."""
+    from tula_hpc.records.run_directory import unsettled
+
+    return any((run.root / "train").glob("*/*")) or any(unsettled(run, "train", "control"))
+
+
+def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
+    """Go on with these inputs; jobs that wait or run stay as they are. Measurements stay, a plan is made anew."""
+    from tula_hpc.records import write_atomically
+
+    changes = changes_of(path, inputs)
+    if not changes:
+        return
+    with run.locked():
+        write_atomically(path, freeze(inputs))
+        if not all(is_always_free(key) for key in changes):
+            run.plan_file.unlink(missing_ok=True)
+    for key, (was, now) in changes.items():
+        sys.stderr.write(shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n")
+
+
+def _is_fresh(root: Path) -> bool:
+    """Whether a folder is empty, or as empty as a command leaves it that could not go on after making it."""
+    return all(
+        path.name.startswith(".sweep.toml.") or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
+        for path in root.iterdir()
+    )
+
+
+def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
+    """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
+    lines = ["was made from other inputs; use another --run-dir or the same inputs:", *in_lines(changes)]
+    if only_prices(changes):
+        again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
+        lines.append(f"To plan again over the same measurements: {again}")
+    elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
+        lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
+    if not _has_results(run) and (left := _jobs_left(run)):
+        lines.append(_in_the_way(run, left))
+    return "\n".join(lines)
+
+
+def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
+    """What to do about jobs of the earlier inputs, which nothing has come of yet."""
+    from tula_hpc.config import load_cluster
+    from tula_hpc.launch.launcher import Launcher
+
+    how = ""
+    with contextlib.suppress(InputError):  # its own file may be damaged
+        how = f"; to cancel: {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+    return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
+
+
+def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
+    """Carry out an open run up to a stage; returns the exit code: 0 done or detached, 130 interrupted.
+
+    Raises:
+        TulaError: It cannot be done; see `exit_code_of`.
+    """
+    from tula_hpc.cli.controller import carry_on_detached, take_over
+    from tula_hpc.cli.pipeline import carry_out
+
+    with sweep.run.locked():
+        _refuse_changed_meanwhile(sweep)
+        try:
+            if detach:
+                return carry_on_detached(sweep, until)
+            take_over(sweep)
+            return carry_out(sweep, until)
+        except KeyboardInterrupt:
+            say_interrupted(sweep)
+            return 130
+
+
+def _refuse_changed_meanwhile(sweep: Sweep) -> None:
+    """Not to work with inputs that another command has replaced since the run was opened."""
+    files = _files(sweep.run, sweep.spec, sweep.cluster)
+    if any(changes_of(path, inputs) for path, inputs in files):
+        raise RunDirectoryError("was given other inputs by another command just now", source=sweep.run.root)
+
+
+def say_interrupted(sweep: Sweep) -> None:
+    """How to go on, and how to cancel what still runs, or did by the files where Slurm does not answer at once."""
+    from tula_hpc.stages.context import jobs_left, jobs_on_record
+
+    sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
+    stages, unless = ("profile", "train", "control"), ""
+    try:
+        jobs = jobs_left(sweep, *stages, timeout_s=LAST_ANSWER_S)
+    except LaunchError:
+        jobs, unless = jobs_on_record(sweep.run, *stages), ", unless they are over: Slurm does not answer"
+    if jobs:
+        cancel = sweep.launcher.cancel_command(jobs)
+        sys.stderr.write(f"jobs are left as they are{unless}; to cancel them: {cancel}\n")

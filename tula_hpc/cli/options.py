@@ -1,0 +1,92 @@
+"""Read the options and inputs that the commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.errors import InputError
+
+if TYPE_CHECKING:
+    from tula_hpc.config import ClusterSpec, SweepSpec
+
+
+def add_input_options(parser: argparse.ArgumentParser) -> None:
+    """The sweep file, the cluster file, the run directory, and single keys."""
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml")
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="CLUSTER.toml",
+        help="where to run; see slurm_templates/ (default: this machine)",
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="RUN", help="where results go (default: runs/NAME)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
+        "cluster.partitions.NAME.key=value; repeatable",
+    )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="submit, and return at once: small Slurm jobs carry on (see tula status RUN)",
+    )
+
+
+def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
+    """Read and check the sweep and the cluster, one by itself and both together.
+
+    Raises:
+        InputError: One line per mistake.
+    """
+    from tula_hpc.config import (
+        hidden_peers,
+        idle_keys,
+        idle_reference,
+        load_together,
+        loaders_without_cores,
+        told_by_set,
+    )
+
+    if warning := told_by_set(options.set):
+        sys.stderr.write(f"warning: {warning}\n")
+    dry = getattr(options, "dry_run", False)
+    spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
+    for key, why in idle_keys(spec):
+        sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
+    for key, why in idle_reference(spec):
+        sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
+    for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
+        sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
+    if dry:
+        _warn_of_paths(options)
+    if getattr(options, "detach", False) and cluster.executor != "slurm":
+        raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
+    return spec, cluster
+
+
+def _warn_of_paths(options: argparse.Namespace) -> None:
+    from tula_hpc.config import load_together
+
+    try:
+        load_together(options.sweep, options.cluster, options.set)
+    except InputError as error:  # all else was right before
+        sys.stderr.write(f"warning: {error}\n")
+
+
+def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
+    """The run directory's path.
+
+    Raises:
+        RunDirectoryError: It holds characters that job scripts would take for something else.
+    """
+    from tula_hpc.records import RunDirectory
+
+    root = Path(options.run_dir or Path("runs") / spec.name)
+    RunDirectory(root).check_name()
+    return root

@@ -1,0 +1,175 @@
+"""What the commands carry out in an open run directory: a sweep's stages, or a study; in one go or step by step.
+
+The end of a sweep: the chosen configuration and its neighbours, predicted against measured; what profiling cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.errors import StageError
+from tula_hpc.formatting import printable, with_own_escapes
+from tula_hpc.records import Measurement, Plan, TrainResult
+from tula_hpc.stages.context import Sweep
+
+if TYPE_CHECKING:
+    from tula_hpc.analysis.report.plan_text import TextColumn
+    from tula_hpc.analysis.report.tables import TextTable
+    from tula_hpc.records import Metrics, RunDirectory
+
+
+SUMMARY_WIDTH = 140  # columns where the output is no terminal
+SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}  # left out first: the largest
+NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}  # where lines may end in cells
+
+
+def print_summary(
+    plan: Plan,
+    measurements: Sequence[Measurement],
+    result: TrainResult | None,
+    profiling_cost: str = "",
+    trained_epoch_s: float | None = None,
+) -> None:
+    """Print the table with rich, and below it what profiling cost; see `report_tables.summary_rows`."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tula_hpc.analysis.report.plan_text import GAP, add_columns
+    from tula_hpc.analysis.report.tables import summary_rows, summary_table
+
+    console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
+    console.width = console.width if console.is_terminal else SUMMARY_WIDTH
+    content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
+    where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
+    title = Text(printable(f"Chosen configuration and its neighbours{where}"))
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    add_columns(table, _columns(content), console.width, [""] * len(content.rows))
+    console.print(table)
+    if profiling_cost:
+        console.print(printable(f"profiling cost: {profiling_cost}"))
+
+
+def _columns(content: TextTable) -> list[TextColumn]:
+    from tula_hpc.analysis.report.plan_text import TextColumn
+
+    return [
+        TextColumn(name, cells, narrow=NARROW.get(name), spare=SPARE.get(name, 0))
+        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
+    ]
+
+
+def report_stage(sweep: Sweep) -> list[Path]:
+    """Write figures and report."""
+    from tula_hpc.analysis.report.page import write_report
+
+    return write_report(sweep.run)
+
+
+STAGES = ("profile", "plan", "train", "report")
+SAID = 5  # failed trainings that are named one by one
+
+
+def carry_out(sweep: Sweep, until: str) -> int:
+    """Do all stages up to this one that are not done yet; returns the exit code.
+
+    Raises:
+        StageError: A stage failed.
+        StillRunningError: Jobs are on their way, and the sweep is detached.
+    """
+    sweep.launcher.find_lost()
+    if sweep.spec.study is not None:
+        return _run_study(sweep, report=until == "report")
+    return _run_stages(sweep, STAGES.index(until))
+
+
+def _run_stages(sweep: Sweep, last: int) -> int:
+    from tula_hpc.stages.plan import plan_stage, training_began
+    from tula_hpc.stages.profile import profile_stage
+    from tula_hpc.stages.train import train_stage
+
+    if not training_began(sweep.run):
+        profile_stage(sweep)
+        print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
+    if last == STAGES.index("profile"):
+        sweep.run.log_event("ended", "profile")  # as it was asked to, for `status`
+        return 0
+    plan = plan_stage(sweep)
+    _say_plan(plan)
+    if last == STAGES.index("plan"):
+        sweep.run.log_event("ended", "plan")
+        return 0
+    result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
+    if last == STAGES.index("report"):
+        paths = report_stage(sweep)
+        _say_summary(sweep, plan, result)
+        print(f"report: {next(path for path in paths if path.suffix == '.html')}")
+    elif result is not None:
+        from tula_hpc.records import read_metrics
+
+        _warn_of_loss(sweep, read_metrics(sweep.run.train().metrics_file))
+    return 0
+
+
+def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
+    from tula_hpc.analysis.run_contents import median_epoch_s, trained_partition
+    from tula_hpc.records import read_metrics
+
+    metrics = read_metrics(sweep.run.train().metrics_file)
+    here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)  # which the table is about
+    trained = result if here else None
+    print_summary(
+        plan, sweep.run.measurements().records, trained, _profiling_cost(sweep), median_epoch_s(metrics.epochs)
+    )
+    if result is not None:
+        _warn_of_loss(sweep, metrics)
+
+
+def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:
+    """A training that blew up, but stayed finite, has a result like any other."""
+    from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
+
+    if why := learned_nothing(metrics, sweep.spec.workload):
+        print(f"warning: {why}; {SMALLER_STEPS}")
+
+
+def _profiling_cost(sweep: Sweep) -> str:
+    from tula_hpc.analysis.search.profiling_cost import describe
+
+    return describe(sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
+
+
+def _say_plan(plan: Plan) -> None:
+    print(f"plan: {plan.reason}")
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+
+
+def _run_study(sweep: Sweep, *, report: bool) -> int:
+    from tula_hpc.stages.study import study_stage
+
+    failures = study_stage(sweep)
+    code = report_study(sweep.run) if report else 0
+    if failures:
+        raise StageError(_describe(failures))
+    return code
+
+
+def report_study(run: RunDirectory) -> int:
+    """Write a study's report and print its table; returns the exit code."""
+    from tula_hpc.analysis.study import study_text, write_study_report
+
+    paths = write_study_report(run)
+    print(study_text(run))
+    print(f"report: {paths[0]}")
+    return 0
+
+
+def _describe(failures: Mapping[str, str]) -> str:
+    lines = [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
+    more = [f"  and {len(failures) - SAID} more"] if len(failures) > SAID else []
+    count = f"{len(failures)} training{'s' if len(failures) > 1 else ''}"
+    return "\n".join([f"study: {count} without a result:", *lines, *more])

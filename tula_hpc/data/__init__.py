@@ -1,0 +1,1 @@
+"""Read data sets and load them in batches."""

@@ -1,0 +1,308 @@
+"""Data sets by name.
+
+Splitting and thinning of data sets, always the same way.
+
+The synthetic data set: a smooth pattern for each class under noise, made when it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset, default_collate
+
+from tula_hpc.batches import tensors_of
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.config.workload import DATASETS
+from tula_hpc.data import cifar
+from tula_hpc.data.image_folders import IMAGENET_SCALING, folder_images
+from tula_hpc.data.image_tree import ImageTree, check_same_classes, data_error, find_part, read_tree
+from tula_hpc.data.images import ArraySource, Bytes, Indices, Jitter, PixelDataset, Scaling, below, mix
+from tula_hpc.errors import InputError
+from tula_hpc.user_code import is_entry_point, own_data
+
+_TEST_SHARE = 0.2
+# One split for every sweep: results with different seeds are results on the same test images.
+_SPLIT_SEED = 20_150_000
+
+
+class Split(NamedTuple):
+    """Indices of the two parts, ascending."""
+
+    train: Indices
+    test: Indices
+
+
+def stratified_split(labels: Indices) -> Split:
+    """A fifth of each class, at least one sample of it, for testing; classes of a single sample are only trained on."""
+    random = np.random.default_rng(_SPLIT_SEED)
+    is_test = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        wanted = max(1, round(_TEST_SHARE * len(members))) if len(members) > 1 else 0
+        is_test[members[:wanted]] = True
+    return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
+
+
+def random_order(samples: int, seed: int) -> Indices:
+    """A fixed random order of a data set; subsets are its beginnings, so a larger subset contains the smaller."""
+    return np.random.default_rng((seed, samples)).permutation(samples)
+
+
+_WAVES = 4  # cosines per channel and class, of at most two periods along an edge
+_GREY = 127.5
+_CONTRAST = 40.0  # of 255: amplitude of the pattern
+_NOISE = 50.0  # of 255: deviation of each pixel's noise; the classes overlap but can be told apart
+_NOISE_VALUES = 2**20  # each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
+
+
+class PatternSource:
+    """Images that follow from (seed, position) alone; position p is of class p mod `classes`.
+
+    Args:
+        seed: Of patterns and noise.
+        classes: How many patterns.
+        edge: Pixels.
+    """
+
+    def __init__(self, seed: int, classes: int, edge: int) -> None:
+        self.seed, self.classes = seed, classes
+        self._patterns = np.stack([_pattern(seed, label, edge) for label in range(classes)])
+        noise = np.random.default_rng((seed, 1)).standard_normal(_NOISE_VALUES + 3 * edge * edge, np.float32)
+        self._noise = (_NOISE * noise).astype(np.int16)
+
+    def read(self, positions: Indices) -> Bytes:
+        """Images at these positions, (n, 3, edge, edge)."""
+        shape = self._patterns.shape[1:]
+        starts = below(mix(self.seed, positions), _NOISE_VALUES, stream=0)
+        images = np.empty((len(positions), *shape), np.uint8)
+        noisy = np.empty(shape, np.int16)
+        for image, label, start in zip(images, positions % self.classes, starts, strict=True):
+            noise = self._noise[start : start + image.size].reshape(shape)
+            np.add(self._patterns[label], noise, out=noisy)
+            image[:] = noisy.clip(0, 255, out=noisy)
+        return images
+
+
+def _pattern(seed: int, label: int, edge: int) -> NDArray[np.int16]:
+    """A sum of cosines around mid-grey, (3, edge, edge)."""
+    random = np.random.default_rng((seed, 0, label))
+    frequency = random.uniform(-2, 2, (3, _WAVES, 2, 1, 1))
+    phase = random.uniform(0, 2 * np.pi, (3, _WAVES, 1, 1))
+    y, x = np.mgrid[0 : 1 : 1j * edge, 0 : 1 : 1j * edge]
+    waves = np.cos(2 * np.pi * (frequency[:, :, 0] * y + frequency[:, :, 1] * x) + phase)
+    pattern: NDArray[np.float64] = _GREY + _CONTRAST / np.sqrt(_WAVES) * waves.sum(axis=1)
+    return pattern.astype(np.int16)
+
+
+_SYNTHETIC_SAMPLES = 2048
+_SYNTHETIC_TEST_SAMPLES = 512
+
+
+class Data(NamedTuple):
+    """What a model is trained and tested on."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    classes: int
+    image_size: int
+
+
+@runtime_checkable
+class _Takes(Protocol):
+    def take(self, indices: Indices) -> Dataset[Any]: ...
+
+
+def build_data(spec: WorkloadSpec) -> Data:
+    """Training and test set of the workload.
+
+    Raises:
+        InputError: The data folder is not as expected, or the user's function is not.
+    """
+    data = _own(spec) if is_entry_point(spec.dataset) else _BUILDERS[spec.dataset](spec, _image_size(spec))
+    if spec.classes is not None:
+        data = _first_classes(data, spec.classes)
+    if spec.samples is not None and spec.dataset != "synthetic":
+        data = data._replace(train=_first(data.train, spec.samples, spec.seed))
+    return _hold_out(spec, data) if spec.holdout else data
+
+
+def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
+    """Those that a model is trained on, as they are, not augmented; a fixed random choice where there are more.
+
+    The choice does not depend on the seed of the training.
+
+    Args:
+        spec: The data.
+        most: At most so many.
+    """
+    train = build_data(spec.model_copy(update={"augment": False})).train
+    return _some(train, random_order(_length(train), 0)[:most])
+
+
+def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
+    """Some of the training samples in place of the test set, as they are; the same ones for every seed of a training.
+
+    With `samples` the seed decides which samples there are; of these the same places are held out.
+    """
+    order = random_order(_length(data.train), 0)
+    held = max(1, round(spec.holdout * len(order)))
+    plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
+    return data._replace(train=_some(data.train, order[held:]), test=_some(plain.train, order[:held]))
+
+
+def _first_classes(data: Data, classes: int) -> Data:
+    if classes > data.classes:
+        raise InputError(f"{classes}, but the data set has {data.classes}", key="workload.classes")
+    train, test = (_some(part, np.flatnonzero(_labels(part) < classes)) for part in (data.train, data.test))
+    return data._replace(train=train, test=test, classes=classes)
+
+
+def _labels(data: Dataset[Any]) -> Indices:
+    labels = getattr(data, "labels", None)
+    if labels is None:
+        message = 'needs a data set with an attribute "labels", the class of each sample'
+        raise InputError(message, key="workload.classes")
+    return np.asarray(labels)
+
+
+def _first(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:
+    available = _length(train)
+    if samples > available:
+        raise InputError(f"{samples}, but the training set has {available}", key="workload.samples")
+    return _some(train, random_order(available, seed)[:samples])
+
+
+def _some(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
+    return data.take(chosen) if isinstance(data, _Takes) else Subset(data, chosen.tolist())
+
+
+def _length(data: Dataset[Any]) -> int:
+    return len(data)  # type: ignore[arg-type] # all of ours have a length, and the user's were checked
+
+
+def _image_size(spec: WorkloadSpec) -> int:
+    return spec.image_size or DATASETS[spec.dataset].image_size
+
+
+def _own(spec: WorkloadSpec) -> Data:
+    train, test, classes = own_data(spec)
+    inputs, _ = default_collate([test[0]])
+    first = next(tensors_of(inputs))  # of one sample: (1, …)
+    return Data(train, test, classes, spec.image_size or first.shape[-1])
+
+
+def _digits(spec: WorkloadSpec, image_size: int) -> Data:
+    """8×8 grey images of handwritten digits (E. Alpaydin, C. Kaynak 1998), as scikit-learn ships them."""
+    grey, labels = _read_digits()
+    source = ArraySource(np.repeat(grey[:, None], 3, axis=1))
+    every = PixelDataset(source, np.arange(len(labels)), labels, scaling=Scaling(white=16.0), image_size=image_size)
+    split = stratified_split(labels)
+    train = every.take(split.train)
+    train.jitter = Jitter(1, flip=False) if spec.augment else None  # a mirrored digit is another sign
+    return Data(train, every.take(split.test), 10, image_size)
+
+
+@functools.cache  # it is text, and a profile asks for it at each configuration
+def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images, (n, 8, 8), 0 to 16, and labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images.astype(np.uint8), digits.target.astype(np.int64)
+
+
+def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:
+    classes = DATASETS["synthetic"].classes or 10
+    source = PatternSource(spec.seed, classes, image_size)
+    count = spec.samples or _SYNTHETIC_SAMPLES
+    positions = np.arange(count + _SYNTHETIC_TEST_SAMPLES)
+    every = PixelDataset(source, positions, positions % classes, scaling=IMAGENET_SCALING, image_size=image_size)
+    return Data(every.take(positions[:count]), every.take(positions[count:]), classes, image_size)
+
+
+def _cifar(spec: WorkloadSpec, image_size: int) -> Data:
+    facts, data_dir = cifar.CIFAR[spec.dataset], _data_dir(spec)
+    folder = cifar.find_binary(facts, data_dir)
+    if folder is None:
+        cifar.refuse_pickled(facts, data_dir)
+        return _split_tree(spec, image_size, ("test",), scaling=facts.scaling, stored_edge=cifar.EDGE)
+    train = cifar.read_binary(facts, folder, facts.train, image_size=image_size)
+    train.jitter = Jitter(cifar.EDGE // 8, flip=True) if spec.augment else None
+    test = cifar.read_binary(facts, folder, facts.test, image_size=image_size)
+    return Data(train, test, facts.classes, image_size)
+
+
+def _imagenet(spec: WorkloadSpec, image_size: int) -> Data:
+    return _split_tree(spec, image_size, ("val",))
+
+
+def _imagefolder(spec: WorkloadSpec, image_size: int) -> Data:
+    return _split_tree(spec, image_size, ("test", "val"))
+
+
+def _split_tree(spec: WorkloadSpec, image_size: int, test_names: tuple[str, ...], **options: Any) -> Data:
+    """A tree with a folder for training and one for testing."""
+    data_dir = _data_dir(spec)
+    train = read_tree(find_part(data_dir, "train"))
+    test = read_tree(find_part(data_dir, *test_names))
+    check_same_classes(train, test)
+    return _from_trees(spec, image_size, train, test, **options)
+
+
+def _caltech(spec: WorkloadSpec, image_size: int) -> Data:
+    """Caltech-101 and Caltech-256 come without a split; their folder of background images is no class."""
+    name, background = _CALTECH[spec.dataset]
+    every = read_tree(_caltech_folder(_data_dir(spec), name), leave_out=[background])
+    split = stratified_split(every.labels)
+    return _from_trees(spec, image_size, every.take(split.train), every.take(split.test))
+
+
+def _caltech_folder(data_dir: Path, name: str) -> Path:
+    for folder in (data_dir, data_dir / name, *sorted(data_dir.glob(f"*/{name}"))):
+        if folder.name == name and folder.is_dir():
+            return folder
+    return find_part(data_dir, name)
+
+
+def _from_trees(spec: WorkloadSpec, image_size: int, train: ImageTree, test: ImageTree, **options: Any) -> Data:
+    _check_class_count(spec, train)
+    return Data(
+        folder_images(train, image_size=image_size, augment=spec.augment, **options),
+        folder_images(test, image_size=image_size, augment=False, **options),
+        len(train.classes),
+        image_size,
+    )
+
+
+def _check_class_count(spec: WorkloadSpec, tree: ImageTree) -> None:
+    expected, found = DATASETS[spec.dataset].classes, len(tree.classes)
+    if expected is not None and found != expected:
+        message = f"expected the {expected} class folders of {spec.dataset}, found {found}"
+        raise data_error(tree.root, f'{message}; for other trees use dataset = "imagefolder"')
+
+
+def _data_dir(spec: WorkloadSpec) -> Path:
+    assert spec.data_dir is not None, "the configuration checks this"  # noqa: S101 # an invariant, not input
+    return spec.data_dir.expanduser()
+
+
+_CALTECH = {
+    "caltech101": ("101_ObjectCategories", "BACKGROUND_Google"),
+    "caltech256": ("256_ObjectCategories", "257.clutter"),
+}
+_BUILDERS: dict[str, Callable[[WorkloadSpec, int], Data]] = {
+    "digits": _digits,
+    "synthetic": _synthetic,
+    "cifar10": _cifar,
+    "cifar100": _cifar,
+    "caltech101": _caltech,
+    "caltech256": _caltech,
+    "imagenet": _imagenet,
+    "imagefolder": _imagefolder,
+}

@@ -1,0 +1,145 @@
+"""Small images of a folder tree, decoded once and kept in a file that all workers and all later jobs share.
+
+Decoding 50,000 PNG files takes a core several seconds, and would in every epoch. The file is a plain .npy array of
+bytes (n, 3, edge, edge), in `$XDG_CACHE_HOME/tula_hpc` (default ~/.cache/tula_hpc). Its name is a hash of the tree's
+path and of name, size and modification time of each image in it, so a changed tree is decoded anew. Nothing is ever
+unpickled. Old files may be deleted at any time.
+
+Decoded images in files, read where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from tula_hpc.data.image_tree import ImageTree, cache_folders, locked, make_private, write_whole
+from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
+from tula_hpc.errors import InputError
+
+
+class RecordFiles:
+    """Images in files of equal records; a pickle of this carries the paths, not the pixels.
+
+    Each image is one `pread`. A memory map would be as fast, but its pages count as resident memory of whoever touched
+    them, and the memory of a training step is something we measure.
+
+    Args:
+        paths: Files of `per_file` records each, the last may have fewer.
+        per_file: Records in a file.
+        edge: Edge of an image, pixels; a record holds 3 × edge × edge bytes, channel by channel.
+        start: Bytes before the first record.
+        label_bytes: Bytes before the image in each record.
+    """
+
+    def __init__(
+        self, paths: tuple[Path, ...], per_file: int, edge: int, *, start: int = 0, label_bytes: int = 0
+    ) -> None:
+        self.paths, self.per_file, self.edge = paths, per_file, edge
+        self.start, self.label_bytes = start, label_bytes
+        self._descriptors: dict[Path, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_descriptors": {}}  # another process opens its own
+
+    def read(self, positions: Indices) -> Bytes:
+        """Images at these positions, (n, 3, edge, edge).
+
+        Raises:
+            InputError: A file ended early or is gone.
+        """
+        size = 3 * self.edge * self.edge
+        images = np.empty((len(positions), size), np.uint8)
+        for row, position in zip(images, positions.tolist(), strict=True):
+            path = self.paths[position // self.per_file]
+            record = self.start + position % self.per_file * (self.label_bytes + size)
+            data = os.pread(self._open(path), size, record + self.label_bytes)
+            if len(data) != size:
+                raise InputError(f"ends before image {position}", source=path)
+            row[:] = np.frombuffer(data, np.uint8)
+        return images.reshape(-1, 3, self.edge, self.edge)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._descriptors:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InputError(f"cannot be read: {error.strerror}", source=path) from None
+            weakref.finalize(self, os.close, descriptor)
+            self._descriptors[path] = descriptor
+        return self._descriptors[path]
+
+
+MAX_BYTES = 2 * 1024**3  # larger trees are decoded as they are read: the file would crowd out the node's page cache
+_log = logging.getLogger(__name__)
+
+
+def fits(tree: ImageTree, edge: int) -> bool:
+    """Whether the decoded tree is small enough to be kept."""
+    return len(tree) * 3 * edge * edge <= MAX_BYTES
+
+
+def decoded(tree: ImageTree, edge: int) -> RecordFiles:
+    """The tree's images as squares of `edge` pixels, decoded now unless that was done before.
+
+    Raises:
+        InputError: An image cannot be decoded, or no folder takes the decoded images.
+    """
+    name = f"{_identity(tree, edge)}.npy"
+    problems = []
+    for folder in cache_folders():
+        try:
+            return _decoded_in(folder, name, tree, edge)
+        except OSError as error:
+            problems.append(f"{folder} ({error.strerror})")
+            _log.warning("decoded images cannot be kept in %s: %s", folder, error)
+    size_mb = len(tree) * 3 * edge * edge // 1_000_000 + 1
+    raise InputError(f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; set XDG_CACHE_HOME")
+
+
+def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFiles:
+    make_private(folder)
+    path = folder / name
+    if not path.exists():
+        with locked(folder / f"{name}.lock"):  # the other workers of this node wait for the one that decodes
+            if not path.exists():
+                _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
+                write_whole(path, partial(_write_array, tree=tree, edge=edge))
+    return _opened(path, tree, edge)
+
+
+def _write_array(file: BinaryIO, *, tree: ImageTree, edge: int) -> None:
+    header = {"descr": "|u1", "fortran_order": False, "shape": _shape(tree, edge)}
+    np.lib.format.write_array_header_1_0(file, header)
+    for index in range(len(tree)):
+        file.write(to_square(open_rgb(tree.path(index)), edge).tobytes())
+
+
+def _opened(path: Path, tree: ImageTree, edge: int) -> RecordFiles:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):
+        raise OSError(0, f"{path.name} is damaged; delete it") from None
+    if array.dtype != np.uint8 or array.shape != _shape(tree, edge):
+        raise OSError(0, f"{path.name} is damaged; delete it")
+    return RecordFiles((path,), len(tree), edge, start=array.offset)
+
+
+def _shape(tree: ImageTree, edge: int) -> tuple[int, int, int, int]:
+    return (len(tree), 3, edge, edge)
+
+
+def _identity(tree: ImageTree, edge: int) -> str:
+    """Hash of where the tree lies and of every file in it."""
+    digest = hashlib.sha256(f"1 {edge} {tree.root.resolve()}".encode(errors="surrogateescape"))
+    for index in range(len(tree)):
+        status = tree.path(index).stat()
+        digest.update(bytes(tree.names[index]) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,88 @@
+"""Data sets from folder trees of images: decoded once where they are small, decoded as they are read where not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from tula_hpc.data.image_cache import decoded, fits
+from tula_hpc.data.image_tree import ImageTree
+from tula_hpc.data.images import ImageDataset, Indices, Jitter, PixelDataset, Preprocessing, Scaling, open_rgb
+
+# Mean and deviation of ImageNet's training images by channel, as everybody uses them (torchvision's documentation).
+IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+LARGEST_CACHED_EDGE = 64
+_EVALUATION_RESIZE = 256 / 224  # the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
+
+
+class DecodedOnRead(ImageDataset):
+    """Images of a tree, decoded and transformed whenever they are read.
+
+    Args:
+        tree: Which images.
+        transform: From a PIL image to bytes (3, edge, edge); random parts draw from torch's random numbers.
+        preprocessing: From bytes to what the model takes.
+    """
+
+    def __init__(self, tree: ImageTree, transform: v2.Transform, preprocessing: Preprocessing) -> None:
+        self.tree, self.transform, self.preprocessing = tree, transform, preprocessing
+
+    @property
+    def labels(self) -> Indices:
+        """Class of each sample, (n,)."""
+        return self.tree.labels
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(open_rgb(self.tree.path(index))), int(self.tree.labels[index])
+
+    def take(self, indices: Indices) -> DecodedOnRead:
+        """The same data set with these samples only."""
+        return DecodedOnRead(self.tree.take(indices), self.transform, self.preprocessing)
+
+
+def folder_images(
+    tree: ImageTree,
+    *,
+    image_size: int,
+    augment: bool,
+    scaling: Scaling = IMAGENET_SCALING,
+    stored_edge: int | None = None,
+) -> Dataset[Any]:
+    """A data set of a tree's images.
+
+    Up to 64 pixels, and up to 2 GiB decoded: short edge resized, centre kept, decoded once; augmentation is a crop
+    after padding by an eighth, and a flip (4 pixels at 32, as the CIFAR literature has it). Otherwise: a random crop of
+    8 to 100 % of the area and a flip for training, the centre of a slightly larger image for evaluation (as for
+    ImageNet).
+
+    Args:
+        tree: Which images.
+        image_size: Edge that the model wants, pixels.
+        augment: Whether to augment.
+        scaling: Bytes to floats.
+        stored_edge: Edge that the images have anyway; they are resized to `image_size` after augmentation.
+    """
+    edge = stored_edge or image_size
+    if edge > LARGEST_CACHED_EDGE or not fits(tree, edge):
+        preprocessing = Preprocessing(scaling._replace(stepwise=True), image_size)
+        return DecodedOnRead(tree, _transform(image_size, augment), preprocessing)
+    jitter = Jitter(edge // 8, flip=True) if augment else None
+    return PixelDataset(
+        decoded(tree, edge), np.arange(len(tree)), tree.labels, scaling=scaling, image_size=image_size, jitter=jitter
+    )
+
+
+def _transform(image_size: int, augment: bool) -> v2.Transform:
+    if augment:
+        crop: list[v2.Transform] = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+    else:
+        crop = [v2.Resize(math.ceil(image_size * _EVALUATION_RESIZE)), v2.CenterCrop(image_size)]
+    return v2.Compose([*crop, v2.PILToTensor()])

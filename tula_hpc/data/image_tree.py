@@ -1,0 +1,315 @@
+"""Folder trees of images: one folder a class, images anywhere below it.
+
+Listings of folder trees, kept in a file that all workers and all later jobs share.
+
+A million names take a busy file system minutes to list, and every worker would for each configuration. A listing is
+believed while every folder that it names has the modification time that it had: that changes when a file or folder in
+it is made, renamed or deleted. The file lies in `cache_folders`; its name is a hash of the tree's path, of what is left
+out and of the root's modification time, so that nodes with copies of their own keep listings of their own. It holds a
+SHA-256 and plain arrays. Nothing is ever unpickled. Old files may be deleted at any time.
+
+Folders for what is made of data once and used by all workers and later jobs; whatever lies there may be deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from tula_hpc.data.images import Indices
+from tula_hpc.errors import InputError
+from tula_hpc.files import read_bounded
+
+
+def cache_folders() -> Iterator[Path]:
+    """The user's cache, which nodes mostly share; or else the node's own temporary files."""
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tula_hpc"
+    yield Path(tempfile.gettempdir()) / f"tula_hpc-{os.geteuid()}"
+
+
+def make_private(folder: Path) -> None:
+    """Create the folder, 0700; one that others may write to could be made to hold anything.
+
+    Raises:
+        OSError: It cannot be made, or belongs to somebody else.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionError(0, "not a folder of yours")
+    folder.chmod(0o700)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process in at a time; the others wait. Where the file system cannot lock, all are let in."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a temporary file, fsync, rename. It is not mapped: a full disk is an error then, not a SIGBUS.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+# Changed later than this before it was listed, a folder may change again without another time: clocks of file servers
+# are coarse and differ from ours, and nodes see times up to a minute late.
+SETTLED_S = 60.0
+MOST_BYTES = 2**32
+_VERSION = 1
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_log = logging.getLogger(__name__)
+
+
+class Listing(NamedTuple):
+    """What a tree holds.
+
+    Attributes:
+        classes: Names of the class folders, sorted, (c,).
+        counts: Images of each class, (c,).
+        names: Paths of the images below the root, by class and sorted, (n,).
+        folders: Paths of all folders that were looked into, the root first, (f,).
+        modified_ns: When each was modified, Unix time, (f,).
+    """
+
+    classes: NDArray[np.bytes_]
+    counts: NDArray[np.int64]
+    names: NDArray[np.bytes_]
+    folders: NDArray[np.bytes_]
+    modified_ns: NDArray[np.int64]
+
+
+def listed_once(root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]) -> Listing:
+    """Give the tree's listing, as it is kept where that still holds.
+
+    Args:
+        root: The tree.
+        leave_out: Class folders that do not count.
+        make: Lists the tree, and says whether all of it could be read.
+    """
+    try:
+        name = f"{_identity(root, leave_out)}.listing"
+    except OSError:
+        return make()[0]
+    for folder in cache_folders():
+        try:
+            return _listed_in(folder, name, root, make)
+        except OSError as error:
+            _log.warning("the listing of %s cannot be kept in %s: %s", root, folder, error)
+    return make()[0]
+
+
+def _listed_in(folder: Path, name: str, root: Path, make: Callable[[], tuple[Listing, bool]]) -> Listing:
+    make_private(folder)
+    path = folder / name
+    listing = _read(path, root)
+    if listing is not None:
+        return listing
+    # The other workers of this node wait for the one that lists.
+    with locked(path.with_suffix(".lock")):
+        listing = _read(path, root)
+        if listing is not None:
+            return listing
+        started_ns = time.time_ns()
+        listing, complete = make()
+        if complete and listing.modified_ns.max() < started_ns - SETTLED_S * 1e9:
+            write_whole(path, lambda file: _write(file, listing))
+        return listing
+
+
+def _identity(root: Path, leave_out: Iterable[str]) -> str:
+    facts = [str(_VERSION), str(root.resolve()), *sorted(leave_out), str(root.stat().st_mtime_ns)]
+    return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _write(file: BinaryIO, listing: Listing) -> None:
+    arrays = io.BytesIO()
+    np.savez(arrays, **listing._asdict())
+    content = arrays.getvalue()
+    file.write(hashlib.sha256(content).digest())
+    file.write(content)
+
+
+def _read(path: Path, root: Path) -> Listing | None:
+    """The listing as it is kept; None where there is none, it is damaged, or the tree has changed."""
+    try:
+        content = read_bounded(path, MOST_BYTES)
+    except OSError:
+        return None
+    digest, arrays = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(arrays).digest() != digest:
+        _log.warning("%s is damaged: %s is listed anew", path, root)
+        return None
+    with np.load(io.BytesIO(arrays), allow_pickle=False) as found:
+        listing = Listing(**{name: found[name] for name in Listing._fields})
+    return listing if _holds(root, listing) else None
+
+
+def _holds(root: Path, listing: Listing) -> bool:
+    top = os.fsencode(root) + b"/"
+    folders = zip(listing.folders.tolist(), listing.modified_ns.tolist(), strict=True)
+    try:
+        # A Path for each of many thousand folders would cost more than the question itself.
+        return all(os.stat(top + name).st_mtime_ns == modified_ns for name, modified_ns in folders)  # noqa: PTH116
+    except OSError:
+        return False
+
+
+DATA_DIR_KEY = "workload.data_dir"
+
+
+@dataclass(frozen=True)
+class ImageTree:
+    """What a tree holds, in order of class and path.
+
+    Attributes:
+        root: The folder of class folders.
+        names: Paths below the root as bytes, (n,). A million strings would cost ten times the memory, in each process.
+        labels: Class of each image, (n,).
+        classes: Names of the class folders, sorted.
+    """
+
+    root: Path
+    names: NDArray[np.bytes_]
+    labels: Indices
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> Path:
+        """Where an image lies."""
+        return self.root / os.fsdecode(bytes(self.names[index]))
+
+    def take(self, indices: Indices) -> ImageTree:
+        """These images only, of the same classes."""
+        return replace(self, names=self.names[indices], labels=self.labels[indices])
+
+
+def data_error(folder: Path, message: str) -> InputError:
+    """The error for a data folder that is not as expected."""
+    return InputError(f"{folder}: {message}", key=DATA_DIR_KEY)
+
+
+def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
+    """List a folder of class folders; folders whose names begin with a dot or are left out do not count.
+
+    Raises:
+        InputError: No class folders, or one without images.
+    """
+    leave_out = list(leave_out)
+    listing = listed_once(root, leave_out, lambda: _list(root, leave_out))
+    classes = tuple(os.fsdecode(name) for name in listing.classes.tolist())
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), listing.counts)
+    return ImageTree(root, listing.names, labels, classes)
+
+
+def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
+    """The listing, and whether every folder could be read."""
+    entries = _entries(root)
+    folders = [(b".", root.stat().st_mtime_ns)]
+    classes = sorted(entry.name for entry in entries if _is_class(entry, leave_out))
+    if not classes:
+        raise data_error(root, "expected one folder for each class, with images in it")
+    names: list[bytes] = []
+    counts: list[int] = []
+    unread: list[OSError] = []
+    for name in classes:
+        found = sorted(_images(root, name, folders, unread))
+        if not found:
+            kinds = ", ".join(IMG_EXTENSIONS)
+            raise data_error(root / name, f"expected images of this class ({kinds}), found none")
+        names += found
+        counts.append(len(found))
+    encoded = np.array([os.fsencode(name) for name in classes])
+    paths, modified_ns = zip(*folders, strict=True)
+    listing = Listing(encoded, np.array(counts), np.array(names), np.array(paths), np.array(modified_ns, np.int64))
+    return listing, not unread
+
+
+def find_part(data_dir: Path, *names: str) -> Path:
+    """The first of these folders that is there.
+
+    Raises:
+        InputError: None is.
+    """
+    for name in names:
+        if (data_dir / name).is_dir():
+            return data_dir / name
+    found = ", ".join(sorted(entry.name for entry in _entries(data_dir))[:8]) or "nothing"
+    raise data_error(data_dir, f"expected a folder {' or '.join(f'{name}/' for name in names)} in it, found: {found}")
+
+
+def check_same_classes(train: ImageTree, test: ImageTree) -> None:
+    """Refuse a test set of other classes: its labels would mean something else.
+
+    Raises:
+        InputError: The class folders differ.
+    """
+    if train.classes == test.classes:
+        return
+    missing, surplus = _some(train.classes, test.classes), _some(test.classes, train.classes)
+    differences = [f"missing: {missing}"] * bool(missing) + [f"not in training: {surplus}"] * bool(surplus)
+    raise data_error(
+        test.root, f"expected the {len(train.classes)} class folders of {train.root.name}/; {'; '.join(differences)}"
+    )
+
+
+def _some(classes: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """Names of the first three classes that the others lack."""
+    lacking = sorted(set(classes) - set(others))
+    return ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise data_error(folder, f"cannot be read: {error.strerror}") from None
+
+
+def _is_class(entry: os.DirEntry[str], leave_out: Iterable[str]) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".") and entry.name not in leave_out
+
+
+def _images(root: Path, class_name: str, folders: list[tuple[bytes, int]], unread: list[OSError]) -> Iterator[bytes]:
+    """Paths below the root; notes each folder with its modification time, and errors."""
+    for folder, _, files in os.walk(root / class_name, onerror=unread.append, followlinks=True):
+        below = os.path.relpath(folder, root)
+        try:
+            folders.append((os.fsencode(below), Path(folder).stat().st_mtime_ns))
+        except OSError as error:
+            unread.append(error)
+        for file in files:
+            if file.lower().endswith(IMG_EXTENSIONS) and not file.startswith("."):  # ._x.jpg: macOS's shadow files
+                yield os.fsencode(f"{below}/{file}")

@@ -1,0 +1,237 @@
+"""Data sets of images, which yield bytes, and how inputs of a model are made of these.
+
+Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. Who makes floats of them is
+decided in `loader`: on a GPU the device, which is fed with bytes; on a CPU the process that loads.
+
+Small images lie decoded: a whole batch is read and augmented with plain array operations. A transform per image costs
+some 100 µs, as much as a small network's step; here it is a few µs.
+
+Random bits as a function of (seed, epoch, index), so that no order of calls and no process can change them.
+
+From an image file to pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from tula_hpc.batches import Batch
+from tula_hpc.errors import InputError
+
+Keys = NDArray[np.uint64]
+
+
+def scramble(values: Keys) -> Keys:
+    """SplitMix64's output function: 64 well mixed bits for each counter.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with their 64-bit constants.
+    """
+    z = values + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around silently, which is what is wanted
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def mix(*parts: ArrayLike) -> Keys:
+    """64 bits for each combination of the parts, which broadcast against each other; shape at least (1,)."""
+    mixed = np.zeros(1, np.uint64)
+    for part in parts:
+        mixed = scramble(mixed ^ np.atleast_1d(np.asarray(part)).astype(np.uint64))
+    return mixed
+
+
+def below(keys: Keys, limit: int, stream: int) -> NDArray[np.int64]:
+    """A whole number in [0, limit) for each key; different streams are independent of each other."""
+    return (mix(keys, stream) % np.uint64(limit)).astype(np.int64)
+
+
+Bytes = NDArray[np.uint8]
+Indices = NDArray[np.int64]
+
+
+class PixelSource(Protocol):
+    """Where the bytes come from."""
+
+    def read(self, positions: Indices) -> Bytes:
+        """Images at these positions, (n, 3, edge, edge)."""
+
+
+class ArraySource(NamedTuple):
+    """Images in memory, (n, 3, edge, edge)."""
+
+    images: Bytes
+
+    def read(self, positions: Indices) -> Bytes:
+        """Images at these positions, a copy."""
+        return self.images[positions]
+
+
+class Jitter(NamedTuple):
+    """Augmentation: a crop at a random place after zero padding, and a mirror image half of the time."""
+
+    padding: int  # pixels on each side; the image moves by up to this much
+    flip: bool
+
+    def apply(self, images: Bytes, keys: Keys) -> Bytes:
+        """Augment (n, 3, edge, edge); each image by its own key alone."""
+        p, edge = self.padding, images.shape[-1]
+        padded = np.pad(images, ((0, 0), (0, 0), (p, p), (p, p)))
+        down, right = below(keys, 2 * p + 1, 0), below(keys, 2 * p + 1, 1)
+        mirrored = below(keys, 2, 2) if self.flip else np.zeros(len(keys), np.int64)
+        result = np.empty_like(images)
+        for i, (y, x, mirror) in enumerate(zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True)):
+            crop = padded[i, :, y : y + edge, x : x + edge]
+            result[i] = crop[:, :, ::-1] if mirror else crop
+        return result
+
+
+class Scaling(NamedTuple):
+    """From bytes to the floats a model sees: (byte / white − mean) / deviation, by channel."""
+
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    deviation: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    white: float = 255.0
+    # Rounded after each of three operations, as torchvision's transforms do; else divisions are done beforehand.
+    stepwise: bool = False
+
+    def apply(self, images: Tensor) -> Tensor:
+        """Scale bytes (n, 3, edge, edge) where they are; float32, the same bits on every device."""
+        subtracted, divisor_or_factor = _by_channel(self, images.device)
+        floats = _room_for(images).copy_(images)
+        if self.stepwise:
+            return floats.mul_(1 / self.white).sub_(subtracted).div_(divisor_or_factor)
+        return floats.mul_(divisor_or_factor).sub_(subtracted)
+
+
+def _room_for(images: Tensor) -> Tensor:
+    """Memory for as many floats; a loader's process takes what it shares with its owner, or they were copied there."""
+    if get_worker_info() is None:
+        return torch.empty(images.shape, device=images.device)
+    # as torch's own collate function does
+    shared: Any = torch.UntypedStorage._new_shared(4 * images.numel())  # type: ignore[no-untyped-call]
+    return torch.empty(0).set_(shared).view(images.shape)
+
+
+@functools.cache
+def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is subtracted, and what is divided by or multiplied with, (3, 1, 1); kept, as a GPU waits for each copy."""
+    mean, deviation = torch.tensor(scaling.mean).view(3, 1, 1), torch.tensor(scaling.deviation).view(3, 1, 1)
+    if scaling.stepwise:
+        return mean.to(device), deviation.to(device)
+    return (mean / deviation).to(device), (1 / (scaling.white * deviation)).to(device)
+
+
+class Preprocessing(NamedTuple):
+    """From bytes of images to what a model takes."""
+
+    scaling: Scaling
+    image_size: int  # edge that the model wants, pixels; other images are resized (bilinear)
+
+    def apply(self, inputs: Batch) -> Batch:
+        """Scale and resize bytes (n, 3, edge, edge) on their device, in float32; whatever else it is given stays."""
+        if not isinstance(inputs, Tensor) or inputs.dtype != torch.uint8:
+            return inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            floats = self.scaling.apply(inputs)
+            if floats.shape[-1] == self.image_size:
+                return floats
+            size: Any = (self.image_size, self.image_size)
+            return torch.nn.functional.interpolate(floats, size, mode="bilinear", antialias=True)
+
+
+class ImageDataset(Dataset[tuple[Tensor, int]]):
+    """Labelled images as bytes, (3, edge, edge), and what makes a model's inputs of a batch of them."""
+
+    preprocessing: Preprocessing
+
+
+def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
+    """Make a model's inputs of collated inputs of a data set; what is the user's own stays as it is."""
+    return dataset.preprocessing.apply(inputs) if isinstance(dataset, ImageDataset) else inputs
+
+
+class PixelDataset(ImageDataset):
+    """Small labelled images that lie decoded.
+
+    Args:
+        source: The bytes.
+        positions: Place of each sample in the source, (n,).
+        labels: Class of each sample, (n,).
+        scaling: Bytes to floats.
+        image_size: Edge that the model wants, pixels.
+        jitter: Augmentation; None for none.
+    """
+
+    def __init__(
+        self,
+        source: PixelSource,
+        positions: Indices,
+        labels: Indices,
+        *,
+        scaling: Scaling,
+        image_size: int,
+        jitter: Jitter | None = None,
+    ) -> None:
+        self.source, self.positions, self.labels = source, positions, labels
+        self.preprocessing, self.jitter = Preprocessing(scaling, image_size), jitter
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        """Items whose augmentation follows torch's default random numbers."""
+        drawn = torch.randint(2**62, (len(indices),)).numpy() if self.jitter else np.zeros(len(indices))
+        return self.keyed_items(np.asarray(indices), drawn.astype(np.uint64))
+
+    def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
+        """Items whose augmentation follows these keys, (n,), and nothing else."""
+        images = self.source.read(self.positions[indices])
+        if self.jitter:
+            images = self.jitter.apply(images, keys)
+        return list(zip(torch.from_numpy(images).unbind(0), self.labels[indices].tolist(), strict=True))
+
+    def take(self, indices: Indices) -> PixelDataset:
+        """The same data set with these samples only."""
+        return PixelDataset(
+            self.source,
+            self.positions[indices],
+            self.labels[indices],
+            scaling=self.preprocessing.scaling,
+            image_size=self.preprocessing.image_size,
+            jitter=self.jitter,
+        )
+
+
+def open_rgb(path: Path) -> Image.Image:
+    """Decode a file; grey images, palettes and transparency become RGB.
+
+    Raises:
+        InputError: The file is no image, is damaged, or claims to be absurdly large.
+    """
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"cannot be decoded: {error}", source=path) from None
+
+
+def to_square(image: Image.Image, edge: int) -> Bytes:
+    """Short edge resized to `edge`, centre cut out; (3, edge, edge)."""
+    if image.size != (edge, edge):
+        short = min(image.size)
+        left, top = ((length - short) / 2 for length in image.size)
+        box = (left, top, left + short, top + short)
+        image = image.resize((edge, edge), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(image).transpose(2, 0, 1)

@@ -1,0 +1,1 @@
+"""Run one worker of a data-parallel job."""

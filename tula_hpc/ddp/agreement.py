@@ -1,0 +1,169 @@
+"""Stop requests (signals) and the workers' agreement on what to do at a step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from types import FrameType
+from typing import NamedTuple, Protocol, TypeVar
+
+from tula_hpc.errors import PreemptedError
+from tula_hpc.launch.reasons import lost_a_peer
+
+
+class Agreement(Protocol):
+    """What timing needs from a worker."""
+
+    def agree(self, *values: float) -> list[float]:
+        """The largest of each value over all workers."""
+
+    def synchronize_device(self) -> None:
+        """Wait for the device."""
+
+
+CHECK_EVERY_S = 1.0  # a preempted job has at least some seconds of grace; one small collective a second costs nothing
+FIRST_CHECKS = 10  # look at every step until the step time is known
+T = TypeVar("T")
+
+
+class Suspensions:
+    """Remembers that this process was stopped and told to go on: what was timed meanwhile says nothing.
+
+    Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT also precedes
+    the TERM of a cancellation, when nothing is timed any more.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def install(self) -> Suspensions:
+        """Take over CONT, from submitit in a job. Call it in the main thread."""
+        signal.signal(signal.SIGCONT, self._remember)
+        return self
+
+    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+        self._seen = True
+
+    def take(self) -> bool:
+        """Return whether there was one since the last call."""
+        seen, self._seen = self._seen, False
+        return seen
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Name the suspension where a collective fails after it: clocks went on, and its time is up for all.
+
+        Raises:
+            PreemptedError: In place of that error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if lost_a_peer(error) and self.take():
+                raise PreemptedError("the job was suspended for longer than its workers wait for each other") from error
+            raise
+
+
+class StopRequest:
+    """Remembers USR2 (time limit, preemption with the user signal) and TERM (preemption without it).
+
+    Submitit's own handler would pickle and requeue between two arbitrary bytecodes; this one only sets a flag, and the
+    training loop saves at the next step boundary. Install it in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def install(self) -> StopRequest:
+        """Take over USR2 and TERM from submitit."""
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._remember)
+        return self
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+class Wish(IntEnum):
+    """What a worker wants at a look; the largest of all workers' counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    FAIL = 2  # a checkpoint could not be saved
+
+
+class Decision(NamedTuple):
+    """What all workers do after this step."""
+
+    stop: bool
+    save: bool
+    shared: tuple[float, ...] = ()  # the largest of each further value over the workers; empty between looks
+    failed: bool = False  # a checkpoint could not be saved
+
+
+class Agreed:
+    """Asks, about once a second and at the same step on every worker, whether anyone must stop or save.
+
+    Args:
+        worker: For the collective.
+        stop: This worker's stop request.
+        wish: Asked at every look what this worker wants.
+        every_s: Seconds between looks.
+    """
+
+    def __init__(
+        self, worker: Agreement, stop: StopRequest, wish: Callable[[], Wish], every_s: float = CHECK_EVERY_S
+    ) -> None:
+        self.worker, self.stop, self.wish, self.every_s = worker, stop, wish, every_s
+        self.interval_steps = 1
+        self.steps = 0
+        self.started = time.monotonic()
+
+    def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
+        """Call after every step, on every worker.
+
+        Args:
+            values: Asked when it is time to look: further numbers of this worker, as many on every worker.
+        """
+        self.steps += 1
+        if self.steps % self.interval_steps:
+            return Decision(stop=False, save=False)
+        now = time.monotonic()
+        step_s = (now - self.started) / self.steps
+        mine = (float(self.stop.received is not None), float(self.wish()), step_s, *values())
+        stop, wish, slowest_s, *shared = self.worker.agree(*mine)
+        if self.steps >= FIRST_CHECKS:
+            self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
+        return Decision(bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
+
+
+class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
+    """All workers agreed to stop before an evaluation was over; its sums are lost, nothing else."""
+
+
+def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T]:
+    """Yield batches of an evaluation, and look between them whether anyone must stop.
+
+    Args:
+        batches: This worker's.
+        most: Batches of the worker that has most of them: all have to look as often.
+        agreed: Asked for each.
+
+    Raises:
+        EvaluationStopped: On every worker.
+    """
+    looks = 0
+    for batch in batches:
+        _look(agreed)
+        looks += 1
+        yield batch
+    for _ in range(looks, most):
+        _look(agreed)
+
+
+def _look(agreed: Agreed) -> None:
+    if agreed.decide().stop:
+        raise EvaluationStopped

@@ -1,0 +1,260 @@
+"""What `training.method` makes of the workload's optimizer. The method's learning rate is in `schedule.py`.
+
+| method | base | around it |
+| --- | --- | --- |
+| lbt, lrs, sqrt | the workload's | nothing: they differ in the rate |
+| lars, lamb | SGD or AdamW with a rate for each layer | nothing |
+| polo | the workload's | post-local SGD; with one worker nothing |
+| static, ags | the workload's, or with `layer_wise` LARS or LAMB | `TulaOptimizer` with `[training]`'s options |
+| adascale | the workload's | `TulaOptimizer` in the form that is AdaScale's gain |
+
+Learning rate as a function of how much data was seen, so that it stays right when the batch changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
+from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
+from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
+from tula_hpc.records import Configuration
+from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
+
+SYNCHRONOUS_EPOCHS = 5  # of post-local SGD, as in the paper
+
+
+def build_optimizer(
+    sweep: SweepSpec, model: nn.Module, parameters: list[nn.Parameter], configuration: Configuration, samples: int
+) -> Optimizer:
+    """The method's optimizer.
+
+    Args:
+        sweep: Optimizer and method.
+        model: The plain module.
+        parameters: What is trained of it.
+        configuration: Gives the large batch and the number of workers.
+        samples: Training samples in an epoch; some intervals are stated in epochs.
+    """
+    method = sweep.training.method
+    base = base_optimizer(
+        sweep.workload,
+        parameters,
+        sharded=shards(sweep.workload, configuration.world_size),
+        layer_wise=sweep.training.has_trust_ratios,
+        exempt=norms_and_biases(model),
+    )
+    if method in ("static", "ags"):
+        return TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
+    if method == "adascale":
+        return TulaOptimizer(base, **_adascale(sweep.training, configuration, samples))
+    if method == "polo" and configuration.world_size > 1:
+        return PostLocalSGD(base, EpochAverager(model, synchronous_epochs(sweep.workload.epochs)))
+    return base
+
+
+def synchronous_epochs(epochs: int) -> int:
+    """Of post-local SGD: 5, or a fifth of a short training, but whole and at least 1."""
+    return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
+
+
+def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
+    """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
+    wanted = max(2, training.reference_batch(configuration.global_batch) // configuration.world_size)
+    return min(wanted, configuration.local_batch)
+
+
+def _scaling(
+    sweep: SweepSpec,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    configuration: Configuration,
+    samples: int,
+) -> dict[str, Any]:
+    """`[training]`'s form of gradient scaling."""
+    training = sweep.training
+    options = training.ags
+    static = training.method == "static"
+    return {
+        **scaled_batches(training, configuration),
+        "update_interval": None if static else pass_interval(training, configuration, samples),
+        "delta": options.delta,
+        "granularity": options.granularity,
+        "s_max": training.s_max,
+        "s_min": training.s_min,
+        "static_scale": training.static_scale if static else None,
+        "exponent": options.exponent,
+        "smoothing": options.smoothing,
+        "scale_warmup": round(_scale_warmup_epochs(sweep) * _steps_per_epoch(configuration, samples)),
+        "gate": options.gate,
+        "exclude": norms_and_biases(model) if options.exclude_norms else (),
+        "apply": sweep.scale_applies_to,
+        "spike_guard": options.spike_guard,
+        "layers": layers(model, parameters) if options.granularity == "layer" else None,
+    }
+
+
+def _scale_warmup_epochs(sweep: SweepSpec) -> float:
+    """As given; a preset's at most a fifth of a short training."""
+    epochs = sweep.training.ags.scale_warmup_epochs
+    return epochs if sweep.training.scale_warmup_epochs is not None else min(epochs, sweep.workload.epochs / 5)
+
+
+def _adascale(training: TrainingSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
+    """AdaScale (T. Johnson et al. 2020, "AdaScale SGD"): what the optimizer does is multiplied by a gain.
+
+        r = (σ² + μ²) / (σ²/S + μ²) = ‖g_b‖² / ‖g_B‖²,  S = B/b,  so that 1 <= r <= S
+
+    Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are left out: methods
+    are compared over equal epochs, so the rate follows the data seen. b is the batch that workload.lr was chosen for.
+    """
+    batches = scaled_batches(training, configuration)
+    ratio = batches["large_batch"] / batches["small_batch"]
+    return {
+        **batches,
+        "update_interval": pass_interval(training, configuration, samples),
+        "granularity": "model",
+        "exponent": 2.0,
+        "gate": "none",
+        "apply": "update",
+        "smoothing": max(0.0, 1.0 - ratio / 1000.0),
+        "s_min": 1.0,
+    }
+
+
+def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
+    """b_small and b_large. Where norms are computed for b_small, it need not be a whole number of samples a worker."""
+    computed = training.free_reference and configuration.world_size > 1
+    large = configuration.global_batch
+    small = training.reference_batch(large) if computed else _taken(training, configuration)
+    return {"small_batch": min(small, large), "large_batch": large}
+
+
+def reference_after(sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float) -> float:
+    """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
+
+        b_small(e) = b_small / shrink^(e / E),  at least 1
+
+    Args:
+        sweep: The method and its options, and how many epochs E there are.
+        configuration: That is trained with.
+        samples: Of an epoch.
+        epochs_seen: e, from 0 to E.
+    """
+    batch = configuration.global_batch
+    first = min(sweep.training.reference_batch(batch), batch)
+    shrink = _shrink(sweep, configuration, samples)
+    return max(1.0, first * math.exp(-math.log(shrink) * epochs_seen / sweep.workload.epochs))
+
+
+def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> float:
+    """As given; the default's is 1 where updates are scaled: with such optimizers another was not tried."""
+    options = sweep.training.ags
+    if sweep.training.method != "ags":
+        return 1.0
+    if options.small_batch_shrink is not None:
+        return options.small_batch_shrink
+    if sweep.scale_applies_to == "update":
+        return 1.0
+    epochs = sweep.workload.epochs
+    updates = epochs * _steps_per_epoch(configuration, samples)
+    return following_shrink(sweep.training.base_batch, configuration.global_batch, epochs, updates)
+
+
+def _taken(training: TrainingSpec, configuration: Configuration) -> int:
+    return reference_share(training, configuration) * configuration.world_size
+
+
+def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
+    """Steps between two passes; an interval of 0 epochs: as often as passes see at most `PASS_SHARE` of the samples.
+
+    A form that expects norms at every step needs many of them where a single worker with BatchNorm has to take passes.
+    """
+    epochs = training.ags.update_interval_epochs
+    if epochs == 0:
+        return math.ceil(_taken(training, configuration) / (PASS_SHARE * configuration.global_batch))
+    return max(1, round(epochs * _steps_per_epoch(configuration, samples)))
+
+
+def _steps_per_epoch(configuration: Configuration, samples: int) -> int:
+    return max(1, samples // configuration.global_batch)
+
+
+WARMUP_EPOCHS = 5.0  # of the baselines in the paper
+LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
+WARMED_UP = ("lars", "lamb", "polo")  # at whatever batch
+SCALING: Mapping[str, LrScaling] = {"lrs": "linear", "sqrt": "sqrt", "lars": "linear", "lamb": "sqrt"}
+
+
+def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
+    """Rate at a (fractional) epoch: linear warm-up to the method's rate, then constant, steps or a cosine to 0.
+
+    torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is less data, and the
+    schedule would run ahead. This one counts data, and the method's rate follows the batch in force.
+
+    Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate that was scaled up
+    more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate, large minibatch SGD", section 2.2),
+    and no warm-up starts above it.
+
+    Args:
+        sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]: see `lr_scale` and
+            `warmup_epochs`.
+        global_batch: Over all workers.
+        epoch: Samples seen over samples per epoch.
+    """
+    rate = sweep.workload.lr * lr_scale(sweep.training, global_batch)
+    warmup = warmup_epochs(sweep, global_batch)
+    if epoch >= warmup:
+        return rate * _decay(sweep.workload, epoch, warmup)
+    start = min(sweep.workload.lr, 0.1 * rate)
+    return start + (rate - start) * epoch / warmup
+
+
+def lr_scale(training: TrainingSpec, global_batch: int) -> float:
+    """The method's rate over workload.lr, which was chosen for `base_batch`: linear, square root, or 1.
+
+    LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of convolutional networks"),
+    LAMB by the root (Y. You et al. 2020, "Large batch optimization for deep learning"); `training.lr_scaling` says
+    otherwise for these two and for AGS.
+    """
+    ratio = global_batch / training.base_batch
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[_lr_scaling(training)]
+
+
+def _lr_scaling(training: TrainingSpec) -> LrScaling:
+    if training.method == "ags":
+        return training.ags.lr_scaling
+    if training.method in ("lars", "lamb") and training.lr_scaling is not None:
+        return training.lr_scaling
+    return SCALING.get(training.method, "none")
+
+
+def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
+    """Epochs of warm-up: training.warmup_epochs, else what the method needs but at least workload.warmup_epochs.
+
+    The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the training, whichever is
+    less; plain training and a rate that is scaled need them beyond `base_batch`: up to it they are what was tuned.
+    """
+    training, workload = sweep.training, sweep.workload
+    if training.warmup_epochs is not None:
+        return training.warmup_epochs
+    larger = global_batch > training.base_batch and (training.method == "lbt" or _lr_scaling(training) != "none")
+    needs = larger or training.method in WARMED_UP
+    needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if needs else 0.0
+    return max(needed, workload.warmup_epochs)
+
+
+def _decay(workload: WorkloadSpec, epoch: float, warmup: float) -> float:
+    """The schedule's factor after the warm-up."""
+    if workload.schedule == "step":
+        return float(workload.gamma ** sum(epoch >= milestone for milestone in workload.milestones))
+    if workload.schedule == "cosine":
+        span = max(workload.epochs - warmup, 1e-9)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (epoch - warmup) / span)))
+    return 1.0

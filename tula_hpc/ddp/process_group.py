@@ -1,0 +1,249 @@
+"""One allocation of nodes, measured on again and again: all workers hear what comes next, and some take part in it.
+
+Those who take part join a torch.distributed job of their own, whose process group is the default one: nothing else has
+to know that there are others. Those who do not, wait for the next word in a system call, which uses no CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.ddp.rendezvous import meet
+from tula_hpc.env import WorkerEnvironment, granted_gpus
+from tula_hpc.errors import DeviceError, InputError
+
+# A peer that died is noticed by gloo at once and by srun -K1; these bound the wait where neither helps.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# a profile job has minutes, and all of its nodes would wait
+PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
+# compute capability of the first GPUs with bf16 units, A100's 8.0
+BF16_FROM_MAJOR = 8
+
+
+@contextlib.contextmanager
+def process_group(
+    cluster: ClusterSpec,
+    env: WorkerEnvironment,
+    store: Store | None = None,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> Iterator[None]:
+    """torch.distributed for the length of a job: nccl on GPUs, gloo on CPUs; nothing for a single worker.
+
+    Args:
+        cluster: The device.
+        env: Who this worker is among those of the group.
+        store: That the workers of the group share; None: they meet in one of their own.
+        timeout: Of a collective.
+
+    Raises:
+        InputError: This worker has no GPU of its own, or one that this build of torch has no kernels for.
+    """
+    torch.set_num_threads(cluster.cpus_per_worker)
+    device = pick_device(cluster, env.local_rank)
+    if device.type == "cuda":
+        # before any collective, which would fail in nccl's words
+        check_kernels(device)
+        torch.cuda.set_device(device)
+    if env.world_size == 1:
+        yield
+        return
+    if store is None:
+        store = PrefixStore("group", meet(env, COLLECTIVE_TIMEOUT))
+    dist.init_process_group(backend_of(cluster), timeout=timeout, store=store, rank=env.rank, world_size=env.world_size)
+    yield
+    leave_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
+
+
+def leave_group() -> None:
+    """End the process group, once no model of it is in use.
+
+    Models go first: one that is freed after its group, as garbage or by whoever still held it, waits for the group's
+    threads and lets nobody run Python meanwhile, for which such a thread may be waiting itself.
+    """
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def backend_of(cluster: ClusterSpec) -> str:
+    """The collective library for the cluster's device."""
+    return "nccl" if cluster.device == "cuda" else "gloo"
+
+
+def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
+    """The worker's own GPU, whether the scheduler shows it all of the node's or only one; or the CPU.
+
+    Raises:
+        DeviceError: The scheduler gave this job GPUs that are not there.
+        InputError: There is no GPU, or it would be another worker's too, which nccl refuses.
+    """
+    if cluster.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        # without kernels for CUDA, or for the nodes' driver, no other node would do
+        if granted_gpus() and torch.version.cuda is not None and "is too old" not in _why_no_gpu():
+            raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}")
+        raise InputError(f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device")
+    count = torch.cuda.device_count()
+    if count < granted_gpus():
+        raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
+    # where Slurm binds each task to one GPU, all of them see one
+    if local_rank >= count and (cluster.executor == "local" or count > 1):
+        message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
+        raise InputError(f"{message}; see workers_per_node, search.cluster_sizes and gres", key="device")
+    return torch.device("cuda", local_rank % count)
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call] # torch's
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return "it does not say why"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Refuse a GPU that this build of torch does not know: its builds for newer CUDA leave out older GPUs.
+
+    Raises:
+        InputError: It has no kernels for the GPU.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    known = torch.cuda.get_arch_list()
+    if torch.version.cuda is None or any(_runs_on(name, major, minor) for name in known):
+        return
+    message = f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    remedy = "install torch 2.10.0 (constraints.txt), which has them from sm_70 (V100) to sm_120"
+    raise InputError(f"{message}, only for {' '.join(known)}; {remedy}", key="device")
+
+
+def check_precision(device: torch.device, precision: str) -> None:
+    """Refuse bf16 on a GPU without units for it.
+
+    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, several times slower than fp32;
+    `torch.cuda.is_bf16_supported` counts the emulation as support.
+
+    Raises:
+        InputError: Names the GPU and the precision to use instead.
+    """
+    if precision != "bf16" or torch.version.cuda is None:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= BF16_FROM_MAJOR:
+        return
+    name = torch.cuda.get_device_name(device)
+    message = f"{name} (sm_{major}{minor}) has no bf16 units, which GPUs have from sm_80 (A100) on"
+    raise InputError(f'{message}; use precision = "fp16"', key="workload.precision")
+
+
+def choose_kernels(workload: WorkloadSpec) -> None:
+    """Tell cuDNN and cuBLAS which kernels they may choose, by the workload's keys."""
+    torch.backends.cudnn.benchmark = workload.cudnn_benchmark
+    torch.backends.cudnn.allow_tf32 = workload.tf32
+    torch.backends.cuda.matmul.allow_tf32 = workload.tf32
+
+
+def _runs_on(name: str, major: int, minor: int) -> bool:
+    """Whether kernels of that name do: sm_75 on its own generation, compute_75 is compiled for any later one."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+    if found is None:
+        return False
+    built = int(found[2]), int(found[3])
+    return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions that a measurement depends on."""
+    import platform
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "kernel": os.uname().release}
+    if torch.cuda.is_available():
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
+
+
+class Allocation:
+    """The workers of a job, of which rank 0 decides and all hear what they do next.
+
+    Args:
+        cluster: The device, and the workers on each node.
+        env: This worker's place among all of the job.
+        patience: How long to wait for rank 0's next word. A rank 0 that died is noticed at once: it keeps the store.
+    """
+
+    def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
+        self.cluster, self.env, self.patience = cluster, env, patience
+        self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
+        self._words = 0
+        self._nodes = 0  # of the group that was joined last
+        self._group = contextlib.ExitStack()
+
+    def hear(self, decide: Callable[[], str]) -> str:
+        """What rank 0 decides; every worker calls this. Returns when all are done with what came before."""
+        self._words += 1
+        if self.store is None:
+            return decide()
+        self._await_all(self.store)
+        key = f"word/{self._words}"
+        if self.env.rank == 0:
+            self.store.set(key, decide())
+        self.store.wait([key], self.patience)
+        return self.store.get(key).decode()
+
+    def join(self, nodes: int) -> WorkerEnvironment | None:
+        """Be a worker of the first `nodes` nodes, or None for those on other nodes; every worker calls this.
+
+        The group stays as long as the number of nodes does. It is left with `leave`, not after an error: see
+        `process_group`.
+        """
+        place = place_among(self.env, nodes, self.cluster.workers_per_node)
+        if nodes != self._nodes:
+            self.leave()
+            self._nodes = nodes
+            if place is not None:
+                store = None if self.store is None else PrefixStore(f"group/{self._words}", self.store)
+                group = process_group(self.cluster, place, store, PROFILE_COLLECTIVE_TIMEOUT)
+                self._group.enter_context(group)
+        return place
+
+    def leave(self) -> None:
+        """Leave the group of the first nodes, if there is one."""
+        self._group.close()
+        self._nodes = 0
+
+    def close(self) -> None:
+        """The end; every worker calls this. Rank 0 is the last to go, because the others ask its store."""
+        self.leave()
+        if self.store is not None:
+            self._words += 1
+            self._await_all(self.store)
+
+    def _await_all(self, store: Store) -> None:
+        """Every worker says that it came so far; rank 0 waits for all of them."""
+        keys = [f"done/{self._words}/{rank}" for rank in range(self.env.world_size)]
+        store.set(keys[self.env.rank], "")
+        if self.env.rank == 0:
+            store.wait(keys, self.patience)
+
+
+def place_among(env: WorkerEnvironment, nodes: int, workers_per_node: int) -> WorkerEnvironment | None:
+    """This worker's place among those of the job's first nodes; None if it runs on another one.
+
+    Slurm may number tasks round the nodes, so that ranks are counted anew, node by node; rank 0 remains rank 0. The
+    local executor emulates nodes: it has one, with all workers.
+    """
+    node, local_rank = (env.node_rank, env.local_rank) if env.on_slurm else divmod(env.rank, workers_per_node)
+    if node >= nodes:
+        return None
+    rank = node * workers_per_node + local_rank
+    return env._replace(rank=rank, world_size=nodes * workers_per_node, hosts=env.hosts[:nodes])

@@ -1,0 +1,399 @@
+"""How the workers of one job meet: each proves that it belongs to the job before it gets a seat.
+
+torch's TCPStore asks nobody who he is. On a shared node or network a stranger could take the place of a
+rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*, a socket of our own:
+both sides show by HMAC-SHA256 over fresh random numbers that they know the job's secret, a file in the
+submission's private folder. Neither side sends the secret. Only when all ranks are in does rank 0 start the
+store. It listens on the one address at which the ranks came (127.0.0.1 for a job on this machine), takes
+connections from the ranks' addresses alone, and its keys begin with a random prefix that goes through the door.
+
+torch's own way, env://, also knows one port only. Here a job has several, in an order of its own: rank 0 listens on the
+first that is free, and the others go round them until somebody there knows the secret.
+
+What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is trusted. So are those who
+run processes on the ranks' hosts: torch's store knows no password, and lists its keys to them. None of them runs code
+in a rank, as nothing that comes from a peer is unpickled, but they can disturb a training or feed it numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hmac
+import ipaddress
+import json
+import random
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+# TCPStore is documented, though not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from tula_hpc.env import SECRET_FILE, WorkerEnvironment
+from tula_hpc.errors import InputError, MeetingError
+from tula_hpc.files import read_bounded
+
+# from 32768 on, Linux gives ports to whoever connects to somewhere
+PORTS = range(10_000, 32_768)
+CANDIDATES = 8
+# On one machine all workers start at once; and there is no srun -K1 that would end those who wait for one that died.
+LOCAL_PATIENCE = timedelta(minutes=2)
+# A peer that is ours answers at once; a stranger may say nothing for ever.
+HANDSHAKE_S = 5.0
+# torch looks up the name of each address; where DNS is broken, that takes long
+LOOK_UP = timedelta(minutes=1)
+# between two rounds over the ports; rank 0 may be late
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+LOOPBACK = "127.0.0.1"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+# connections that are heard at the same time, beside those of the workers that are expected
+MOST_STRANGERS = 256
+# <linux/filter.h>, <asm-generic/socket.h>
+SO_ATTACH_FILTER = 26
+
+
+def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
+    """Return a store that all workers of the job share; every worker calls this, as often as the others do.
+
+    Args:
+        env: This worker's place in the job.
+        patience: How long to wait for the others, at most `LOCAL_PATIENCE` on one machine; it also becomes the time
+            limit of what is asked of the store.
+
+    Raises:
+        MeetingError: Workers did not come, there is no port that rank 0 can listen on, or the job has no secret.
+        InputError: MASTER_PORT is no port.
+    """
+    limit = patience if env.on_slurm else min(patience, LOCAL_PATIENCE)
+    secret = _read_secret(env)
+    ends = time.monotonic() + limit.total_seconds()
+    store = _Door(env, secret).gather(limit) if env.rank == 0 else _find(env, secret, ends, limit)
+    store.set_timeout(patience)
+    return store
+
+
+def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
+    """Return where rank 0's door may be, in order: the same for all workers of a job, others for its next restart.
+
+    Raises:
+        InputError: MASTER_PORT is no port.
+    """
+    if not env.master_port:
+        # no secret: all workers are to draw the same
+        return random.Random(_job_name(env)).sample(PORTS, CANDIDATES)  # noqa: S311
+    if not env.master_port.isdecimal() or not 0 < int(env.master_port) < 2**16:
+        raise InputError(f"expected a port from 1 to 65535, found {env.master_port!r}", source="MASTER_PORT")
+    return [int(env.master_port)]
+
+
+def _job_name(env: WorkerEnvironment) -> str:
+    """Tell this run of this job from all others, a left-over of an earlier run included."""
+    return f"{env.job_id}.{env.restart_count} {env.submission}"
+
+
+def _read_secret(env: WorkerEnvironment) -> bytes:
+    path = Path(env.submission) / SECRET_FILE
+    try:
+        return bytes.fromhex(read_bounded(path, 4096).decode())
+    except (OSError, ValueError) as error:
+        message = f"{path}: cannot be read ({error}); workers need it to prove who they are"
+        raise MeetingError(f"{message}: submit the job again with this version") from None
+
+
+class _Proof(NamedTuple):
+    """One handshake: what both sides said, and the secret that they prove to know."""
+
+    secret: bytes
+    job: str
+    client_nonce: bytes
+    server_nonce: bytes
+
+    def of(self, speaker: str, message: bytes = b"") -> bytes:
+        """Return the proof of `speaker` for this handshake and no other one, and for this message."""
+        said = [speaker.encode(), self.job.encode(), self.client_nonce, self.server_nonce, message]
+        # lengths, or two different handshakes could be the same bytes
+        content = b"".join(struct.pack("!I", len(part)) + part for part in said)
+        return hmac.digest(self.secret, content, "sha256")
+
+    def holds(self, proof: bytes, speaker: str, message: bytes = b"") -> bool:
+        """Tell whether that proof is right."""
+        return hmac.compare_digest(proof, self.of(speaker, message))
+
+
+class _Guest(NamedTuple):
+    """A worker that has proved itself and waits for the others."""
+
+    connection: socket.socket
+    proof: _Proof
+    # numeric: where it comes from, and at which of our addresses it came
+    peer: str
+    ours: str
+
+    def invite(self, place: dict[str, str | int]) -> None:
+        """Tell it where the store is. One that is gone by now is missed in the first collective."""
+        content = json.dumps(place).encode()
+        sealed = self.proof.of("invitation", content) + content
+        with contextlib.suppress(OSError):
+            self.connection.sendall(struct.pack("!I", len(sealed)) + sealed)
+
+
+class _Door:
+    """Rank 0's part: lets in the workers of the job, refuses and reports everybody else."""
+
+    def __init__(self, env: WorkerEnvironment, secret: bytes) -> None:
+        self.env, self.secret = env, secret
+        self.guests: dict[int, _Guest] = {}
+        self.changed = threading.Condition()
+        self.refused: set[str] = set()
+        self.unproven: list[socket.socket] = []
+        self.socket = _listen(env)
+
+    def gather(self, patience: timedelta) -> Store:
+        """Wait for all other workers, then start the store and tell them where it is."""
+        expected = self.env.world_size - 1
+        threading.Thread(target=self._serve, daemon=True, name="door").start()
+        try:
+            with self.changed:
+                complete = self.changed.wait_for(lambda: len(self.guests) == expected, patience.total_seconds())
+            if not complete:
+                raise MeetingError(self._absence(patience))
+            return self._start_store()
+        finally:
+            # wakes the thread that accepts; closing alone would not
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.close()
+            for guest in self.guests.values():
+                guest.connection.close()
+
+    def _absence(self, patience: timedelta) -> str:
+        absent = [rank for rank in range(1, self.env.world_size) if rank not in self.guests]
+        where = f"rank 0 at {_host(self.env)}:{self.socket.getsockname()[1]}"
+        waited = f"within {patience.total_seconds():.0f} s"
+        count = f"{len(absent)} of {self.env.world_size} workers did not come to {where} {waited}"
+        return f"{count}, rank {absent[0]} for one; its own log may say why"
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, address = self.socket.accept()
+            except OSError as error:
+                # `gather` has closed the socket
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                # one that has gone already, or there are too many for now
+                time.sleep(FIRST_PAUSE_S)
+                continue
+            self._make_room(connection)
+            threading.Thread(target=self._hear, args=(connection, address[0]), daemon=True).start()
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """Give a newcomer a place; where there is none, one that is drawn among those that hold one is sent away.
+
+        Strangers who hold all places, and come again at once, would keep the workers out for ever if newcomers had to
+        wait; and if the oldest went, by coming faster than a worker can prove itself.
+        """
+        with self.changed:
+            if len(self.unproven) >= MOST_STRANGERS + self.env.world_size:
+                drawn = self.unproven.pop(secrets.randbelow(len(self.unproven)))
+                # ends the thread that hears it, which closes it
+                with contextlib.suppress(OSError):
+                    drawn.shutdown(socket.SHUT_RDWR)
+            self.unproven.append(connection)
+
+    def _leave_room(self, connection: socket.socket) -> None:
+        with self.changed, contextlib.suppress(ValueError):
+            self.unproven.remove(connection)
+
+    def _hear(self, connection: socket.socket, peer: str) -> None:
+        """Give the worker at the other end its seat, or send it away."""
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            client_nonce = _receive(connection, NONCE_BYTES)
+            proof = _Proof(self.secret, _job_name(self.env), client_nonce, secrets.token_bytes(NONCE_BYTES))
+            connection.sendall(proof.server_nonce + proof.of("server"))
+            answer = _receive(connection, 4 + PROOF_BYTES)
+            rank_bytes, given = answer[:4], answer[4:]
+            if not proof.holds(given, "client", rank_bytes):
+                raise _StrangerError
+            self._seat(struct.unpack("!I", rank_bytes)[0], _Guest(connection, proof, peer, connection.getsockname()[0]))
+        except (OSError, _StrangerError):
+            connection.close()
+            self._report(peer)
+        finally:
+            self._leave_room(connection)
+
+    def _seat(self, rank: int, guest: _Guest) -> None:
+        with self.changed:
+            # it may just have been drawn
+            sent_away = guest.connection not in self.unproven
+            if sent_away or rank in self.guests or not 0 < rank < self.env.world_size:
+                raise _StrangerError
+            self.unproven.remove(guest.connection)
+            self.guests[rank] = guest
+            self.changed.notify()
+
+    def _report(self, peer: str) -> None:
+        if peer not in self.refused:
+            self.refused.add(peer)
+            message = f"refused a connection from {peer}: it did not prove that it belongs to job {self.env.job_id}"
+            sys.stderr.write(f"rank 0 {message}\n")
+
+    def _start_store(self) -> Store:
+        guests = self.guests.values()
+        outside = {guest.ours for guest in guests if not ipaddress.ip_address(guest.ours).is_loopback}
+        # workers of this node may have come by the loopback, where others cannot
+        reachable = outside or {guest.ours for guest in guests}
+        address = min(reachable)
+        only_one = len(reachable) == 1
+        listener = socket.create_server((address if only_one else "", 0), backlog=self.env.world_size + 16)
+        port = listener.getsockname()[1]
+        _admit_only(listener, reachable | {guest.peer for guest in guests})
+        # TCPStore owns the descriptor from here on
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=LOOK_UP,
+            master_listen_fd=listener.detach(),
+        )
+        prefix = secrets.token_hex(16)
+        for guest in guests:
+            there = guest.ours if guest.ours in reachable else address
+            guest.invite({"address": there, "port": port, "prefix": prefix})
+        return PrefixStore(prefix, store)
+
+
+class _StrangerError(Exception):
+    """Somebody at the door, or behind another's, is none of ours."""
+
+
+def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelta) -> Store:
+    """Any other worker's part: rank 0's store; its door may open in a while only, as nodes start at their own pace."""
+    ports, pause_s = candidate_ports(env), FIRST_PAUSE_S
+    while time.monotonic() < ends:
+        for port in ports:
+            # nobody there, nobody of ours, or one who died
+            with contextlib.suppress(OSError, ValueError, _StrangerError):
+                return _visit(env, secret, port, ends)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    raise MeetingError(
+        f"rank {env.rank} did not find rank 0 of job {env.job_id} at {_host(env)} on {_named(ports)} within "
+        f"{patience.total_seconds():.0f} s: rank 0 has ended, which its own log may explain, or a firewall is between"
+    )
+
+
+def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Store:
+    """Prove ourselves at a door, wait until all are in, and go to the store.
+
+    Raises:
+        _StrangerError: Whoever listens there does not know the secret.
+        OSError: Nobody does, or not any more.
+    """
+    with socket.create_connection((_host(env), port), HANDSHAKE_S) as door:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        door.sendall(nonce)
+        answer = _receive(door, NONCE_BYTES + PROOF_BYTES)
+        proof = _Proof(secret, _job_name(env), nonce, answer[:NONCE_BYTES])
+        if not proof.holds(answer[NONCE_BYTES:], "server"):
+            raise _StrangerError
+        rank_bytes = struct.pack("!I", env.rank)
+        door.sendall(rank_bytes + proof.of("client", rank_bytes))
+        door.settimeout(max(HANDSHAKE_S, ends - time.monotonic()))
+        (size,) = struct.unpack("!I", _receive(door, 4))
+        sealed = _receive(door, min(size, 4096))
+    invitation = sealed[PROOF_BYTES:]
+    if not proof.holds(sealed[:PROOF_BYTES], "invitation", invitation):
+        raise _StrangerError
+    place = json.loads(invitation)
+    try:
+        store = TCPStore(place["address"], place["port"], wait_for_workers=False, timeout=LOOK_UP)
+    except (DistNetworkError, RuntimeError) as error:
+        raise MeetingError(f"rank {env.rank} does not reach rank 0's store: {_first_line(error)}") from None
+    return PrefixStore(place["prefix"], store)
+
+
+def _listen(env: WorkerEnvironment) -> socket.socket:
+    """Open rank 0's door on the first port that is free.
+
+    On Slurm on all interfaces: the name by which the others know this node may be another address to them than it is
+    here, and whoever comes has to prove himself.
+    """
+    ports, why = candidate_ports(env), ""
+    address = "" if env.on_slurm else LOOPBACK
+    for port in ports:
+        try:
+            return socket.create_server((address, port), backlog=env.world_size + 16)
+        except OSError as error:
+            why = str(error)
+    asked = "; MASTER_PORT asks for that one: without it another is taken" if env.master_port else ""
+    raise MeetingError(f"rank 0 cannot listen at {_host(env)} on {_named(ports)}{asked}: {why}")
+
+
+def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
+    """Have the kernel drop connections from anywhere else: TCPStore tells its keys to whoever is connected.
+
+    A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the sender's IPv4 address;
+    sockets that it accepts inherit it.
+    """
+    own = [int(ipaddress.IPv4Address(address)) for address in sorted(addresses)]
+    # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header
+    program = [(0x20, 0, 0, 0xFFF0_0000 + 12)]
+    for index, address in enumerate(own):
+        # BPF_JMP+BPF_JEQ+BPF_K: to the last instruction where it is equal
+        program.append((0x15, len(own) - index, 0, address))
+    # BPF_RET+BPF_K: drop, and accept
+    program += [(0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF_FFFF)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code)
+    option = struct.pack("HL", len(program), ctypes.addressof(buffer))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, option)
+    except OSError as error:
+        sys.stderr.write(f"the kernel does not filter connections to the workers' store: {error}\n")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Return exactly so many bytes.
+
+    Raises:
+        OSError: They do not come within the connection's time limit.
+    """
+    ends = time.monotonic() + (connection.gettimeout() or HANDSHAKE_S)
+    received = b""
+    while len(received) < count:
+        piece = connection.recv(count - len(received))
+        if not piece or time.monotonic() > ends:
+            raise ConnectionError("the other side does not say what it should")
+        received += piece
+    return received
+
+
+def _host(env: WorkerEnvironment) -> str:
+    """Return where rank 0 runs."""
+    return env.hosts[0] if env.on_slurm else LOOPBACK
+
+
+def _named(ports: Sequence[int]) -> str:
+    return ("port " if len(ports) == 1 else "ports ") + ", ".join(map(str, ports))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

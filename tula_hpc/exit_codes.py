@@ -1,0 +1,39 @@
+"""Turn errors of a command into one clear line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+
+from tula_hpc.env import begin_process
+from tula_hpc.errors import InputError, TulaError
+from tula_hpc.files import drop_output, in_words
+
+
+def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
+    begin_process()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a killed login session ends like Ctrl-C: nothing is lost
+    try:
+        code = run(options)
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except TulaError as error:
+        sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
+        return 1
+    except BrokenPipeError:
+        drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{where}{in_words(error)}\nMend the cause and run the same command again.\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130

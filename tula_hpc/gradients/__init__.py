@@ -1,0 +1,1 @@
+"""Measure gradients: norms, noise scale, reference."""

@@ -1,0 +1,1 @@
+"""Submit jobs, watch them and explain how they ended."""

@@ -1,0 +1,103 @@
+"""How each worker of a job begins: from the pickle that was submitted, and no other.
+
+    python -m tula_hpc.launch.job_start FOLDER INDEX SHA256
+
+It takes the place of `python -m submitit.core._submit FOLDER`, which unpickles what it finds. Signals are handled by
+submitit as there; what the job returns is not pickled, since nobody would load it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from submitit import JobEnvironment
+from submitit.core.logger import get_logger
+from submitit.core.utils import UncompletedJobError
+
+from tula_hpc.env import enter_submission
+from tula_hpc.errors import LaunchError, PreemptedError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_files import RequeuePaths, load_pickle, with_time_outs_left
+
+WAIT_S = 60.0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load the job and do it.
+
+    Raises:
+        SystemExit: The pickle is not the one that was submitted.
+    """
+    folder, index, sha256 = arguments
+    enter_submission(folder)
+    env, logger = JobEnvironment(), get_logger()
+    logger.info(f"Starting with {env}")
+    path = _pickle_of(env, Path(folder), index)
+    logger.info(f"Loading pickle: {path}")
+    _await(path)
+    try:
+        job = load_pickle(path, sha256)
+    except LaunchError as error:
+        sys.exit(str(error))
+    paths = RequeuePaths(folder, job_id=env.job_id, task_id=env.global_rank)
+    job = with_time_outs_left(job, paths)
+    if env.cluster == "slurm":
+        env._requeue = Requeue(env.job_id, job._timeout_countdown)  # type: ignore[method-assign] # which it calls
+    env._handle_signals(paths, job)
+    try:
+        job.result()
+    except Exception:
+        logger.error("Submitted job triggered an exception")
+        raise
+    logger.info("Job completed successfully")
+
+
+class Requeue:
+    """Asks for the requeue of a job that has to leave, in the place of submitit, which takes a refusal for a bug.
+
+    Args:
+        job_id: Of the job.
+        time_outs_left: Before the signal.
+    """
+
+    def __init__(self, job_id: str, time_outs_left: int) -> None:
+        self.job_id, self.time_outs_left = job_id, time_outs_left
+
+    def __call__(self, countdown: int) -> None:
+        """Ask.
+
+        Args:
+            countdown: Time-outs that are left now; fewer where submitit takes this for one.
+
+        Raises:
+            UncompletedJobError: It is one, and refused.
+            PreemptedError: Refused.
+        """
+        words = slurm.requeue(self.job_id)
+        if words is None:
+            get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
+        elif countdown < self.time_outs_left:
+            raise UncompletedJobError(f"Job not requeued because: timed-out, and requeue refused: {words}")
+        else:
+            raise PreemptedError(f"requeue refused: {words}")
+
+
+def _await(path: Path) -> None:
+    """Wait a while for a file system that shows this node late what the submitter wrote."""
+    deadline = time.monotonic() + WAIT_S
+    while not os.path.lexists(path) and time.monotonic() < deadline:
+        time.sleep(1.0)
+
+
+def _pickle_of(env: JobEnvironment, folder: Path, index: str) -> Path:
+    """A job on this machine has taken its pickle for itself, see `local_jobs`."""
+    name = f"{index}-{env.job_id}" if env.cluster == "local" else f"task-{index}"
+    return folder / f"{name}.pkl"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,65 @@
+"""submitit's controller of a job on this machine, which also ends the job when one of its workers has failed.
+
+    python -m tula_hpc.launch.local_controller FOLDER
+
+So does `srun -K1` on Slurm. gloo notices that a peer is gone; over nccl the others would wait for it until the time
+limit of a collective. Workers end with a controller that is killed, see `env.join_job`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGKILL
+from threading import Thread
+from typing import Any
+
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
+
+from tula_hpc.env import be_controller
+
+GRACE_S = 10.0  # for the others to come to their own end, and to record that they ran out of memory too
+POLL_S = 0.1
+
+
+class EndingController(Controller):
+    """See the module."""
+
+    def start_tasks(self) -> None:
+        """Start the workers, and a thread that watches them."""
+        be_controller()
+        super().start_tasks()
+        self.ended: list[int] = []  # by this controller
+        Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()
+
+    def wait(self, freq: int = 24) -> Sequence[int | None]:
+        """As submitit's; who was killed is told in srun's words, as nobody else here would."""
+        codes = super().wait(freq)
+        for rank, code in enumerate(codes):
+            if code == -SIGKILL and rank not in self.ended:
+                self.stderrs[rank].write(f"task {rank}: Killed\n")
+        return codes
+
+    def _end_after_a_failure(self, tasks: Sequence[Any]) -> None:
+        while _running(tasks) and not _has_failed(tasks):
+            time.sleep(POLL_S)
+        deadline = time.monotonic() + GRACE_S
+        while _running(tasks) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for rank in _running(tasks):
+            self.ended.append(rank)
+            tasks[rank].kill()
+
+
+def _running(tasks: Sequence[Any]) -> list[int]:
+    return [rank for rank, task in enumerate(tasks) if task.poll() is None]
+
+
+def _has_failed(tasks: Sequence[Any]) -> bool:
+    return any(task.poll() not in (None, 0, LOCAL_REQUEUE_RETURN_CODE) for task in tasks)
+
+
+if __name__ == "__main__":
+    EndingController(Path(sys.argv[1])).run()

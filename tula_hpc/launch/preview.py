@@ -1,0 +1,79 @@
+"""What a dry run shows: sbatch scripts that would be submitted, and what Slurm would do with them.
+
+Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is wrong shows before
+anything waits in a queue.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.launcher import Launcher
+
+
+class Script(NamedTuple):
+    """An sbatch script, and of what."""
+
+    title: str
+    text: str
+
+
+class Preview(NamedTuple):
+    """What would be submitted, in words, and the scripts; none where jobs do not go through Slurm."""
+
+    words: Sequence[str]
+    scripts: Sequence[Script]
+
+    def show(self) -> None:
+        """Print it, and what Slurm would do with it.
+
+        Raises:
+            RefusedError: Slurm would not take all of it.
+        """
+        shown = [f"\n# ---- {script.title} ----\n{script.text}" for script in self.scripts]
+        sys.stdout.write("\n".join([*self.words, *shown]) + "\n")
+        sys.stdout.flush()
+        if self.scripts:
+            _ask_slurm(self.scripts)
+
+
+def _ask_slurm(scripts: Sequence[Script]) -> None:
+    from tula_hpc.launch.slurm_executor import could_start
+
+    if not slurm.available():
+        sys.stdout.write("Slurm was not asked: sbatch is not on PATH\n")
+        return
+    refused = 0
+    sys.stdout.write("Slurm, if they were submitted now (sbatch --test-only):\n")
+    for script in scripts:
+        try:
+            answer = re.sub(r"^Job \d+ to start", "could start", could_start(script.text))
+        except RefusedError as error:
+            waits = _waits(error)
+            answer = f"{'would wait until you have fewer jobs' if waits else 'refused'}: {error}"
+            refused += not waits
+        except LaunchError as error:
+            sys.stdout.write(f"  {error}\n")
+            return
+        sys.stdout.write(f"  {script.title}: {answer}\n")
+        sys.stdout.flush()
+    if refused:
+        raise RefusedError(f"Slurm would refuse {refused} of {len(scripts)} submissions, see above")
+
+
+def _waits(error: RefusedError) -> bool:
+    """Whether a submission would wait until the user has fewer jobs. Slurm says the same of a job that is too large."""
+    return isinstance(error, SubmitLimitError) and slurm.patiently(slurm.own_jobs) > 0
+
+
+def script_of(launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int) -> Iterator[Script]:
+    """The script of one submission; none where jobs do not go through Slurm."""
+    if launcher.cluster.executor == "slurm":
+        where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
+        text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
+        yield Script(f"{where}{title}", text)

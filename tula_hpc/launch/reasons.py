@@ -1,0 +1,333 @@
+"""Why a job ended without a result: from what Slurm says of its steps, and from its log.
+
+Why a job waits: Slurm's word for it in plain words, and whether it goes away by itself.
+
+The words are those of "JOB REASON CODES" in squeue(1) and of the controller's own descriptions.
+
+The logs of a job: those of its last run, as far as they tell why it ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tula_hpc.env import RUN_MARK
+from tula_hpc.errors import Failure
+from tula_hpc.launch.slurm import JobState, StepState
+
+MOST_WORDS = 500  # characters of what is told of a log
+
+
+class _Sign(NamedTuple):
+    """What tells a failure: states of the job's steps, or words in its log."""
+
+    failure: Failure
+    states: frozenset[str]
+    words: str
+
+
+# What CUDA, NVML and the kernel's driver say of hardware or a driver that is broken. Sources:
+# - cudaGetErrorString of the errors 46, 100, 214, 220, 719, 802, 803, 999 (CUDA Runtime API, "Data types"); 46 in the
+#   words of older versions (jade-hpc-gpu.github.io#40 and #59: V100 nodes; E3SM#8699: two bad nodes of many)
+# - c10/cuda/CUDAFunctions.cpp: what torch makes of an error of cudaGetDeviceCount (hpc-community.unige.ch/t/4121)
+# - NVML, nvidia-smi and slurmstepd (LSSI-ETH/plmfit#40, rossumai/nvgpu#6, NVIDIA/open-gpu-kernel-modules#387)
+# - NVIDIA's "Xid Errors": the numbers that mean hardware or firmware, not those that an application causes (13, 31, 43)
+# An illegal memory access is the program's. 719 and 999 may be, too: they are tried elsewhere, and told if they return.
+DEVICE_WORDS = (
+    r"uncorrectable ECC error|uncorrectable NVLink error|CUDA_ERROR_ECC_UNCORRECTABLE"
+    r"|CUDA-capable device(s|\(s\))? (are|is/are) busy or unavailable|no CUDA-capable device is detected"
+    r"|unspecified launch failure|CUDA error: unknown error|CUDA unknown error"
+    r"|CUDA error: system not yet initialized|cudaGetDeviceCount\(\).{0,200}Error 80[23]: "
+    r"|unsupported display driver / cuda driver"
+    r"|CUDA driver initialization failed|Driver/library version mismatch"
+    r"|GPU is lost|fallen off the bus|Unable to determine the device handle for GPU"
+    r"|NVRM: Xid \(PCI[^)]*\): (48|62|63|64|74|79|92|94|95|119|120|140)\b"
+)
+
+# In order: what is more specific first. A step that was killed for its memory leaves the *job* FAILED with exit 1:0.
+_SIGNS = (
+    _Sign(Failure.HOST_OOM, frozenset({"OUT_OF_MEMORY"}), r"oom-kill event|oom_kill|Exceeded job memory limit"),
+    _Sign(
+        Failure.DEVICE_OOM,
+        frozenset(),
+        r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
+    ),
+    # whose sentence may quote why there is no device
+    _Sign(Failure.BAD_INPUT, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.InputError: "),
+    # before what follows from it: peers wait for such a worker until their time is up
+    _Sign(Failure.DEVICE_FAILED, frozenset(), rf"^(\[rank\d+\]: )?tula_hpc\.errors\.DeviceError: |{DEVICE_WORDS}"),
+    _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE|Node failure on"),
+    _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
+    _Sign(
+        Failure.PREEMPTED,
+        frozenset({"PREEMPTED"}),
+        r"DUE TO PREEMPTION|^(\[rank\d+\]: )?tula_hpc\.errors\.PreemptedError: ",
+    ),
+    _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
+    _Sign(Failure.DIVERGED, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.DivergedError: "),
+)
+
+
+def classify(rows: Sequence[StepState], log: str) -> Failure:
+    """Why a job ended without a result, from its steps' states and the end of its log."""
+    states = {"OUT_OF_MEMORY" if row.exit_code == "0:125" else row.state for row in rows}
+    for sign in _SIGNS:
+        if states & sign.states or re.search(sign.words, log, re.MULTILINE):
+            return sign.failure
+    if rows and rows[0].state == "CANCELLED":
+        return Failure.CANCELLED
+    exit_codes = [row.exit_code for row in rows]
+    if _network_failed(exit_codes, log):
+        return Failure.DEVICE_FAILED
+    return Failure.KILLED if _vanished(exit_codes, log) else Failure.BUG
+
+
+# what a worker says whose peer is gone, or that outlived its own job: another process's end is the reason
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
+    r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0|"
+    r"Timed out waiting \d+ms for \w+ operation"
+)
+# torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
+_NCCL_ENDS = re.compile(r"watchdog thread terminated with exception: (.*)")
+_NCCL_PEER_LOST = re.compile(r"remote process exited|Watchdog caught collective operation timeout")
+# nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); a peer's end leads to the latter
+_NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError")
+_NCCL_REMOTE = re.compile(r"remote process exited or there was a network error|ncclRemoteError")
+_ABORT_CODE = "0:6"
+_KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
+_CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
+_CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}  # signals that a process brings upon itself
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Tell whether a collective failed of the other side, which is gone or silent."""
+    return any(words.search(str(error)) for words in (_PEER_LOST, _NCCL_PEER_LOST, _NCCL_REMOTE))
+
+
+def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
+    """Tell whether nccl lost its peers, or a system call, though no process was killed or raised another error."""
+    by_nccl = [*_exceptions(log), *_NCCL_ENDS.findall(log)]
+    words = re.compile(f"{_NCCL_SYSTEM.pattern}|{_NCCL_REMOTE.pattern}|{_PEER_LOST.pattern}")
+    crashed = _CRASHED.search(log.replace("Aborted", "")) or (_CRASH_CODES - {_ABORT_CODE}) & set(exit_codes)
+    if crashed or not all(words.search(line) for line in by_nccl):
+        return False
+    if any(_NCCL_SYSTEM.search(line) for line in by_nccl):
+        return True
+    killed = _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes)
+    return not killed and any(_NCCL_REMOTE.search(line) for line in by_nccl)
+
+
+def device_word(log: str) -> str:
+    """Return the line of one task's log that says that a device is broken; "" where none does."""
+    for words in (DEVICE_WORDS, _NCCL_SYSTEM.pattern):
+        found = next((line.strip() for line in log.splitlines() if re.search(words, line)), "")
+        if found:
+            return found[:MOST_WORDS]
+    return ""
+
+
+def _vanished(exit_codes: Sequence[str], log: str) -> bool:
+    """Whether a process was killed, or lost its peers to that, and none raised an exception of its own.
+
+    When one raises, srun -K1 kills the others, who may have lost it as a peer before.
+    """
+    raised = _exceptions(log)
+    lost = [line for line in raised if _PEER_LOST.search(line)]
+    ends = _NCCL_ENDS.findall(log)
+    by_nccl = bool(ends) and all(_NCCL_PEER_LOST.search(why) for why in ends)
+    crash_codes = _CRASH_CODES - ({_ABORT_CODE} if by_nccl else set())
+    crashed = _CRASHED.search(log.replace("Aborted", "") if by_nccl else log)
+    if len(lost) < len(raised) or crashed or crash_codes & set(exit_codes):
+        return False
+    return bool(lost or by_nccl or _KILLED.search(log) or {"0:9", "137:0"} & set(exit_codes))
+
+
+def telling_line(log: str) -> str:
+    """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
+    best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
+    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]  # these are sentences
+
+
+def weight(log: str) -> int:
+    """How much a log says about its job's end, to choose the one of several that tells it; 0: nothing."""
+    lines = _lines_by_weight(log)
+    return next((len(lines) - index for index, found in enumerate(lines) if found), 0)
+
+
+def _lines_by_weight(log: str) -> list[list[str]]:
+    """Exceptions of its own, signs of other ends, exceptions for want of a peer, the last words, submitit's words."""
+    raised = _exceptions(log)
+    own = [line for line in raised if not _PEER_LOST.search(line)]
+    lines = [line.strip() for line in without_chatter(log).splitlines()]
+    telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
+    signs = [line for line in lines if re.search(telling, line)]
+    said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
+    return [own, signs, raised, said[-1:], lines[-1:]]
+
+
+def _no_word(log: str) -> str:
+    return "its log does not say why" if log.strip() else "no log was written"
+
+
+_CHATTER = re.compile(
+    r"submitit (INFO|ERROR) \(.*\) - (Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
+)
+
+
+def without_chatter(log: str) -> str:
+    """A log without what submitit writes around every job, which is never why one ended."""
+    return "\n".join(line for line in log.splitlines() if line.strip() and not _CHATTER.match(line))
+
+
+# Python's warnings have an indented line of code below them, as tracebacks have
+_WARNING = re.compile(r"^.*:\d+: \w*Warning: .*\n  .*(\n|$)", re.MULTILINE)
+_SAID_BY_SLURM = re.compile(r"(srun|slurmstepd): ")
+
+
+def _exceptions(log: str) -> list[str]:
+    """The last lines of tracebacks: the first that is not indented after one that is."""
+    # torch puts the rank before them
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in _WARNING.sub("", log).splitlines()]
+    pairs = itertools.pairwise(line for line in lines if not _SAID_BY_SLURM.match(line))
+    return [line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)]
+
+
+class Wait(NamedTuple):
+    """What a job waits for."""
+
+    words: str  # "" where Slurm's word is none that is known here
+    stuck: bool  # it will not go away by itself
+
+
+class _Kind(NamedTuple):
+    pattern: str  # of the whole word
+    words: str
+    stuck: bool = False
+
+
+# In order: what is more specific first.
+_KINDS = (
+    _Kind("None|", "not looked at by the scheduler yet"),
+    _Kind("Priority", "other jobs go first"),
+    _Kind("Resources", "enough nodes have to become free"),
+    _Kind("DependencyNeverSatisfied", "the job that it was to follow did not end as it should", stuck=True),
+    _Kind("Dependency", "the job that it follows is not over"),
+    _Kind("BeginTime", "its start is set for later; after a requeue about two minutes"),
+    _Kind("JobHeldUser|.*held state|.*requeued held", "held; `scontrol release JOB` lets it go", stuck=True),
+    _Kind("JobHeldAdmin", "held by an administrator", stuck=True),
+    _Kind("JobHoldMaxRequeue", "held after too many requeues; `scontrol release JOB` lets it go", stuck=True),
+    _Kind("JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"),
+    _Kind("ReqNodeNotAvail.*", "nodes that it needs are down, drained or reserved, for example for maintenance"),
+    _Kind("Nodes required for job are .*", "nodes that it needs are down, drained or kept for other jobs"),
+    _Kind("NodeDown", "a node that it needs is down"),
+    _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),
+    _Kind("PartitionNodeLimit", "asks for more nodes than its partition allows, or some of its nodes are down"),
+    _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
+    _Kind("PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"),
+    _Kind("MaxMemPerLimit", "asks for more memory than its partition allows", stuck=True),
+    _Kind("DeadLine", "it cannot end before its deadline", stuck=True),
+    _Kind("BadConstraints", "no node is as it asks for", stuck=True),
+    _Kind("(Invalid|AccountNotAllowed|QOSNotAllowed).*", "its account or QOS may not be used here", stuck=True),
+    _Kind("Reservation", "its reservation has not begun"),
+    _Kind("ReservationDeleted", "its reservation was deleted", stuck=True),
+    _Kind("(QOS|Assoc)Max.*Per(Job|Node).*", "asks for more than a single job may have", stuck=True),
+    _Kind("(QOS|Assoc)Grp.*RunM.*", "other jobs of its account or QOS fill a limit"),
+    _Kind("QOSMin.*", "asks for less than its QOS demands", stuck=True),
+    _Kind("(QOS|Assoc)Grp.*(Minutes|Wall).*", "the budget of its account or QOS is used up", stuck=True),
+    _Kind("QOSUsageThreshold", "its QOS is not used fairly enough for now"),
+    _Kind("(QOS|Max).*(PerUser|PU).*", "your own other jobs fill a limit for one user"),
+    _Kind("(QOS|Max).*(PerAccount|PA).*", "other jobs of its account fill a limit"),
+    _Kind("QOSGrp.*|QOS.*Limit", "other jobs of its QOS fill a limit"),
+    _Kind("AssocGrp.*|AssocMax.*|Association.*Limit", "other jobs of its account fill a limit"),
+    _Kind("Licenses", "licences have to become free"),
+    _Kind("BurstBuffer.*", "the burst buffer has to become free"),
+    _Kind("Cleaning|Prolog", "the nodes are getting ready"),
+    _Kind("(JobLaunchFailure|SystemFailure|NonZeroExitCode).*", "it could not be started", stuck=True),
+)
+_STATES = {
+    "REQUEUE_HOLD": Wait("held after a requeue; `scontrol release JOB` lets it go", True),
+    "SPECIAL_EXIT": Wait("held after a special exit; `scontrol release JOB` lets it go", True),
+    "RESV_DEL_HOLD": Wait("held, since its reservation was deleted", True),
+    "SUSPENDED": Wait("suspended, so that other jobs can run", False),
+    "STOPPED": Wait("stopped; it keeps its nodes", False),
+    "REQUEUED": Wait("requeued", False),
+    "REQUEUE_FED": Wait("requeued", False),
+    "EXPEDITING": Wait("requeued ahead of others", False),
+    "LAUNCH_FAILED": Wait("its nodes could not start it", False),
+    "RECONFIG_FAIL": Wait("its nodes could not be set up for it", False),
+    "REVOKED": Wait("another cluster of the federation runs it", False),
+}
+WAITING = {"PENDING", *_STATES}  # all other states of a job that is not over are kinds of running
+
+
+def waits(job: JobState) -> bool:
+    """Whether a job that is not over waits."""
+    return job.state in WAITING
+
+
+def explain(job: JobState) -> Wait:
+    """Why a job waits."""
+    if job.state in _STATES:
+        return _STATES[job.state]
+    found = (kind for kind in _KINDS if re.fullmatch(kind.pattern, job.reason.strip("()")))
+    kind = next(found, None)
+    return Wait(kind.words, kind.stuck) if kind else Wait("", False)
+
+
+MAX_LOG_BYTES = 200_000
+
+
+def last_bytes(path: Path) -> str:
+    """The end of a file, as text."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def read_logs(paths: Iterable[Path], read: Callable[[Path], str] = last_bytes) -> tuple[Path | None, list[str]]:
+    """The log that says most about why its job ended, the first of equals; and all logs of the last run.
+
+    Args:
+        paths: Of the logs.
+        read: Gives the end of a file.
+    """
+    logs = {path: _last_run(read(path)) for path in paths}
+    return max(logs, key=lambda path: weight(logs[path]), default=None), list(logs.values())
+
+
+def ends(logs: Sequence[str], lines: int) -> str:
+    """So many last lines of each."""
+    tails = ("\n".join(log.splitlines()[-lines:]) for log in logs)
+    return "\n".join(tail for tail in tails if tail)
+
+
+def complaining_nodes(paths: Iterable[Path]) -> list[int]:
+    """Return the numbers, within their job, of the nodes whose tasks' logs say that a device is broken.
+
+    submitit writes at the top of a task's log where it runs: `Starting with JobEnvironment(…, node=1(2), …)`. Where
+    only nccl complains, and on several nodes, nobody knows which of them it is.
+    """
+    words: dict[str, list[str]] = {}
+    nodes: dict[str, int] = {}
+    for path in paths:
+        text = last_bytes(path)
+        task = path.stem
+        if places := re.findall(r"Starting with JobEnvironment\(.*\bnode=(\d+)\(", text):
+            nodes[task] = int(places[-1])
+        if word := device_word(_last_run(text)):
+            words.setdefault(task, []).append(word)
+    found = {nodes[task]: said for task, said in words.items() if task in nodes}
+    sure = [node for node, said in found.items() if any(re.search(DEVICE_WORDS, word) for word in said)]
+    return sorted(sure) if sure or len(found) > 1 else list(found)
+
+
+def _last_run(text: str) -> str:
+    _, mark, last = text.rpartition(RUN_MARK)
+    return last.partition("\n")[2] if mark else last

@@ -1,0 +1,433 @@
+"""Slurm's own commands: which jobs are still there, and what is on record of those that are not.
+
+What Slurm's accounting knows of jobs: every run of each, requeued ones included, and the nodes that it held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+from tula_hpc.env import restart_count
+from tula_hpc.errors import LaunchError, NotStartedError
+from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
+from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414 - for who asks what is not asked here
+
+PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)  # pauses in which a controller may come back
+DEFAULT_LARGEST_ARRAY = 1001  # Slurm's own MaxArraySize
+MOST_REASON = 500  # characters of why a job waits
+MOST_FIELDS = 100_000  # characters of what the controller knows of a job
+REQUEUE_S = 40.0  # of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
+REQUEUE_TIMEOUT_S = 15.0  # of a single attempt, and of the question before it why the job has to leave
+REQUEUE_PAUSE_S = 3.0
+OVER = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
+
+
+class JobState(NamedTuple):
+    """What squeue says of one job: its state, and why it waits."""
+
+    state: str
+    reason: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job will not run (again)."""
+        return self.state in OVER
+
+
+class StepState(NamedTuple):
+    """One row of sacct: a job or one of its steps."""
+
+    job_id: str
+    state: str
+    exit_code: str
+
+
+T = TypeVar("T")
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """An answer of the controller; one that does not answer for a while is waited out, and the user told of it.
+
+    Raises:
+        LaunchError: There is no Slurm here, or no answer for 9 minutes.
+    """
+    pauses, waited = iter(PATIENCE_S), False
+    while True:
+        try:
+            answer = ask()
+        except LaunchError as error:
+            if not available():
+                raise
+            words, pause_s = in_one_line(error), next(pauses, None)
+            if pause_s is None:
+                raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}") from None
+            say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
+            time.sleep(pause_s)
+            waited = True
+        else:
+            if waited:
+                say("Slurm answers again")
+            return answer
+
+
+def in_one_line(error: LaunchError) -> str:
+    """Which command failed, and the last of what it said: what led to that comes before."""
+    first, *others = [line.strip() for line in str(error).splitlines()]
+    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
+
+
+def say(line: str) -> None:
+    """Tell whoever waits, at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+# sbatch's words where it cannot know whether the controller has taken the job
+_UNANSWERED = re.compile(
+    r"Socket timed out|Unable to contact slurm controller|temporarily unable to accept|Connection refused|"
+    r"Connection timed out|Zero Bytes were transmitted|Transport endpoint|Resource temporarily unavailable|"
+    r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller|"
+    r"Message (receive|send) failure|Connection reset by peer|in standby mode|"
+    r"Could not establish a configuration source",  # where clients have their configuration from the controller
+    re.IGNORECASE,
+)
+# scontrol's words for a no that stays one: slurm_errno.c, of a job that may not be requeued, is over or another's
+_REFUSED = re.compile(
+    r"Requested operation is presently disabled|Invalid job id|Access/permission denied|Invalid user id|"
+    r"Job has already finished|already completing or completed|Only batch jobs are accepted",
+    re.IGNORECASE,
+)
+_SUBMIT_LIMIT = re.compile(
+    r"MaxSubmitJob|job submit limit|Job violates accounting/QOS policy|maximum number of jobs", re.IGNORECASE
+)
+
+# 12, 12_3 and 12_[4-6%2], 12+0 and 12.batch
+_JOB = re.compile(r"(?P<parent>[0-9]{1,15})(?:[_+.].*)?")
+# of an array that waits, where they are not shown one by one
+_TASKS = re.compile(r"(?P<parent>[0-9]+)_\[(?P<tasks>[0-9,-]+)(?:%[0-9]+)?\]")
+_SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
+_BRACKETS = re.compile(r"\[[^\]]*\]")
+_HOST = re.compile(r"[\w.-]+")
+_HEADING = re.compile(r"[A-Z][A-Z_]*")
+_STATE = re.compile(r"[A-Z_]+|\?")
+# of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
+_FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
+_LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
+
+
+def is_unanswered(words: str) -> bool:
+    """Whether an error of sbatch leaves open if the job was accepted."""
+    return bool(_UNANSWERED.search(words))
+
+
+def is_submit_limit(words: str) -> bool:
+    """Whether sbatch was refused because of how many jobs there are, as far as it says which limit was reached.
+
+    Of a job that is too large or too long for its account it often says the same, but for the limit's name.
+    """
+    named = limits_named(words)
+    return any("Submit" in name for name in named) if named else bool(_SUBMIT_LIMIT.search(words))
+
+
+def limits_named(words: str) -> list[str]:
+    """Limits of accounting that sbatch names."""
+    return _LIMIT.findall(words)
+
+
+def named(name: str) -> list[str]:
+    """Ids of the jobs or arrays of that name, oldest first; from the controller and, as far as it goes, accounting.
+
+    Raises:
+        LaunchError: The controller does not answer.
+    """
+    rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
+    if not rows:
+        try:
+            text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID,JobName"])
+        except LaunchError:  # no accounting
+            text = ""
+        rows = _rows(text, 2)
+    found = (_JOB.fullmatch(job_id) for job_id, shown in rows if shown == name)
+    return sorted({match["parent"] for match in found if match}, key=int)
+
+
+def _queued(
+    columns: Sequence[str], options: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S, *, second: re.Pattern[str]
+) -> list[list[str]]:
+    """Return squeue's rows. Its headings are asked for, too: without any job they tell an answer from none.
+
+    Args:
+        columns: squeue's formats; the first is a job's id.
+        options: Which jobs.
+        timeout_s: For the answer.
+        second: What the second column holds, by which rows are told from lines that a site puts around them.
+
+    Raises:
+        LaunchError: It does not answer.
+    """
+    text = run_command(["squeue", *options, "-o", "|".join(columns)], timeout_s)
+    rows = _rows(text, len(columns))
+    jobs = [row for row in rows if _JOB.fullmatch(row[0]) and second.fullmatch(row[1])]
+    if not jobs and not any(all(map(_HEADING.fullmatch, row)) for row in rows):
+        raise no_answer("squeue", text)
+    return jobs
+
+
+def _rows(text: str, columns: int) -> list[list[str]]:
+    """Return the rows of a table with bars, the last column as it is; a site's own lines around it are none."""
+    rows = ([cell.strip() for cell in line.split("|", columns - 1)] for line in text.splitlines())
+    return [row for row in rows if len(row) == columns]
+
+
+def task_ids(job_id: str, count: int) -> list[str]:
+    """Ids of the tasks of an array of so many; a single one is a plain job."""
+    return [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
+
+
+def own_jobs(timeout_s: float = COMMAND_TIMEOUT_S) -> int:
+    """Jobs that this user has in the queue, tasks of arrays counted one by one."""
+    return len(_queued(["%i", "%T"], ["-r", "-u", getpass.getuser()], timeout_s, second=_STATE))
+
+
+def cancel(job_ids: Iterable[str]) -> None:
+    """Cancel jobs or arrays; those that are over do not matter."""
+    run_command(["scancel", *job_ids])
+
+
+def let_follow(job_id: str, after: str) -> None:
+    """Let a job that waits start when another one than so far is over, however that ends."""
+    run_command(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{after}"])
+
+
+def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None:
+    """Keep the tasks of an array that still wait off a host, besides those that one of its tasks was kept off.
+
+    Raises:
+        LaunchError: Slurm does not answer, or no task waits.
+    """
+    # which says (null) where there are none: without the field, those before would be forgotten
+    told = _shown_fields(task_id, timeout_s).get("ExcNodeList")
+    if told is None:
+        raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
+    excluded = [] if told == "(null)" else [told]
+    run_command(["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"], timeout_s)
+
+
+def hosts_of(job_id: str) -> list[str]:
+    """Return the nodes of a job's last run, in the order of their numbers; none where nobody knows them."""
+    with contextlib.suppress(LaunchError):
+        rows = _rows(run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,NNodes,NodeList"]), 3)
+        count, told = next(((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, ""))
+        if count and told != "None assigned":
+            lines = run_command(["scontrol", "show", "hostnames", told]).splitlines()
+            beginnings = tuple(item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(","))
+            hosts = [line for line in map(str.strip, lines) if line.startswith(beginnings) and _HOST.fullmatch(line)]
+            # a line more, and each number would lead to another node
+            return hosts if len(hosts) == count else []
+    return []
+
+
+def available() -> bool:
+    """Whether Slurm's commands are here."""
+    return shutil.which("sbatch") is not None
+
+
+def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, JobState]:
+    """States of those of the jobs that the controller still knows; a job that is long over is missing."""
+    wanted = set(job_ids)
+    if not wanted:
+        return {}
+    parents = sorted({job_id.partition("_")[0] for job_id in wanted})
+    try:
+        rows = _queued(["%i", "%T", "%r"], ["-r", "-t", "all", "-j", ",".join(parents)], timeout_s, second=_STATE)
+    except LaunchError as error:
+        if "Invalid job id" in str(error):  # squeue's answer when it knows none of them
+            return {}
+        raise
+    found: dict[str, JobState] = {}
+    for shown, state, reason in rows:
+        found |= dict.fromkeys(_ids_shown(shown, wanted), JobState(state, reason[:MOST_REASON]))
+    return found
+
+
+def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
+    """Return those ids that squeue shows in one: of the tasks of an array that wait together, else that one."""
+    match = _TASKS.fullmatch(shown)
+    if match is None:
+        return [shown] if shown in wanted else []
+    spans = [span for item in match["tasks"].split(",") if (span := _SPAN.fullmatch(item))]
+    ranges = [range(int(span["first"]), int(span["last"] or span["first"]) + 1) for span in spans]
+    # it may show an array that is larger than any: those that are wanted are looked for in it
+    tasks = [
+        (job_id, count_in(job_id.partition("_")[2])) for job_id in wanted if job_id.startswith(f"{match['parent']}_")
+    ]
+    return [job_id for job_id, task in tasks if any(task in each for each in ranges)]
+
+
+def largest_array() -> int:
+    """Tasks that an array may have on this cluster; Slurm's default where the controller does not say."""
+    try:
+        text = run_command(["scontrol", "show", "config"])
+    except LaunchError:
+        return DEFAULT_LARGEST_ARRAY
+    match = re.search(r"^MaxArraySize\s*=\s*([0-9]{1,9})\s*$", text, re.MULTILINE)
+    # 0 means that there are no arrays: a task is a job of its own then
+    return max(1, int(match[1])) if match else DEFAULT_LARGEST_ARRAY
+
+
+def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
+    """The jobs and their steps as accounting has them; where it has not heard of an end, the controller's last words.
+
+    A job of which nobody knows anything is missing.
+    """
+    if not job_ids:
+        return {}
+    try:
+        text = run_command(["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode"])
+    except LaunchError:
+        text = ""
+    wanted = set(job_ids)
+    found: dict[str, list[StepState]] = {}
+    for step_id, state, exit_code in _rows(text, 3):
+        job_id = step_id.partition(".")[0]
+        if job_id in wanted:
+            found.setdefault(job_id, []).append(StepState(step_id, state.partition(" ")[0], exit_code))
+    ended = {row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over}
+    late = [job_id for job_id in job_ids if job_id not in ended]
+    return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
+
+
+def _last_words(job_id: str) -> list[StepState]:
+    """What the controller remembers of a job that is over: for `MinJobAge`, by default five minutes.
+
+    DerivedExitCode is the highest of the steps: 0:125 where one was killed for its memory.
+    """
+    fields = _job_fields(job_id)
+    state = fields.get("JobState", "").partition(" ")[0]
+    return [StepState(job_id, state, fields.get(key, "")) for key in ("ExitCode", "DerivedExitCode") if state]
+
+
+class Leaving(StrEnum):
+    """Why a running process's job is on its way out."""
+
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"  # without any time of grace, or after it; or requeued
+
+
+def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
+    """Return why a running process's job is on its way out, or None if it is not: TERM comes for several reasons.
+
+    A job that is preempted or near its time limit is still RUNNING during its grace time.
+    """
+    fields = _job_fields(job_id, timeout_s)
+    if fields.get("JobState", "RUNNING") == "RUNNING":
+        return None  # also where it is unknown: a needless requeue does less harm than lost work
+    # a job that is being requeued shows no time of a preemption, but its next restart
+    requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
+    preempted = fields.get("PreemptTime", "None") != "None"
+    return Leaving.PREEMPTED if requeued or preempted else Leaving.CANCELLED
+
+
+def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
+    """Return what the controller knows of a job, by `scontrol show job`'s names; empty where it does not answer."""
+    try:
+        return _shown_fields(job_id, timeout_s)
+    except LaunchError:
+        return {}
+
+
+def _shown_fields(job_id: str, timeout_s: float) -> dict[str, str]:
+    text = run_command(["scontrol", "show", "job", "--oneliner", job_id], timeout_s)
+    line = next((line for line in text.splitlines() if line.startswith("JobId=")), "")
+    return dict(_FIELD.findall(line[:MOST_FIELDS]))
+
+
+def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
+    """Ask for a requeue of the running job, again and again for a while; None when granted, else Slurm's words.
+
+    Args:
+        job_id: Of the job that asks.
+        within_s: So long; a job that is preempted or at its time limit is killed soon.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            run_command(["scontrol", "requeue", job_id], _no_longer(until, REQUEUE_TIMEOUT_S))
+        except NotStartedError as error:
+            return str(error)
+        except LaunchError as error:
+            words = in_one_line(error)
+        else:
+            return None
+        if _REFUSED.search(words) or time.monotonic() + REQUEUE_PAUSE_S >= until:
+            return words
+        time.sleep(REQUEUE_PAUSE_S)
+        # an attempt that had no answer may have been worked off: another one would be refused
+        if leaving(job_id, _no_longer(until, REQUEUE_TIMEOUT_S)) is Leaving.PREEMPTED:
+            return None
+
+
+def _no_longer(until: float, timeout_s: float) -> float:
+    return max(1.0, min(timeout_s, until - time.monotonic()))
+
+
+SLACK_S = 3600.0  # between the clocks of this machine and of the accounting
+FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
+
+
+class AccountedRun(NamedTuple):
+    """One run of a job."""
+
+    job_id: str
+    state: str
+    elapsed_s: float
+    nodes: int
+
+    @property
+    def node_seconds(self) -> float:
+        """Nodes × seconds of the allocation."""
+        return self.nodes * self.elapsed_s
+
+
+def accounted_runs(
+    job_ids: Collection[str], *, name_prefix: str, since: float, timeout_s: float
+) -> dict[str, list[AccountedRun]]:
+    """The runs of these jobs, oldest first; a job that accounting does not know is missing.
+
+    Args:
+        job_ids: As Slurm shows them, tasks of arrays as `12_3`.
+        name_prefix: Of the jobs' names. An id may have been another's, where a controller began to count anew.
+        since: Unix time of the first submission.
+        timeout_s: For the answer.
+
+    Raises:
+        LaunchError: There is no accounting, or it does not answer.
+    """
+    if not job_ids:
+        return {}
+    parents = sorted({job_id.partition("_")[0] for job_id in job_ids})
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - SLACK_S))
+    where = ["-S", start, "-j", ",".join(parents)]
+    text = run_command(["sacct", "-D", "-n", "-P", "-X", *where, "-o", ",".join(FIELDS)], timeout_s)
+    found: dict[str, list[AccountedRun]] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) == len(FIELDS) and fields[0] in job_ids and fields[1].startswith(name_prefix):
+            found.setdefault(fields[0], []).append(_run(fields))
+    return found
+
+
+def _run(fields: list[str]) -> AccountedRun:
+    job_id, _, state, elapsed, nodes = fields
+    numbers = [count_in(text) or 0 for text in (elapsed, nodes)]
+    return AccountedRun(job_id, state.partition(" ")[0], float(numbers[0]), numbers[1])

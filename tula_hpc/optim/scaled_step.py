@@ -1,0 +1,256 @@
+"""Scale tensors in place by factors of which a number on the device says how much counts; nothing waits for it.
+
+A factor s with the share w counts as 1 + w·(s − 1): s itself where w is 1 or true, exactly 1 where it is 0 or false.
+Factors that many elements share stay one number: they are mixed with 1 in one vector and never spread out.
+
+Scaling and SGD's step on a CPU in one go, large tensors piece by piece.
+
+SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps it anew at every step,
+and the kernel clears each of its pages: for layers of a hundred million weights that takes as long as the arithmetic.
+Pieces use the same memory again and again, which pays for the scaling.
+The arithmetic is torch's own, `torch.optim.sgd.sgd`, and so is its rounding: a tensor is cut only where all operations
+fall into the same vectors of elements, on the same threads, as for the whole of it (`pieces`), else it is one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.sgd import sgd
+
+PIECE_ELEMENTS = 2**24  # full-size factors are mixed for so many elements at a time: 64 MiB more memory in float32
+HEAP_ELEMENTS = 2**22  # on a CPU for so many: what they take, 16 MiB in float32, the C library gives again and again;
+# above 32 MiB it maps memory anew each time. Smaller pieces are no faster and wait more often for a core that is busy
+
+Mix = Callable[[Tensor], Tensor]
+
+
+def multiply_where(share: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+    """Multiply gradients in place by their factors, as far as `share` says; None stands for the factor 1.
+
+    Args:
+        share: 0-dim, bool or from 0 to 1.
+        gradients: Dense gradients.
+        factors: For each gradient a factor of its shape or 0-dim, on its device.
+    """
+    for piece in _pieces([_Part((g,), f) for g, f in zip(gradients, factors, strict=True) if f is not None]):
+        by = mixed(share, [part.factor for part in piece])
+        targets = [part.tensors[0] for part in piece]
+        if by[0].dim() == 0 and all(factor is by[0] for factor in by):
+            torch._foreach_mul_(targets, by[0])  # one kernel for all of them on a GPU
+        else:
+            torch._foreach_mul_(targets, by)
+
+
+def move_where(
+    share: Tensor, parameters: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor | None]
+) -> None:
+    """Take parameters to p_before + s·(p − p_before) in place, as far as `share` says; None stands for the factor 1.
+
+    It is computed as p + (1 − s)·(p_before − p), which leaves p as it is, to the bit, where s is 1.
+
+    Args:
+        share: 0-dim, bool or from 0 to 1.
+        parameters: What the optimizer has made of them.
+        before: What they were, of the same shapes and types.
+        factors: For each a factor of its shape or 0-dim, on its device.
+    """
+    triples = zip(parameters, before, factors, strict=True)
+    for piece in _pieces([_Part((p, old), f) for p, old, f in triples if f is not None]):
+        mix = partial(_rest, share.to(piece[0].factor.device), piece[0].tensors[0].dtype)
+        rests = _each(mix, [part.factor for part in piece])
+        torch._foreach_lerp_([part.tensors[0] for part in piece], [part.tensors[1] for part in piece], rests)
+
+
+def mixed(share: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """1 + w·(s − 1) of each factor s, all on one device; those that are one and the same give one and the same."""
+    return _each(partial(_mixed, share.to(factors[0].device)), factors) if factors else []
+
+
+def copies(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """A copy of each parameter in its memory format, by parameter."""
+    into = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+    if into:
+        torch._foreach_copy_(into, list(parameters))
+    return dict(zip(parameters, into, strict=True))
+
+
+class _Part(NamedTuple):
+    """Tensors of one shape, the first of which is changed, and their factor."""
+
+    tensors: tuple[Tensor, ...]
+    factor: Tensor
+
+
+def _mixed(share: Tensor, factor: Tensor) -> Tensor:
+    if share.dtype is torch.bool and factor.device.type != "cpu":
+        return torch.where(share, factor, 1.0)  # one operation, where each is a launch
+    weight = share.to(factor.dtype)
+    return (factor * weight).add_(1 - weight)  # exact at 0 and 1; on a CPU these two are faster than `where`
+
+
+def _rest(share: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """What is left of the old value: `lerp` asks for weights of the parameter's own type."""
+    return (1 - _mixed(share, factor)).to(dtype)
+
+
+def _each(mix: Mix, factors: Sequence[Tensor]) -> list[Tensor]:
+    """`mix` of each factor; 0-dim ones all at once, and those that are one and the same give one and the same."""
+    shared = {id(factor): factor for factor in factors if factor.dim() == 0}
+    mixed = dict(zip(shared, mix(torch.stack(list(shared.values()))).unbind(), strict=True)) if shared else {}
+    return [mixed[id(factor)] if factor.dim() == 0 else mix(factor) for factor in factors]
+
+
+def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Lists of one device and type, each of about as many elements of factors as the device's limit (or one tensor)."""
+    opened: dict[tuple[torch.device, torch.dtype, torch.dtype], list[_Part]] = {}
+    elements: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
+    for part in (cut for whole in parts for cut in _cut(whole)):
+        key = (part.factor.device, part.factor.dtype, part.tensors[0].dtype)
+        if key in opened and elements[key] + part.factor.numel() > _limit(part.factor):
+            yield opened.pop(key)
+        piece = opened.setdefault(key, [])
+        elements[key] = part.factor.numel() + (elements[key] if piece else 0)
+        piece.append(part)
+    yield from opened.values()
+
+
+def _cut(part: _Part) -> list[_Part]:
+    """On a CPU tensors above the limit are cut along their first dimension, whatever their memory format."""
+    size, limit = part.factor.numel(), _limit(part.factor)
+    if part.factor.device.type != "cpu" or part.factor.dim() == 0 or size <= limit:
+        return [part]
+    rows = max(1, limit * len(part.factor) // size)
+    cuts = zip(*(torch.split(tensor, rows) for tensor in (*part.tensors, part.factor)), strict=True)
+    return [_Part(tuple(cut[:-1]), cut[-1]) for cut in cuts]
+
+
+def _limit(factor: Tensor) -> int:
+    return min(HEAP_ELEMENTS, PIECE_ELEMENTS) if factor.device.type == "cpu" else PIECE_ELEMENTS
+
+
+PIECE = HEAP_ELEMENTS  # at most
+GRAIN = 2**15  # elements: ATen gives no thread fewer, unless it has all of them
+VECTOR = 64  # elements, a multiple of what ATen's kernels take at once; what is left over it rounds otherwise
+HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+
+
+class _StepPiece(NamedTuple):
+    """Tensors of one shape, and the factor of the gradient."""
+
+    parameter: Tensor
+    gradient: Tensor
+    momentum: Tensor | None
+    factor: Tensor | None
+
+
+def fits(base: Optimizer, gradients: Mapping[Tensor, Tensor]) -> TypeGuard[SGD]:
+    """Whether `scale_and_step` does what scaling and then `base.step()` would do for these gradients of parameters.
+
+    Not where somebody else follows the base's step (hooks, a scheduler made for it), nor at its first step, which makes
+    the momenta.
+    """
+    if type(base) is not SGD or any(each.device.type != "cpu" for each in gradients.values()):
+        return False
+    watched = "step" in vars(base) or any(
+        (
+            base._optimizer_step_pre_hooks,
+            base._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+            getattr(base, "grad_scale", None) is not None,
+            getattr(base, "found_inf", None) is not None,
+        )
+    )
+    return not watched and all(_plain(base, group, gradients) for group in base.param_groups)
+
+
+def scale_and_step(
+    base: SGD, share: Tensor, gradients: Mapping[Tensor, Tensor], factors: Mapping[Tensor, Tensor | None]
+) -> None:
+    """Multiply gradients in place by their factors, as far as `share` says, and take the base's step with them.
+
+    Args:
+        base: For which `fits` holds.
+        share: 0-dim, bool or from 0 to 1; see `applying`.
+        gradients: Of each parameter that has one.
+        factors: As many, of the parameter's shape or 0-dim; None stands for 1.
+    """
+    numbers = [factor for factor in factors.values() if factor is not None and factor.dim() == 0]
+    once = {id(number): by for number, by in zip(numbers, mixed(share, numbers), strict=True)}
+    for group in base.param_groups:
+        stepped = [parameter for parameter in group["params"] if parameter in gradients]
+        momenta = [base.state[p]["momentum_buffer"] if group["momentum"] else None for p in stepped]
+        parts = [_StepPiece(p.detach(), gradients[p], m, factors[p]) for p, m in zip(stepped, momenta, strict=True)]
+        for piece in _step_pieces(parts):
+            for _, gradient, _, factor in piece:
+                if (by := once.get(id(factor))) is not None:
+                    gradient.mul_(by)
+                else:
+                    multiply_where(share, [gradient], [factor])
+            _step(group, piece)
+
+
+@cache
+def pieces(elements: int, threads: int) -> int:
+    """Into how many equal pieces of half of `PIECE` to all of it a tensor is cut; 1: it is not.
+
+    ATen cuts a large tensor evenly among the threads and takes each share vector by vector. Pieces that are whole
+    vectors on every thread, as the whole tensor is, give the same bits.
+    """
+    vectors, rest = divmod(elements, VECTOR * threads)
+    if rest or GRAIN * threads > PIECE // 2:
+        return 1
+    fewest, most = -(-elements // PIECE), elements // (PIECE // 2)
+    return next((count for count in range(fewest, most) if vectors % count == 0), 1)
+
+
+def _plain(base: Optimizer, group: Mapping[str, Any], gradients: Collection[Tensor]) -> bool:
+    if group["foreach"] or group["fused"] or group["differentiable"]:
+        return False
+    stepped = (parameter for parameter in group["params"] if parameter in gradients)
+    return not group["momentum"] or all(base.state[p].get("momentum_buffer") is not None for p in stepped)
+
+
+def _step(group: Mapping[str, Any], piece: Sequence[_StepPiece]) -> None:
+    momenta = [part.momentum for part in piece] if group["momentum"] else []
+    columns = [part.parameter for part in piece], [part.gradient for part in piece], momenta
+    settings = {name: group[name] for name in HYPERPARAMETERS}
+    sgd(*columns, has_sparse_grad=False, foreach=False, fused=False, **settings)
+
+
+def _step_pieces(parts: Sequence[_StepPiece]) -> Iterator[list[_StepPiece]]:
+    """Lists of parts that together are about as large as a piece of a large tensor."""
+    opened: list[_StepPiece] = []
+    held = 0
+    for part in chain.from_iterable(_cut_to_vectors(part) for part in parts):
+        if opened and held + part.parameter.numel() > PIECE:
+            yield opened
+            opened, held = [], 0
+        opened.append(part)
+        held += part.parameter.numel()
+    if opened:
+        yield opened
+
+
+def _cut_to_vectors(part: _StepPiece) -> list[_StepPiece]:
+    """Pieces along the memory, where it is in one order for all tensors and without gaps."""
+    count = pieces(part.parameter.numel(), torch.get_num_threads())
+    full = [tensor for tensor in part if tensor is not None and tensor.dim()]
+    in_order = all(tensor.stride() == part.parameter.stride() for tensor in full)
+    if count == 1 or not in_order or not torch.ops.aten.is_non_overlapping_and_dense(part.parameter):
+        return [part]
+    return [_StepPiece(*cut) for cut in zip(*(_cuts(tensor, count) for tensor in part), strict=True)]
+
+
+def _cuts(tensor: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    if tensor is None or not tensor.dim():
+        return [tensor] * count
+    return tensor.as_strided((tensor.numel(),), (1,)).chunk(count)

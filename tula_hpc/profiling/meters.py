@@ -1,0 +1,304 @@
+"""What this node draws, in watts, as far as it can be read: processors by RAPL, GPUs by NVML or nvidia-smi. No torch.
+
+RAPL counts the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are often
+readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the energy of each GPU since
+the driver was loaded, from Volta on; nvidia-smi only says the power of now, which is asked at both ends. Power
+supplies, fans, memory and network are in neither: a node draws more, by some tens of per cent.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tula_hpc import process_memory as resident
+from tula_hpc.batches import tensors_of
+from tula_hpc.config import ClusterSpec
+from tula_hpc.ddp.worker import Worker
+from tula_hpc.records import MemoryUse
+from tula_hpc.workloads.optimizers import own_states, shards
+
+POWERCAP = Path("/sys/class/powercap")
+MICRO = 1e-6
+MILLI = 1e-3
+SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+SMI_TIMEOUT_S = 10.0
+
+
+class Power(NamedTuple):
+    """Mean power over a while; None: unknown."""
+
+    processors_w: float | None
+    gpus_w: float | None
+
+    @property
+    def watts(self) -> float:
+        """Of all that is known; 0 where nothing is. A node with GPUs whose power is unknown counts as unknown."""
+        return (self.processors_w or 0.0) + (self.gpus_w or 0.0)
+
+
+class PowerMeter:
+    """Mean power of this node between two calls; the sources that cannot be read are left out, silently.
+
+    Counts the whole node, whoever uses it: meaningful where the job has its nodes to itself.
+
+    Args:
+        powercap: Where the kernel shows RAPL; for tests.
+        smi: Runs nvidia-smi and returns what it prints; for tests.
+        nvml: Loads pynvml; for tests.
+    """
+
+    def __init__(
+        self,
+        powercap: Path = POWERCAP,
+        smi: Callable[[], str] | None = None,
+        nvml: Callable[[], Any] | None = None,
+    ) -> None:
+        self.powercap = powercap
+        self._smi = smi or _run_smi
+        self._nvml = nvml or _load_nvml
+        self._began: _Reading | None = None
+
+    def start(self) -> PowerMeter:
+        """Begin; returns itself."""
+        self._began = self._read()
+        return self
+
+    def stop(self) -> Power:
+        """Mean power since `start`.
+
+        Raises:
+            ValueError: It was not started.
+        """
+        if self._began is None:
+            raise ValueError("start() comes first")
+        began, ended = self._began, self._read()
+        elapsed_s = max(ended.time_s - began.time_s, 1e-9)
+        return Power(_rapl_watts(began.rapl, ended.rapl, elapsed_s), _gpu_watts(began, ended, elapsed_s))
+
+    def _read(self) -> _Reading:
+        joules = _nvml_joules(self._nvml)
+        watts = _parse_watts(self._smi()) if joules is None else None
+        return _Reading(time.monotonic(), read_rapl(self.powercap), joules, watts)
+
+
+class _Reading(NamedTuple):
+    time_s: float
+    rapl: Mapping[str, RaplCounter]
+    gpu_joules: float | None
+    gpu_watts: float | None
+
+
+class RaplCounter(NamedTuple):
+    """Energy counter of a processor package."""
+
+    microjoules: int
+    wraps_at: int  # microjoules, where it begins at 0 again
+
+
+def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
+    """Counters of all processor packages that may be read, by name; their parts (cores, memory) are in them."""
+    found = {}
+    for zone in sorted(powercap.glob("intel-rapl:*")):
+        if zone.name.count(":") != 1:  # intel-rapl:0:1 is a part of intel-rapl:0
+            continue
+        try:
+            energy, limit = (int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+        except (OSError, ValueError):
+            continue
+        found[zone.name] = RaplCounter(energy, limit)
+    return found
+
+
+def _rapl_watts(began: Mapping[str, RaplCounter], ended: Mapping[str, RaplCounter], elapsed_s: float) -> float | None:
+    both = began.keys() & ended.keys()
+    if not both:
+        return None
+    used = (_used(began[name], ended[name]) for name in both)
+    return sum(used) * MICRO / elapsed_s
+
+
+def _used(began: RaplCounter, ended: RaplCounter) -> int:
+    """Microjoules; a counter that is lower than before has wrapped once."""
+    difference = ended.microjoules - began.microjoules
+    return difference if difference >= 0 else difference + ended.wraps_at
+
+
+def _gpu_watts(began: _Reading, ended: _Reading, elapsed_s: float) -> float | None:
+    if began.gpu_joules is not None and ended.gpu_joules is not None:
+        return max(0.0, ended.gpu_joules - began.gpu_joules) / elapsed_s
+    if began.gpu_watts is not None and ended.gpu_watts is not None:
+        return (began.gpu_watts + ended.gpu_watts) / 2.0
+    return None
+
+
+def _load_nvml() -> Any:
+    """The module pynvml where it is installed; it comes with the package nvidia-ml-py."""
+    return importlib.import_module("pynvml")
+
+
+def _nvml_joules(load: Callable[[], Any]) -> float | None:
+    """Energy of all GPUs since their driver was loaded; None where NVML is absent or too old for it."""
+    try:
+        nvml = load()
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        energy = [nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles]
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return None
+    return sum(energy) * MILLI if energy else None
+
+
+def _run_smi() -> str:
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _parse_watts(printed: str) -> float | None:
+    """Sum over the lines of nvidia-smi; None where a GPU says "[N/A]", or there is none."""
+    try:
+        watts = [float(line) for line in printed.splitlines() if line.strip()]
+    except ValueError:
+        return None
+    return sum(watts) if watts and all(map(math.isfinite, watts)) else None
+
+
+class NodePower:
+    """Mean power of the nodes over the timed steps, read by one worker of each; 0 where it is unknown.
+
+    It is the whole node's, so that it means something only where the job has its nodes to itself. Emulated nodes are
+    one machine.
+    """
+
+    def __init__(self, cluster: ClusterSpec, worker: Worker) -> None:
+        self.worker = worker
+        real = worker.configuration.nodes == 1 or worker.env.on_slurm
+        self.meter = PowerMeter() if worker.env.local_rank == 0 and cluster.exclusive and real else None
+        self.watts = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+        if self.meter is not None:
+            self.meter.start()
+
+    def stop(self) -> None:
+        """End. Where the GPUs that work cannot be read, the rest of the node says little about them."""
+        if self.meter is not None:
+            power = self.meter.stop()
+            blind = self.worker.device.type == "cuda" and power.gpus_w is None
+            self.watts = 0.0 if blind else power.watts
+
+    def mean(self) -> float:
+        """Watts, the mean over the nodes whose power is known. Collective."""
+        total, nodes = self.worker.total(self.watts, float(self.watts > 0))
+        return total / nodes if nodes else 0.0
+
+
+class MemoryMeter:
+    """Peak memory over the timed steps: CUDA's allocator, or the process's resident set over its baseline on CPU."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cuda = cluster.device == "cuda"
+        self.baseline_bytes = 0 if self.cuda else self._resident_baseline()
+        self.peak_bytes = self.reserved_bytes = 0
+        self.total_bytes: int | None = None
+        self.other_bytes: int | None = None
+        self.short = Counter[str]()
+
+    @staticmethod
+    def _resident_baseline() -> int:
+        gc.collect()
+        resident.release_freed()
+        return resident.resident_bytes()
+
+    def start(self) -> None:
+        """Forget peaks so far."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.short = _times_short()
+        else:
+            resident.reset_peak()
+
+    def stop(self) -> None:
+        """Take the peaks since `start`."""
+        if self.cuda:
+            self.peak_bytes, self.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.short = _times_short() - self.short
+            free, total = torch.cuda.mem_get_info()
+            self.total_bytes = total
+            self.other_bytes = max(0, total - free - torch.cuda.memory_reserved())
+        else:
+            process = resident.peak_resident_bytes() + resident.descendants_private_bytes()
+            self.peak_bytes, self.reserved_bytes = max(0, process - self.baseline_bytes), process
+
+    def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
+        """All that is known of this worker's memory; `batch_bytes` is the size of one batch."""
+        states = bytes_of(tensors_of(own_states(worker.optimizer)))
+        return MemoryUse(
+            peak_bytes=self.peak_bytes,
+            reserved_bytes=self.reserved_bytes,
+            baseline_bytes=self.baseline_bytes,
+            parameter_bytes=bytes_of(worker.model.parameters()),
+            gradient_bytes=bytes_of(worker.parameters),
+            optimizer_bytes=states,
+            sharded_bytes=states if shards(worker.sweep.workload, worker.env.world_size) else 0,
+            batch_bytes=batch_bytes * max(1, prefetched_batches(worker)),
+            total_bytes=self.total_bytes,
+            other_bytes=self.other_bytes,
+            alloc_retries=self.short["num_alloc_retries"],
+            ooms=self.short["num_ooms"],
+        )
+
+
+def _times_short() -> Counter[str]:
+    """Count how often torch's allocator found no memory so far: "num_alloc_retries" and "num_ooms"."""
+    stats = torch.cuda.memory_stats()
+    return Counter({name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")})
+
+
+def largest_over_workers(worker: Worker, use: MemoryUse) -> MemoryUse:
+    """The largest of each count over the workers, of the devices' memory the least. Collective."""
+    counts = {name: float(count) for name, count in use if count is not None}
+    if use.total_bytes is not None:
+        counts["total_bytes"] = -float(use.total_bytes)
+    largest = worker.agree(*counts.values())
+    return MemoryUse(**{name: abs(int(value)) for name, value in zip(counts, largest, strict=True)})
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that tensors hold."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def prefetched_batches(worker: Worker) -> int:
+    """Batches that the loader holds on the host once it is ahead: prefetch × loader processes."""
+    return worker.loader.num_workers * (worker.loader.prefetch_factor or 0)
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Seconds of processors so far: of the loader's processes, which descend from this one, and of this one."""
+    return resident.descendants_processor_s(), time.process_time()
+
+
+def cores_of(worker: Worker) -> float:
+    """Cores that a worker may run on: where workers are not bound to cores of their own, its share of the machine."""
+    on_machine = worker.configuration.workers_per_node if worker.env.on_slurm else worker.env.world_size
+    return min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / on_machine)

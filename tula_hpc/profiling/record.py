@@ -1,0 +1,47 @@
+"""Describe a worker for a measurement, and record that memory ran out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tula_hpc.config import ClusterSpec
+from tula_hpc.ddp.process_group import backend_of, describe_versions
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import Failure
+from tula_hpc.records import Configuration, Measurement
+
+
+def oom_record(
+    cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment, failure: Failure
+) -> Measurement:
+    """A measurement that says: this configuration does not fit."""
+    facts = describe(configuration, cluster, env)
+    return Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
+
+
+def describe(configuration: Configuration, cluster: ClusterSpec, env: WorkerEnvironment) -> dict[str, Any]:
+    """The part of a measurement that says where it was taken."""
+    return {
+        "nodes": configuration.nodes,
+        "workers_per_node": configuration.workers_per_node,
+        "local_batch": configuration.local_batch,
+        "exclusive": cluster.exclusive or cluster.executor == "local",
+        "emulated": cluster.executor == "local" and configuration.nodes > 1,
+        "device": _device_name(cluster),
+        "backend": backend_of(cluster) if env.world_size > 1 else "none",
+        "hosts": env.hosts,
+        "versions": describe_versions(),
+        "job_id": env.job_id,
+    }
+
+
+def _device_name(cluster: ClusterSpec) -> str:
+    if cluster.device == "cuda":
+        return torch.cuda.get_device_name()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {cluster.cpus_per_worker} thread(s)"
+    return "cpu"

@@ -1,0 +1,68 @@
+"""What the workers of a profile job do in its allocation: measure what rank 0's agenda says, until it says no more."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from tula_hpc.ddp.process_group import Allocation
+from tula_hpc.env import WorkerEnvironment, job_started_at
+from tula_hpc.errors import StorageError
+from tula_hpc.files import HeldFolder
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.process_memory import out_of_memory
+from tula_hpc.profiling.measure import SharedTimes, measure
+from tula_hpc.profiling.record import oom_record
+from tula_hpc.profiling.work_queue import Agenda
+from tula_hpc.records import Configuration, append_record, rank_file
+
+
+def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
+    """Measure a job's configurations; see `ProfileJob`."""
+    allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
+    shared = SharedTimes.none()
+    ground = HeldFolder(job.output.parent)
+    measured = 0
+    while (configuration := _hear(allocation, agenda)) is not None:
+        place = allocation.join(configuration.nodes)
+        if place is not None:
+            began_at = job_started_at() if measured == 0 else None
+            _measure_and_record(job, configuration, place, shared, ground, began_at=began_at)
+            measured += 1
+    allocation.close()
+    return measured
+
+
+def _hear(allocation: Allocation, agenda: Agenda) -> Configuration | None:
+    """What rank 0's agenda says next; every worker calls this."""
+    word = json.loads(allocation.hear(lambda: json.dumps(agenda.next())))
+    return None if word is None else Configuration(*word)
+
+
+def _measure_and_record(
+    job: ProfileJob,
+    configuration: Configuration,
+    env: WorkerEnvironment,
+    shared: SharedTimes,
+    ground: HeldFolder,
+    *,
+    began_at: float | None,
+) -> None:
+    failure = measurement = None
+    try:
+        measurement = measure(job.sweep, job.cluster, configuration, env, shared, job_began_at=began_at)
+    except (RuntimeError, MemoryError) as error:
+        failure = out_of_memory(error)
+        if failure is None:
+            raise
+    if words := ground.loss("measured"):
+        raise StorageError(words)
+    # outside the except block: the traceback keeps the tensors of the failed step alive
+    if failure is not None:
+        record = oom_record(job.cluster, configuration, env, failure)
+        append_record(rank_file(job.output, env.rank), record.model_copy(update={"partition": job.partition}))
+        # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
+        raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+    if env.rank == 0 and measurement is not None:
+        cost = {"partition": job.partition, "node_seconds": job.nodes * measurement.elapsed_s}
+        append_record(job.output, measurement.model_copy(update=cost))

@@ -1,0 +1,197 @@
+"""Timing in rounds of free-running steps until the mean is known, with all workers agreeing on when to stop.
+
+Training waits for the device about once a second, so a step that is timed by itself, with the device waited for before
+and after it, pays each time for what the host does before the device has work again. A round is a number of steps with
+the device waited for at its two ends only.
+
+How long steps wait for their batches, as far as the device feels it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tula_hpc.ddp.agreement import Agreement
+
+# Waiting for the device at a round's ends costs about a millisecond: within 0.25 s that is below half a per cent.
+ROUND_S = 0.25
+# For what only guides the model, or is small.
+BRIEF_ROUND_S = 0.05
+# An interval from fewer rounds is taken for what it is, but ends no measurement.
+LEAST_ROUNDS = 5
+# So many rounds should fit into max_steps: the interval of ten is about half as wide as that of five.
+USUAL_ROUNDS = 10
+# 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+NORMAL = 1.959964
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % interval, seconds."""
+
+    mean_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def relative_width(self) -> float:
+        """Width of the interval over the mean."""
+        return (self.high_s - self.low_s) / self.mean_s if self.mean_s > 0 else 0.0
+
+
+def mean_interval(rounds: Sequence[float]) -> Interval:
+    """Return the mean over rounds with its 95 % interval, the largest and the smallest round pulled in.
+
+    A training of n steps takes n times the mean step: a median does not see that loader processes which started
+    together deliver in bursts, so that one step of L waits for all. A mean follows each disturbance of the machine
+    instead, and a profile of seconds must not be decided by one pause. From five rounds on the largest therefore counts
+    as the second largest, and the smallest as the second smallest (Winsorized mean). Nothing is cut that happens twice,
+    and bursts of a loader are in every round, as a round holds a multiple of L steps. The interval is that of W. J.
+    Dixon, J. W. Tukey, "Approximate behavior of the distribution of Winsorized t" (Technometrics 10, 1968): with
+    h = n − 2 rounds left as they are and the deviation s of all n after pulling in, t(h−1) · (n−1)/(h−1) · s/√n. Below
+    five rounds it is Student's, n = h; a single round has no width. Times are positive: the low end is at least 0.
+
+    Args:
+        rounds: Mean seconds of a step in each round, at least one.
+    """
+    ordered, count = sorted(rounds), len(rounds)
+    kept = count
+    if count >= LEAST_ROUNDS:
+        ordered[0], ordered[-1] = ordered[1], ordered[-2]
+        kept = count - 2
+    # fmean rounds: of equal values it may lie a last digit beside them
+    mean = min(max(statistics.fmean(ordered), ordered[0]), ordered[-1])
+    if count == 1:
+        return Interval(mean, mean, mean)
+    error = statistics.stdev(ordered, mean) / math.sqrt(count)
+    half = _student_t(kept - 1) * (count - 1) / (kept - 1) * error
+    return Interval(mean, max(0.0, mean - half), mean + half)
+
+
+def _student_t(degrees: int) -> float:
+    """Return the 97.5 % quantile; beyond the table by its expansion in 1/degrees, to three digits."""
+    if degrees <= len(STUDENT_T):
+        return STUDENT_T[degrees - 1]
+    first = (NORMAL**3 + NORMAL) / 4
+    second = (5 * NORMAL**5 + 16 * NORMAL**3 + 3 * NORMAL) / 96
+    return NORMAL + first / degrees + second / degrees**2
+
+
+class StoppingRule(NamedTuple):
+    """When enough has been measured."""
+
+    min_steps: int
+    max_steps: int
+    max_seconds: float
+    ci_width: float
+
+    def steps_per_round(self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1) -> int:
+        """Return how many steps make a round of about `round_s` seconds.
+
+        At least so many that five rounds hold min_steps, and at most so many that max_steps holds ten; a multiple comes
+        before both.
+
+        Args:
+            about_s: Seconds of a step, about; the same on all workers.
+            round_s: Of a round.
+            multiple_of: Loader processes deliver in turns: only a whole number of turns takes what training does.
+        """
+        wanted = math.ceil(round_s / max(about_s, 1e-6))
+        fewest = math.ceil(self.min_steps / LEAST_ROUNDS)
+        steps = max(fewest, min(wanted, self.max_steps // USUAL_ROUNDS))
+        return math.ceil(steps / multiple_of) * multiple_of
+
+    def done(self, rounds: Sequence[float], steps: int) -> bool:
+        """Whether these rounds of so many steps suffice, or may not go on; two are the least."""
+        if len(rounds) < 2 or len(rounds) * steps < self.min_steps:
+            return False
+        too_many = (len(rounds) + 1) * steps > self.max_steps
+        too_long = sum(rounds) * steps >= self.max_seconds
+        return too_many or too_long or self.converged(rounds)
+
+    def converged(self, rounds: Sequence[float]) -> bool:
+        """Whether the mean's interval is narrow enough."""
+        return len(rounds) >= LEAST_ROUNDS and mean_interval(rounds).relative_width <= self.ci_width
+
+
+def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
+    """Mean seconds of so many calls of `step` in a row, the device's work included."""
+    worker.synchronize_device()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    worker.synchronize_device()
+    return (time.perf_counter() - started) / steps
+
+
+def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
+    """Mean seconds of a call on the slowest worker: what follows from it is the same on all. Collective."""
+    (slowest_s,) = worker.agree(round_s(worker, step, steps))
+    return slowest_s
+
+
+def time_rounds(worker: Agreement, rule: StoppingRule, step: Callable[[], object], steps: int) -> Iterator[float]:
+    """Yield the mean seconds of a step in each round until the rule or, with it, the slowest worker says enough.
+
+    Every worker takes as many rounds of as many steps: `step` may be collective. So is this.
+    """
+    rounds: list[float] = []
+    unfinished = 1.0
+    while unfinished:
+        rounds.append(round_s(worker, step, steps))
+        yield rounds[-1]
+        (unfinished,) = worker.agree(0.0 if rule.done(rounds, steps) else 1.0)
+
+
+class LoaderWaits:
+    """Sums up waits for the loader between two moments at which the device has nothing left to do.
+
+    On a CPU a step waits itself: each second of the host's wait makes training longer by one. A GPU works behind the
+    host, which asks for the next batch while steps are still queued: with a loader that keeps up the host may wait in
+    every step without the device ever being idle. What training loses is the part of a wait for which the device had
+    nothing to do: the time on the device between the end of the last step's work and the arrival of the batch, by two
+    events. It is at most the host's own wait: whatever else keeps the device idle in between is no wait for data.
+
+    Args:
+        device: That trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._felt_s = 0.0
+        self._launched: torch.cuda.Event | None = None
+        self._waits: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def arrived(self, waited_s: float) -> None:
+        """A batch has come after the host waited so long; call it before the step."""
+        if self._launched is None:
+            # a CPU, or the first step after `take`: the device was idle all the while
+            self._felt_s += waited_s
+            return
+        self._waits.append((waited_s, self._launched, self._mark()))
+        self._launched = None
+
+    def launched(self) -> None:
+        """The step's work has been given to the device."""
+        if self.device.type == "cuda":
+            self._launched = self._mark()
+
+    def take(self) -> float:
+        """Return the seconds since the last call; the device must have been waited for."""
+        felt_s = self._felt_s
+        for waited_s, launched, arrived in self._waits:
+            idle_s = 1e-3 * launched.elapsed_time(arrived)  # type: ignore[no-untyped-call] # torch's
+            felt_s += min(waited_s, idle_s)
+        self._felt_s, self._launched, self._waits = 0.0, None, []
+        return felt_s
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+        event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call] # torch's
+        return event

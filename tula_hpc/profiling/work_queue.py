@@ -1,0 +1,164 @@
+"""What a profile job measures next: its list, then what the search wants, until time is up. Rank 0 keeps it.
+
+Asks the search what to profile next, in a process of its own.
+
+Inside a job the numeric libraries of the search would stay in the worker's memory, and be measured as the training's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
+from tula_hpc.errors import StageError
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.records import Configuration, JobNote, Measurement, append_record, notes_file
+from tula_hpc.search_path import start_of_python
+
+TIMEOUT_S = 300.0
+
+
+def ask_search(job: ProfileJob) -> list[Configuration]:
+    """What the search proposes, given all that the run has measured so far.
+
+    Raises:
+        StageError: The search failed; the message ends with its last words.
+    """
+    question = {
+        "sweep": job.sweep.model_dump(mode="json"),
+        "cluster": job.cluster.model_dump(mode="json"),
+        "measurements": [m.model_dump(mode="json", exclude={"samples"}) for m in job.known()],
+        "trusted_batch": job.trusted_batch,
+    }
+    try:
+        done = subprocess.run(
+            [*start_of_python(), "-m", "tula_hpc.profiling.work_queue"],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise StageError(f"the search did not answer within {TIMEOUT_S:g} s") from None
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.strip().splitlines()
+        raise StageError(f"the search failed in the job: {words[-1] if words else error.returncode}") from None
+    return [Configuration(*row) for row in json.loads(done.stdout)]
+
+
+def answer(question: str) -> str:
+    """The proposals as JSON; see `ask_search` for the question."""
+    from tula_hpc.analysis.search.propose import propose
+
+    asked = json.loads(question)
+    # the paths of the workload were checked when the sweep was read, and do not matter to the search
+    sweep = SweepSpec.model_validate(asked["sweep"], context={"check_paths": False})
+    cluster = ClusterSpec.model_validate(asked["cluster"])
+    measurements = [Measurement.model_validate(row) for row in asked["measurements"]]
+    return json.dumps(propose(sweep, cluster, measurements, trusted_batch=asked["trusted_batch"]))
+
+
+MARGIN = 1.5  # nothing is begun when less time is left than so many times the longest configuration so far
+
+
+class Agenda:
+    """Decides for one run of a job, and writes down what it is about to do.
+
+    The notes are on disk before the work begins. When the job is killed without a word, as by the memory limit of a
+    node, they tell which configuration did it.
+
+    Args:
+        job: The list, and whether to ask the search for more.
+        env: This worker's place; only rank 0 decides and writes.
+        ask: Asks the search; a test may put its own answers here.
+    """
+
+    def __init__(
+        self, job: ProfileJob, env: WorkerEnvironment, ask: Callable[[ProfileJob], list[Configuration]] = ask_search
+    ) -> None:
+        self.job, self.env, self._ask = job, env, ask
+        self._began_at, self._here_since = job_started_at(), unix_time()
+        self._todo = deque(job.configurations)
+        self._startup_s: float | None = None  # known when all workers have met
+        if env.rank == 0:
+            self._note("began")
+
+    def next(self) -> Configuration | None:
+        """The next configuration, noted; None when the job is to end."""
+        if self._startup_s is None:
+            self._startup_s = unix_time() - self._began_at
+            self._note("ready")
+        recorded = self.job.recorded()
+        longest_s = max((m.elapsed_s for m in recorded if m.finished_at >= self._here_since), default=None)
+        if longest_s is not None and self._left_s() < MARGIN * longest_s:
+            self._note("ended", detail="too little time was left for another configuration")
+            return None
+        return self._first_new({m.configuration for m in recorded}, longest_s or 0.0)
+
+    def _first_new(self, done: set[Configuration], longest_s: float) -> Configuration | None:
+        failure = ""
+        if not self._pending(done) and self.job.asks:
+            try:
+                self._todo.extend(c for c in self._ask(self.job) if self._belongs_here(c, longest_s))
+            except StageError as error:  # the command will ask the search itself, and say so if that fails too
+                failure = str(error)
+        if not self._pending(done):
+            self._note("ended", detail=failure)
+            return None
+        configuration = self._todo.popleft()
+        self._note("measuring", configuration)
+        return configuration
+
+    def _belongs_here(self, configuration: Configuration, longest_s: float) -> bool:
+        """Whether these nodes measure it, and for less than a job of its own would.
+
+        A smaller size keeps nodes waiting here, N·e node-seconds in all; a job of its own would first have to start,
+        n·(s + e).
+        """
+        here, own = self.job.nodes, configuration.nodes
+        if own >= here or not self.job.smaller:
+            return own == here
+        if self.job.sweep.search.nest:
+            return True
+        return here * longest_s <= own * ((self._startup_s or 0.0) + longest_s)
+
+    def _pending(self, done: set[Configuration]) -> bool:
+        """Whether something is left after what is on record was struck off."""
+        while self._todo and self._todo[0] in done:
+            self._todo.popleft()
+        return bool(self._todo)
+
+    def _left_s(self) -> float:
+        """Until the job is warned of its time limit."""
+        cluster = self.job.cluster
+        warning_s = cluster.signal_delay_s if cluster.executor == "slurm" else 0
+        return self._began_at + 60 * cluster.profile_minutes - warning_s - unix_time()
+
+    def _note(
+        self,
+        note: Literal["began", "ready", "measuring", "ended"],
+        configuration: Configuration | None = None,
+        detail: str = "",
+    ) -> None:
+        record = JobNote(
+            note=note,
+            time=unix_time(),
+            job_id=self.env.job_id,
+            allocated_nodes=self.job.nodes,
+            submitted_at=self.job.submitted_at,
+            began_at=self._began_at,
+            configuration=configuration,
+            detail=detail,
+        )
+        append_record(notes_file(self.job.output), record)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(answer(sys.stdin.read()))

@@ -1,0 +1,301 @@
+"""Reading records, whatever is in the files.
+
+Appending to JSON Lines files, and replacing whole files, so that neither is ever half written.
+
+Files that stand beside another one, by their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import re
+import resource
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from tula_hpc.errors import RunDirectoryError, StorageError
+from tula_hpc.files import in_words, open_regular, read_bounded
+
+MAX_LINE_BYTES = 4_000_000
+MAX_LINES_BYTES = 4 * 1024**3  # of a JSON Lines file
+MAX_RECORDS = 150_000  # of one kind that are held at once: a few hundred megabytes
+MAX_HELD_BYTES = 500_000_000  # by which reading one kind may let the process grow
+MAX_DOCUMENT_BYTES = 64 * 1024**2  # of a file that is one record, as plan.json is
+MANY = 10_000  # records
+MAX_FLOAT = 1e100  # beyond it products overflow
+R = TypeVar("R", bound=BaseModel)
+
+
+class ReadResult(NamedTuple, Generic[R]):
+    """Records that could be read, and how many lines could not."""
+
+    records: list[R]
+    skipped: int
+
+
+def read_records(kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], R] | None = None) -> ReadResult[R]:
+    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted.
+
+    Args:
+        kind: Of the records.
+        paths: The files.
+        parse: In place of `parse_record`; for those that leave out what nobody needs of so many records.
+
+    Raises:
+        RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
+    """
+    records: list[R] = []
+    skipped, bounds = 0, Bounds()
+    for path in paths:
+        for line in lines_of(path):
+            try:
+                record = parse(line) if parse else parse_record(kind, line)
+            except ValueError:
+                skipped += 1
+                continue
+            records.append(_light(record))
+            bounds.check(path, len(records), len(line))
+            if len(records) % MANY == 0:
+                # they will stay: the collector of cycles would look through all of them again and again
+                gc.freeze()
+    return ReadResult(records, skipped)
+
+
+class Bounds:
+    """How many records may be held, and how far the process may grow by them: JSON may take 60 times its bytes.
+
+    Each kind of a run's records has its own: all together a command stays within 1 GB.
+    """
+
+    def __init__(self) -> None:
+        self.unseen_bytes = 0
+        self.before_bytes = _resident_bytes()
+
+    def check(self, path: Path, records: int, line_bytes: int) -> None:
+        """Refuse to hold more than this many, after each one."""
+        if records > MAX_RECORDS:
+            raise out_of_bounds(path, f"at most {MAX_RECORDS:,} records up to here", ASIDE)
+        self.unseen_bytes += line_bytes
+        if self.unseen_bytes < MAX_LINE_BYTES:
+            return
+        self.unseen_bytes = 0
+        if _resident_bytes() - self.before_bytes > MAX_HELD_BYTES:
+            raise out_of_bounds(path, f"records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE)
+
+
+ASIDE = "move what is not needed out of the run directory"
+
+
+def out_of_bounds(path: Path, bound: str, advice: str) -> RunDirectoryError:
+    """The error of a file beyond a bound, with the file's size."""
+    size = path.stat().st_size / 1e6 if path.exists() else 0.0
+    return RunDirectoryError(f"has {size:,.1f} MB; expected {bound}; {advice}", source=path)
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where the kernel does not tell. Its peak may be that of the process that started it."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+_NONE_SET: set[str] = set()
+
+
+def _light(record: R) -> R:
+    """The same without pydantic's list of the fields that were in the file, which takes more than the record itself."""
+    object.__setattr__(record, "__pydantic_fields_set__", _NONE_SET)
+    for name in _parts(type(record)):
+        part = getattr(record, name)
+        if isinstance(part, BaseModel):
+            object.__setattr__(part, "__pydantic_fields_set__", _NONE_SET)
+    return record
+
+
+@functools.cache
+def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Fields that hold a record."""
+    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
+    return tuple(name for name, types in kinds.items() if any(_is_record(each) for each in types))
+
+
+def _is_record(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Lines that are not blank; of one that is too long only the beginning, which is no record."""
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
+                raise out_of_bounds(path, f"at most {MAX_LINES_BYTES:,} bytes", ASIDE)
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.isspace():
+                    yield line
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+
+
+# what may be a number that is none, or too large: worth a closer look. Plain words are found ten times as fast as
+# patterns, so all digits are made alike before, and all that may stand before a number
+_ALIKE = bytes.maketrans(b"123456789E:[- \t\r\n", b"000000000e,,,,,,,")
+_SUSPECT = (b"NaN", b"Infinity", b"," + b"0" * 18)
+_LARGE_EXPONENT = re.compile(rb"e\+?000")
+
+
+def _is_suspect(text: bytes) -> bool:
+    alike = text.translate(_ALIKE)
+    return any(word in alike for word in _SUSPECT) or _LARGE_EXPONENT.search(alike) is not None
+
+
+def parse_record(kind: type[R], text: bytes) -> R:
+    """A record from JSON.
+
+    Raises:
+        ValueError: It is not one, or holds a number that is not finite or out of all bounds.
+    """
+    record = kind.model_validate_json(text)
+    if _is_suspect(text):
+        _check_numbers(json.loads(text))
+    return record
+
+
+def _check_numbers(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(item)
+    elif isinstance(value, int | float) and not abs(value) <= (MAX_FLOAT if isinstance(value, float) else 2**63):
+        raise ValueError(f"holds the number {value:.3g}")
+
+
+_ANEW = "delete it to have it made anew"
+
+
+def read_document(kind: type[R], path: Path) -> R:
+    """Read a file that is one record.
+
+    Raises:
+        FileNotFoundError: There is none.
+        RunDirectoryError: It cannot be read, or is damaged.
+    """
+    try:
+        return parse_record(kind, read_bounded(path, MAX_DOCUMENT_BYTES))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
+    except ValidationError as error:
+        raise RunDirectoryError(f"is damaged: {_first_of(error)}; {_ANEW}", source=path) from None
+    except ValueError as error:
+        raise RunDirectoryError(f"is damaged: {error}; {_ANEW}", source=path) from None
+
+
+def _first_of(error: ValidationError) -> str:
+    """The first of pydantic's complaints in one line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"][:6]))
+    return " ".join(f"{where[:200]}: {first['msg']}".removeprefix(": ").split())[:500]
+
+
+def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
+    """Append one line with a single write, so that lines of several writers never mix.
+
+    Args:
+        path: A JSON Lines file; made if it is missing.
+        record: What to append.
+        durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait would be a step's.
+
+    Raises:
+        StorageError: It cannot be written; the file then ends as it did before.
+    """
+    text = record.model_dump_json() if isinstance(record, BaseModel) else json.dumps(record, allow_nan=False)
+    try:
+        _append(path, text.encode() + b"\n", durable)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+
+
+def _append(path: Path, line: bytes, durable: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # a pipe without a reader is an error, not a wait
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _write_whole(descriptor, _newline_if_torn(path) + line)
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    """Append all or nothing: what a disk took before it was full is taken back, unless another writer went on there."""
+    written = os.write(descriptor, data)
+    try:
+        while written < len(data):
+            written += os.write(descriptor, data[written:])  # the first write only said how much, this one says why
+    except OSError:
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:
+            os.ftruncate(descriptor, end - written)
+        raise
+
+
+def _newline_if_torn(path: Path) -> bytes:
+    """A line end, where a killed writer left a half line, so that it spoils only itself."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return b""
+        file.seek(-1, os.SEEK_END)
+        return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write, fsync, rename: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        StorageError: It cannot be written; the old file is still there.
+    """
+    try:
+        _replace(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {in_words(error)}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    """The file of one rank beside rank 0's: appending from several clients of a network file system is not atomic."""
+    return path if rank == 0 else path.with_name(f"{path.stem}-r{rank}.jsonl")
+
+
+def with_rank_files(path: Path) -> list[Path]:
+    """Rank 0's file and those that other ranks wrote beside it."""
+    return [path, *sorted(path.parent.glob(f"{path.stem}-r*.jsonl"))]
+
+
+def notes_file(path: Path) -> Path:
+    """The notes of the job that writes measurements to `path`."""
+    return path.with_suffix(".notes")

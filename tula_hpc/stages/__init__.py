@@ -1,0 +1,1 @@
+"""Profile, plan, train and study as steps that can be resumed."""

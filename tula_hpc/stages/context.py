@@ -1,0 +1,175 @@
+"""What the user sees while stages run: a live line on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.env import unix_time
+from tula_hpc.errors import Failure
+from tula_hpc.formatting import printable, printable_output, with_own_escapes
+from tula_hpc.launch.launcher import Ended, Launcher, Submitted
+from tula_hpc.launch.reasons import telling_line, without_chatter
+from tula_hpc.records import Configuration, Event, Measurement, RunDirectory
+from tula_hpc.records.run_directory import unsettled
+
+LOG_EVERY_S = 60.0  # in a log an unchanged state is repeated this often, as a sign of life
+
+
+class StageProgress(Protocol):
+    """Shown while one stage runs; a context manager."""
+
+    def __enter__(self) -> StageProgress:
+        """Start showing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop showing."""
+
+    def update(self, done: float, total: float, text: str) -> None:
+        """How much of the stage is done, and what it is doing."""
+
+
+def stage_progress(stage: str) -> StageProgress:
+    """A bar on a terminal, lines elsewhere."""
+    return BarProgress(stage) if sys.stderr.isatty() else LineProgress(stage)
+
+
+class BarProgress:
+    """A rich progress bar on standard error."""
+
+    def __init__(self, stage: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("[bold]{task.fields[stage]:<8}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        self.bar = Progress(*columns, console=Console(file=with_own_escapes(sys.stderr)))
+        self.cleaning = contextlib.ExitStack()
+        self.task = self.bar.add_task("", stage=stage, total=None)
+
+    def __enter__(self) -> BarProgress:
+        """Start drawing."""
+        self.bar.start()
+        # rich has put itself in the place of both streams, and takes escapes in what is printed meanwhile for its own
+        self.cleaning.enter_context(printable_output())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the bar as it is."""
+        self.cleaning.close()
+        self.bar.stop()
+
+    def update(self, done: float, total: float, text: str) -> None:
+        """Redraw."""
+        self.bar.update(self.task, completed=done, total=total, description=printable(text))
+
+
+class LineProgress:
+    """A line on standard error whenever something changes."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage, self.last, self.printed_at = stage, "", 0.0
+
+    def __enter__(self) -> LineProgress:
+        """Nothing to start."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to stop."""
+
+    def update(self, done: float, total: float, text: str) -> None:
+        """Print if it is news, or if nothing was said for long."""
+        line = f"{self.stage}: {done:.4g} of {total:.4g}: {text}"
+        if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
+            return
+        self.last, self.printed_at = line, time.monotonic()
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class Sweep(NamedTuple):
+    """One sweep: its frozen inputs and its run directory."""
+
+    spec: SweepSpec
+    cluster: ClusterSpec
+    run: RunDirectory
+    started_at: float = 0.0  # of the command, Unix time: failures before it may have been mended, and do not count
+    detached: bool = False  # whether controller jobs wait, not this process
+    partition: str = ""  # of `cluster`, where that is one part of a larger one; see `Measurement.partition`
+
+    @property
+    def launcher(self) -> Launcher:
+        """Submits this sweep's jobs; the name tells sweeps of one user apart in squeue."""
+        return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
+
+    def on(self, partition: str) -> Sweep:
+        """The sweep on one part of the cluster; see `ClusterSpec.part`."""
+        return self._replace(cluster=self.cluster.part(partition), partition=partition)
+
+
+def failed_measurement(
+    cluster: ClusterSpec, configuration: Configuration, end: Ended, partition: str = ""
+) -> Measurement:
+    """A record for a configuration that a job died of without writing one."""
+    return Measurement(
+        status="oom" if end.failure.is_oom else "failed",
+        failure=end.failure,
+        detail=last_line(end.log_tail),
+        nodes=configuration.nodes,
+        workers_per_node=configuration.workers_per_node,
+        local_batch=configuration.local_batch,
+        exclusive=cluster.exclusive or cluster.executor == "local",
+        job_id=end.job.job_id,
+        finished_at=unix_time(),
+        partition=partition,
+    )
+
+
+def submission_of(run: RunDirectory, event: Event) -> Submitted:
+    """The job that a "submitted" event tells of."""
+    return Submitted(event.job_id, run.root / str(event.data.get("folder", "")))
+
+
+def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
+    """Every job of these stages whose end has not been seen to."""
+    return [submission_of(run, event) for event in unsettled(run, *stages)]
+
+
+def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
+    """Those of them that are not over; see `Launcher.active`."""
+    jobs = jobs_on_record(sweep.run, *stages)
+    active = sweep.launcher.active(jobs, timeout_s)
+    return [job for job in jobs if job.job_id in active]
+
+
+def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
+    """In words, with the end of the log: why the first of these jobs failed."""
+    if not failures:
+        return "see profile/*.jsonl for the reasons"
+    first = failures[0]
+    words = (failure or first.failure).value.replace("_", " ")
+    log = f"\nlog: {first.log_file}" if first.log_file else ""
+    if (failure or first.failure).is_the_users:  # the log's last line is a sentence
+        return f"{last_line(first.log_tail)}{log}"
+    return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail) or last_line(first.log_tail)}{log}"
+
+
+def last_line(text: str) -> str:
+    """The one that says most, for a table; it is the last where nothing tells more."""
+    return telling_line(text)

@@ -1,0 +1,41 @@
+"""Fit the models and choose, as a stage of a sweep."""
+
+from __future__ import annotations
+
+from tula_hpc.errors import InfeasibleError, StageError
+from tula_hpc.invocation import command_line
+from tula_hpc.records import Plan, RunDirectory, write_atomically
+from tula_hpc.stages.context import Sweep
+
+
+def plan_stage(sweep: Sweep) -> Plan:
+    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `plan_is_good`."""
+    if plan_is_good(sweep.run):
+        return sweep.run.read_plan()
+    from tula_hpc.analysis.planning.planner import make_plan
+
+    measured = sweep.run.measurements()
+    footprints = sweep.run.footprints(sweep.cluster.part_names())
+    try:
+        plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)
+    except StageError as error:
+        sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
+        if not isinstance(error, InfeasibleError):
+            raise
+        again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
+        raise InfeasibleError(f"{error}\nOther constraints, over the same measurements: {again}") from None
+    write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
+    return plan
+
+
+def training_began(run: RunDirectory) -> bool:
+    """Whether a training was submitted: from then on nothing is profiled or planned again."""
+    return any(event.event == "submitted" and event.stage == "train" for event in run.events())
+
+
+def plan_is_good(run: RunDirectory) -> bool:
+    """Training began with it, or nothing was measured since it was written (also by `analysis.plan --write`)."""
+    if not run.plan_file.exists():
+        return False
+    written = run.plan_file.stat().st_mtime
+    return training_began(run) or all(path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl"))

@@ -1,0 +1,336 @@
+"""The profile stage: rounds of jobs for what the search proposes, until it proposes nothing more.
+
+The estimate of memory before any profile, for callers without torch: it is made in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
+from tula_hpc.env import unix_time
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.formatting import plural
+from tula_hpc.launch.job_specs import ProfileJob, counted
+from tula_hpc.launch.launcher import Ended
+from tula_hpc.records import (
+    Configuration,
+    Event,
+    Footprint,
+    JobNote,
+    Measurement,
+    append_record,
+    notes_file,
+    read_records,
+    with_rank_files,
+    write_atomically,
+)
+from tula_hpc.records.broken_hosts import RETRIES, profiled_in_vain, why_given_up
+from tula_hpc.records.run_directory import unsettled
+from tula_hpc.search_path import start_of_python
+from tula_hpc.stages.context import (
+    StageProgress,
+    Sweep,
+    failed_measurement,
+    last_line,
+    stage_progress,
+    submission_of,
+    why,
+)
+
+TIMEOUT_S = 300.0  # importing torch on a busy login node takes the most of it
+
+
+class Estimate(NamedTuple):
+    """A footprint, or why there is none."""
+
+    footprint: Footprint | None
+    reason: str = ""
+
+    @property
+    def trusted_batch(self) -> int | None:
+        """Largest local batch that the estimate lets fit, 0 where none does; None where it says nothing."""
+        return None if self.footprint is None else self.footprint.largest_local_batch
+
+    def describe(self) -> str:
+        """Say which local batches it lets fit, or why it says nothing, in a sentence."""
+        if self.footprint is None:
+            return f"no estimate of memory ({self.reason}): the search begins with all batches"
+        if self.trusted_batch == 0:
+            return "by an estimate, no local batch fits into memory: the search begins with the smallest"
+        return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
+
+
+def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = "") -> Estimate:
+    """Run `tula footprint`. It never raises for what goes wrong there.
+
+    Args:
+        sweep_file: The sweep.
+        cluster_file: Device and memory limit.
+        timeout_s: Give up after so many seconds.
+        partition: Which of the cluster's [[partitions]].
+    """
+    inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
+    command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")
+    except OSError as error:
+        return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
+    if done.returncode != 0:
+        return Estimate(None, _last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}")
+    try:
+        return Estimate(Footprint.model_validate_json(_last_line(done.stdout)))
+    except ValidationError as error:
+        return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
+
+
+def _last_line(text: str) -> str:
+    """Whatever a user's own module prints comes before it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
+
+
+def profile_stage(sweep: Sweep) -> None:
+    """Measure what the search proposes until it proposes nothing more, on each part of the cluster.
+
+    Raises:
+        StageError: Nothing could be measured at all; the message holds the first failure's log.
+    """
+    with stage_progress("profile") as progress:
+        failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
+        good = sum(m.status == "ok" for m in sweep.run.measurements().records)
+        tried = len(_tried(sweep))
+        progress.update(tried if good else 0, tried, plural(good, "measurement") if good else "nothing was measured")
+    if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
+        job_id = failures[-1].job.job_id
+        raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
+    if not good:
+        raise StageError(f"profile: nothing could be measured; {why(failures)}")
+
+
+def parts_of(sweep: Sweep) -> list[Sweep]:
+    """The sweep on each part of the cluster that has nodes enough for any of its sizes, with those sizes alone."""
+    named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
+    specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
+    return [
+        sweep._replace(spec=spec, cluster=cluster, partition=name) for spec, cluster, name in specs if spec is not None
+    ]
+
+
+def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
+    trusted_batch = _trusted_batch(part, progress)
+    failures: list[Ended] = []
+    while True:
+        failures += _settle(part, progress)
+        wrong = any(end.failure.is_the_users for end in failures)
+        hopeless = not _measured_anything(part) and (wrong or _broken_rounds(part) >= HOPELESS_ROUNDS)
+        proposed = [] if hopeless else propose_on(part, trusted_batch)
+        if not proposed:
+            return failures
+        for configurations in first_wave(part.spec, part.cluster, proposed):
+            _submit(part, configurations, trusted_batch)
+
+
+def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
+    """What the search wants next on this part; `trusted_batch` fits into memory by an estimate."""
+    from tula_hpc.analysis.search.propose import propose
+
+    known = counted(part.run.measurements().records, part.partition, part.started_at)
+    return propose(part.spec, part.cluster, known, trusted_batch=trusted_batch)
+
+
+def _measured_anything(part: Sweep) -> bool:
+    """Whether any profile of this part succeeded."""
+    return any(m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records)
+
+
+def _broken_rounds(part: Sweep) -> int:
+    """Submissions of this command in which a job failed, for another reason than memory or a preemption."""
+    events = [event for event in part.run.events() if event.stage == "profile"]
+    folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
+    ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
+    broken = (e for e in ended if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED)
+    return len({folders.get(e.job_id) for e in broken} - {None})
+
+
+def _is_of(part: Sweep, event: Event) -> bool:
+    return event.event == "submitted" and event.data.get("partition", "") == part.partition
+
+
+def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
+    """Largest local batch that fits by an estimate, made once, before the first profile, where a limit is known."""
+    stored = part.run.footprints([part.partition]).get(part.partition)
+    if stored is not None:
+        return stored.largest_local_batch
+    if not wants_estimate(part):
+        return None
+    progress.update(0, 1, "estimating which batches fit into memory")
+    made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
+    if made.footprint is not None:
+        write_atomically(part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1))
+    progress.update(0, 1, made.describe())
+    return made.trusted_batch
+
+
+def wants_estimate(part: Sweep) -> bool:
+    """Whether the first profile waits for an estimate of memory, which needs a limit to be of use."""
+    measured = any(m.partition == part.partition for m in part.run.measurements().records)
+    return part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
+
+
+def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
+    """Wait for the jobs that are on their way, and write a record for a configuration that one died of.
+
+    Returns:
+        Those that died without a record of their own.
+    """
+    events = {event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)}
+    wanted = {(part.partition, each) for event in events.values() for each in _configurations(event)}
+    expected = len(_tried(part) | wanted)
+
+    def tick(text: str) -> None:
+        done = len(_tried(part))
+        progress.update(done, max(done, expected), text)
+
+    jobs = [submission_of(part.run, event) for event in events.values()]
+    ended = part.launcher.wait(jobs, tick) if jobs else []
+    return [end for end in ended if _record_end(part, events[end.job.job_id], end)]
+
+
+def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
+    """What is measured or failed, on any part. A failure before this command may have been mended, see `counted`."""
+    records = sweep.run.measurements().records
+    parts = {m.partition for m in records}
+    return {(name, m.configuration) for name in parts for m in counted(records, name, sweep.started_at)}
+
+
+def _configurations(event: Event) -> list[Configuration]:
+    """What a profile job was submitted for."""
+    return [Configuration(*numbers) for numbers in event.data.get("configurations", [])]
+
+
+def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
+    """Whether the job died of what it measured; then that is on record. A preemption says nothing of it."""
+    output = part.run.root / str(event.data.get("output", ""))
+    blamed = died_of(_configurations(event), output) if output.is_file() else None
+    preempted = end.failure is Failure.PREEMPTED
+    if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
+        record = failed_measurement(part.cluster, blamed, end, part.partition)
+        if event.time < part.started_at:  # what made an earlier command's job fail may have been mended
+            record = record.model_copy(update={"finished_at": event.time})
+        append_record(output, record)
+    if blamed is not None and end.failure is Failure.DEVICE_FAILED:
+        data = {"hosts": list(end.hosts), "configuration": list(blamed), "partition": part.partition}
+        detail = last_line(end.log_tail)
+        part.run.log_event("ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data)
+        return True
+    failure = end.failure if blamed is not None else None
+    part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
+    return blamed is not None and not preempted
+
+
+def _is_tried_again(part: Sweep, blamed: Configuration, end: Ended) -> bool:
+    """Tell whether a configuration is measured once more: a broken device says nothing of it."""
+    if end.failure is not Failure.DEVICE_FAILED:
+        return False
+    return profiled_in_vain(part.run.events(), blamed, part.partition, part.started_at) < RETRIES
+
+
+def first_wave(
+    spec: SweepSpec, cluster: ClusterSpec, proposed: Sequence[Configuration]
+) -> list[tuple[Configuration, ...]]:
+    """What is submitted together, one batch of jobs for each size of allocation.
+
+    Where jobs would disturb each other only the first batch or job is submitted; the search then proposes anew, knowing
+    more (a batch that ran out of memory is not tried on more nodes).
+    """
+    if spec.search.nest:  # small batches first: what runs out of memory ends the job
+        return [tuple(sorted(proposed, key=lambda c: (c.local_batch, c.nodes)))]
+    by_nodes = [tuple(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
+    if cluster.executor == "local" and not spec.search.packed:
+        return [by_nodes[0][:1]]
+    return by_nodes[:1] if one_at_a_time(spec, cluster) else by_nodes
+
+
+def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
+    """Whether no two jobs of a part run beside each other."""
+    return spec.search.nest or cluster.executor == "local" or cluster.array_parallelism == 1
+
+
+def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
+    """Nodes of the allocation in which these are measured."""
+    return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
+
+
+def _submit(part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None) -> None:
+    """One job for each group. What the site's limits leave out is proposed again when these are over."""
+    alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
+    groups = [configurations] if part.spec.search.packed else alone
+    nodes = allocated_nodes(part.spec, configurations)
+    outputs = [_new_output(part, nodes, group) for group in groups]
+    jobs = [_job(part, nodes, group, output, trusted_batch) for group, output in zip(groups, outputs, strict=True)]
+    data = [
+        {
+            "partition": part.partition,
+            "output": str(output.relative_to(part.run.root)),
+            "configurations": [list(configuration) for configuration in group],
+        }
+        for group, output in zip(groups, outputs, strict=True)
+    ]
+    part.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data)
+
+
+def _job(
+    part: Sweep, nodes: int, group: tuple[Configuration, ...], output: Path, trusted_batch: int | None
+) -> ProfileJob:
+    return ProfileJob(
+        part.spec,
+        part.cluster,
+        group,
+        output,
+        nodes,
+        partition=part.partition,
+        asks=part.spec.search.packed and part.spec.search.mode == "adaptive",
+        smaller=one_at_a_time(part.spec, part.cluster),
+        since=part.started_at,
+        trusted_batch=trusted_batch,
+        submitted_at=unix_time(),
+    )
+
+
+def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path:
+    """A file that no other job writes to: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
+    ends = sorted({group[0].local_batch, group[-1].local_batch})
+    partition = [part.partition.replace("/", "_")] if part.partition else []
+    stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
+    taken = len(list(part.run.profile.glob(f"{stem}-*.jsonl")))
+    path = part.run.profile / f"{stem}-{taken}.jsonl"
+    path.touch(mode=0o600)
+    return path
+
+
+def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
+    """The configuration that a job was measuring when it died without a word of its own; None if it did not.
+
+    A job that died before it began to measure is held against the first of its list, so that it is not tried for ever.
+    """
+    recorded = read_records(Measurement, with_rank_files(output)).records
+    notes = read_records(JobNote, [notes_file(output)]).records
+    if any(m.status != "ok" for m in recorded) or (notes and notes[-1].note == "ended"):
+        return None  # by itself, or by a command that was killed right after it had written that down
+    done = {m.configuration for m in recorded}
+    if notes and notes[-1].configuration in done:  # between two configurations: neither is to blame
+        return None
+    begun = [notes[-1].configuration] if notes else []
+    return next((c for c in [*begun, *group] if c is not None and c not in done), None)

@@ -1,0 +1,197 @@
+"""`tula status RUN`: what ran, runs, waits (and for what), failed, and what it cost so far.
+
+It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age. Slurm is asked where
+its commands are; where they are not, or do not answer in seconds, the files alone tell.
+
+`--json` prints one object. Its keys (None where not known; times are Unix seconds, durations seconds):
+
+    schema_version, name, run_directory, asked_at
+    state           finished, running, waiting, stuck (a job waits for what does not come by itself), over (jobs are
+                    over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler could not be asked)
+    words           what that means, and what to do
+    exit_code       see --help
+    command         process, host, alive (None: cannot be seen from this machine)
+    detached        None, or since, until, job_id and phase of the last controller job (of its guard where that acts)
+    scheduler       executor, answered, words (why not)
+    profile         stand, measured, out_of_memory, failed, wanted, jobs; None for a study
+    plan            nodes, workers_per_node, local_batch, global_batch, partition, epoch_time_s, train_time_s,
+                    wall_time_s, cost, currency, reason
+    training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
+                    left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
+                    fallbacks, drift
+    study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
+                    failures (why, by label), under_way (as `training`)
+    report          whether it is written
+    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
+                    training; `guard` of a control job that acts where another is killed), what, partition, nodes,
+                    submitted_at, folder, state and reason (Slurm's words), waits_for, stuck, failure, detail (last line
+                    of the log), log_file
+    failures        those of the jobs that nothing has made up for, with their logs
+    cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
+                    measurements, events, steps), queue_s
+    doubts          what could not be read
+    avoided         hosts that later jobs are kept off because a device failed there: host, said, until
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.files import write_out
+from tula_hpc.formatting import printable_output
+
+if TYPE_CHECKING:
+    from tula_hpc.launch.slurm import AccountedRun
+    from tula_hpc.status.facts import Facts
+    from tula_hpc.status.jobs import Answer, JobStatus
+    from tula_hpc.status.state import RunStatus
+
+
+QUEUE_TIMEOUT_S = 8.0
+ACCOUNTING_TIMEOUT_S = 8.0
+LOGS = 20  # of the latest failures that are looked for
+
+EXIT_CODES = """\
+exit codes: 0 finished, or it goes on; 1 something failed for good, or waits for what does not come by itself; 2 bad
+input; 3 nothing goes on, and nobody acts: run the same command again; 4 not known, as the scheduler could not be asked.
+--json prints the same as one JSON object, whose keys the module describes.
+"""
+
+
+@printable_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return exit_code_of(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tula status",
+        description="Tell what a run does: what ran, runs, waits and for what, failed, and what it cost so far. "
+        "Nothing is written or changed.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tula_hpc.status.text import status_text
+
+    status = status_of(options.run)
+    width = shutil.get_terminal_size((110, 40)).columns
+    write_out(status.model_dump_json(indent=1) + "\n" if options.json else status_text(status, width))
+    return status.exit_code
+
+
+def status_of(root: Path) -> RunStatus:
+    """The state of the run in that directory at this moment.
+
+    Raises:
+        RunDirectoryError: It is none, or may not be read.
+    """
+    from tula_hpc.records import RunDirectory
+    from tula_hpc.status.facts import read_facts
+    from tula_hpc.status.state import describe
+
+    facts = read_facts(RunDirectory(root))
+    answer, accounted = ask(facts)
+    status = describe(facts, answer, _rate_labels(facts), accounted)
+    failures = [*status.failures[:-LOGS], *(_with_log(facts, job) for job in status.failures[-LOGS:])]
+    return status.model_copy(update={"failures": failures})
+
+
+def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
+    """What the scheduler says of the jobs that the files leave open, and accounting of all."""
+    from tula_hpc.status.jobs import Answer
+
+    if facts.executor == "slurm":
+        return _ask_slurm(facts)
+    if facts.executor == "local":
+        return _ask_this_machine(facts), {}
+    return Answer(None, "cluster.toml does not tell where jobs run"), {}
+
+
+def _ask_this_machine(facts: Facts) -> Answer:
+    from tula_hpc.launch.local_executor import is_alive
+    from tula_hpc.launch.slurm import JobState
+    from tula_hpc.status.jobs import Answer, undecided
+
+    host, here = facts.holder.host, os.uname().nodename
+    jobs = undecided(facts)
+    if jobs and host not in ("", here):
+        return Answer(None, f"its jobs are processes of {host}, and this is {here}")
+    folders = {job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs}
+    alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
+    return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
+
+
+def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
+    from tula_hpc.errors import LaunchError
+    from tula_hpc.launch import slurm
+    from tula_hpc.status.jobs import Answer, undecided
+
+    jobs = {job.event.job_id for job in undecided(facts)}
+    accounted = _ask_accounting(facts)
+    try:
+        active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
+        if facts.cut_off and not jobs:  # their ids are not known: see only whether Slurm answers
+            slurm.own_jobs(QUEUE_TIMEOUT_S)
+    except LaunchError as error:
+        return Answer(None, slurm.in_one_line(error)), accounted or {}
+    if jobs and not active and accounted == {}:
+        words = "the Slurm of this machine knows none of the jobs: they are another cluster's, or too long ago"
+        return Answer(None, words), {}
+    known = accounted or {}
+    return Answer(active, last_states={job_id: runs[-1].state for job_id, runs in known.items()}), known
+
+
+def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
+    """None where there is no accounting, or it does not answer."""
+    from tula_hpc.config import JOB_NAMES
+    from tula_hpc.errors import LaunchError
+    from tula_hpc.launch.slurm import accounted_runs
+
+    submitted = [event for event in facts.events if event.event == "submitted"]
+    if not submitted:
+        return None
+    try:
+        return accounted_runs(
+            {event.job_id for event in submitted},
+            name_prefix=f"{facts.spec.job_name}-" if facts.spec else JOB_NAMES,
+            since=submitted[0].time,
+            timeout_s=ACCOUNTING_TIMEOUT_S,
+        )
+    except LaunchError:
+        return None
+
+
+def _rate_labels(facts: Facts) -> list[str]:
+    """Of the trainings that choose a study's learning rates."""
+    if facts.spec is None or facts.spec.study is None or not facts.spec.study.base_lrs:
+        return []
+    from tula_hpc.stages.study import trial_specs
+
+    return list(trial_specs(facts.spec))
+
+
+def _with_log(facts: Facts, job: JobStatus) -> JobStatus:
+    from tula_hpc.status.facts import find_log
+
+    folder = facts.run.slurm / Path(job.folder).name  # whatever the events say, the run's own logs
+    if not job.folder or not job.folder.isprintable():
+        return job
+    log_file, last_line = find_log(folder, job.job_id)
+    return job.model_copy(update={"log_file": log_file, "detail": job.detail or last_line})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""What a run cost so far: node-hours of its jobs by stage, how they are known, and their price.
+
+The price of a node and hour on every basis of `[pricing]`, for what was already used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Literal, NamedTuple
+
+from tula_hpc.analysis.costs import slurm_billing as billing
+from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, train_cost_usd
+from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
+from tula_hpc.config import ClusterSpec
+from tula_hpc.formatting import format_money, format_number
+from tula_hpc.launch.slurm import AccountedRun
+from tula_hpc.records import Measurement, Record
+from tula_hpc.status.facts import Facts, TrainingFacts
+from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
+from tula_hpc.status.trainings import events_by_label
+
+WATTS_PER_KILOWATT = 1000.0
+
+
+def node_hour_price(part: ClusterSpec, peak_bytes: float | None, watts: float | None) -> float | None:
+    """What a node costs in an hour, in `PricingSpec.currency`; None where the basis needs what is not known.
+
+    Args:
+        part: The nodes, and what they cost; a cluster without partitions (see `ClusterSpec.parts`).
+        peak_bytes: Memory that each worker uses, for the basis "memory".
+        watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes before it.
+    """
+    pricing = part.pricing
+    if pricing.basis == "tres":
+        units = billing.billing_per_node(pricing, billing.node_resources(part).tres)
+        return units * (1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit)
+    if pricing.basis == "energy":
+        watts = pricing.watts_per_node or watts
+        return watts * pricing.pue / WATTS_PER_KILOWATT * pricing.usd_per_kwh if watts else None
+    if pricing.basis == "memory" and not peak_bytes:
+        return None
+    return train_cost_usd(pricing, 1.0, SECONDS_PER_HOUR, float(part.workers_per_node), float(peak_bytes or 0.0))
+
+
+def describe_price(part: ClusterSpec, watts: float | None) -> str:
+    """The basis in words."""
+    pricing, currency = part.pricing, part.pricing.currency
+    if pricing.basis == "tres":
+        units = billing.billing_per_node(pricing, billing.node_resources(part).tres)
+        price = "" if pricing.usd_per_unit is None else f", {format_money(pricing.usd_per_unit)} a unit and hour"
+        return f"Slurm's billing: {format_number(units)} units a node{price}"
+    if pricing.basis == "energy":
+        known = pricing.watts_per_node or watts
+        power = f"nodes of {known:.0f} W" if known else "the power of a node is not known"
+        return f"energy: {format_money(pricing.usd_per_kwh)} a kWh, {power}, PUE {pricing.pue:g}"
+    if pricing.basis == "memory":
+        return f"memory: {format_money(pricing.usd_per_gib_hour)} a GiB and hour"
+    if pricing.basis == "spot":
+        return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} a node and hour"
+    return f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} a node and hour"
+
+
+def measured_watts(measurements: Iterable[Measurement]) -> float | None:
+    """Power of a node during the profiled steps, median; None where it was not measured."""
+    watts = [row.watts_per_node for row in measurements if row.watts_per_node > 0.0]
+    return median(watts) if watts else None
+
+
+def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
+    """Memory of a worker while it profiled, mean over the measurements."""
+    used = [row.memory.reserved_bytes for row in measurements if row.memory is not None and row.memory.is_credible]
+    return fmean(used) if used else None
+
+
+Source = Literal["sacct", "notes", "measurements", "events", "steps", ""]
+
+
+class StageCost(Record):
+    """What the jobs of one stage used."""
+
+    node_hours: float
+    cost: float | None = None  # in `CostStatus.currency`; None where the price is not known
+    source: Source = ""  # sacct: accounting, every run; notes: the jobs' own; the others are estimates
+    queue_s: float | None = None  # in which a job waited and none ran; profiling alone
+
+
+class CostStatus(Record):
+    """What the run cost so far."""
+
+    currency: str = "USD"
+    price: str = ""  # its basis, in words
+    profile: StageCost | None = None
+    train: StageCost | None = None
+    control: StageCost | None = None  # the controllers of a detached sweep; None where accounting does not tell
+    node_hours: float = 0.0
+    cost: float | None = None
+
+
+class _Use(NamedTuple):
+    """Node-seconds by partition."""
+
+    by_partition: Mapping[str, float]
+    source: Source
+    queue_s: float | None = None
+
+
+Accounted = Mapping[str, Sequence[AccountedRun]]
+
+
+def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
+    """All stages.
+
+    Args:
+        facts: The files.
+        jobs: Where each job stands: those that run are counted until now.
+        accounted: By job id; empty where there is no accounting.
+    """
+    uses = {
+        "profile": _profiling(facts, jobs, accounted),
+        "train": _by_accounting(facts, jobs, "train", accounted) or _estimated_training(facts, jobs),
+        "control": _by_accounting(facts, jobs, "control", accounted),
+    }
+    stages = {name: _priced(facts, name, use) for name, use in uses.items() if use is not None}
+    costs = [stage.cost for stage in stages.values()]
+    known = [cost for cost in costs if cost is not None]
+    parts = _parts(facts.cluster)
+    first = next(iter(parts.values()), None)
+    return CostStatus(
+        currency=first.pricing.currency if first else "USD",
+        price=describe_price(first, measured_watts(facts.measurements)) if first and len(parts) == 1 else "",
+        node_hours=sum(stage.node_hours for stage in stages.values()),
+        cost=sum(known) if first and len(known) == len(costs) else None,
+        profile=stages.get("profile"),
+        train=stages.get("train"),
+        control=stages.get("control"),
+    )
+
+
+def _parts(cluster: ClusterSpec | None) -> dict[str, ClusterSpec]:
+    return dict(zip(cluster.part_names(), cluster.parts(), strict=True)) if cluster else {}
+
+
+def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
+    prices = {name: _price(facts, stage, name) for name in use.by_partition}
+    known = {name: price for name, price in prices.items() if price is not None}
+    costs = [use.by_partition[name] / SECONDS_PER_HOUR * price for name, price in known.items()]
+    return StageCost(
+        node_hours=sum(use.by_partition.values()) / SECONDS_PER_HOUR,
+        cost=sum(costs) if len(known) == len(prices) else None,
+        source=use.source,
+        queue_s=use.queue_s,
+    )
+
+
+def _price(facts: Facts, stage: str, partition: str) -> float | None:
+    """Of a node and hour in that partition, an unknown name taken for the first; of what a controller asks for."""
+    if facts.cluster is None:
+        return None
+    parts = _parts(facts.cluster)
+    there = parts.get(partition) or next(iter(parts.values()))
+    part = facts.cluster.controller() if stage == "control" else there
+    rows = [row for row in facts.measurements if row.partition == partition]
+    planned = facts.plan.chosen.peak_memory_bytes if facts.plan and stage == "train" else None
+    return node_hour_price(part, planned or profiled_bytes(rows), measured_watts(rows))
+
+
+def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
+    """By the jobs' notes; runs from before there were notes by accounting, or else by what was measured."""
+    limit_s = _limit_s(facts, "profile")
+    runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
+    if not runs:
+        return _by_accounting(facts, jobs, "profile", accounted) or _measured(facts)
+    running = {job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING}
+    latest = {run.job_id: run for run in runs if run.job_id in running}
+    used = [(run.job_id, run.node_seconds) for run in runs if run is not latest.get(run.job_id)]
+    used += [(job_id, run.nodes * _bounded(facts.now - run.began_at, limit_s)) for job_id, run in latest.items()]
+    return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
+
+
+def _measured(facts: Facts) -> _Use | None:
+    used: dict[str, float] = {}
+    for row in facts.measurements:
+        if row.stage == "profile":
+            used[row.partition] = used.get(row.partition, 0.0) + (row.node_seconds or row.elapsed_s * row.nodes)
+    return _Use(used, "measurements") if used else None
+
+
+def _by_accounting(facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted) -> _Use | None:
+    """Every run of the stage's jobs; None where accounting knows none of them."""
+    known = [(job.job_id, accounted[job.job_id]) for job in jobs if job.stage == stage and job.job_id in accounted]
+    used = [(job_id, sum(run.node_seconds for run in runs)) for job_id, runs in known]
+    return _Use(_by_partition(facts, jobs, used), "sacct") if used else None
+
+
+def _by_partition(facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Node-seconds of jobs added up by where they ran: as submitted, or else as measured there, or as planned."""
+    where = {row.job_id: row.partition for row in facts.measurements}
+    planned = facts.plan.chosen.partition if facts.plan else ""
+    for job in jobs:
+        where[job.job_id] = job.partition or where.get(job.job_id, planned if job.stage == "train" else "")
+    total: dict[str, float] = {}
+    for job_id, node_seconds in used:
+        total[where.get(job_id, "")] = total.get(where.get(job_id, ""), 0.0) + node_seconds
+    return total
+
+
+def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
+    if facts.executor != "local":
+        return _from_steps(facts, jobs)
+    # the last on file, not the latest by its stamp: the command that submitted a job notes its end by the same clock,
+    # while a job that began after the machine's clock was set has another
+    last_signs = {
+        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time for job in submissions(facts.events)
+    }
+    newest = {job.label: job.submitted_at for job in jobs}
+    used = []
+    for job in jobs:
+        if job.stage == "train":
+            is_newest = newest[job.label] == job.submitted_at
+            seconds = _local_seconds(facts, job, last_signs[job.job_id, job.submitted_at], is_newest)
+            used.append((job.job_id, (job.nodes or 1) * seconds))
+    return _Use(_by_partition(facts, jobs, used), "events") if used else None
+
+
+def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
+    """From submission, as there is no queue, to the job's last sign of life; of one that runs, until now.
+
+    The time of a file is a sign only where no record tells of the end: copying a run changes it.
+    """
+    files = facts.trainings.get(job.label) if is_newest else None
+    limit_s = _limit_s(facts, "train")
+    if job.phase is JobPhase.RUNNING:
+        return _bounded(facts.now - job.submitted_at, limit_s)
+    if job.phase in (JobPhase.FINISHED, JobPhase.FAILED) and last_sign > job.submitted_at:
+        return _bounded(last_sign - job.submitted_at, limit_s)
+    if files is not None and files.result is not None:
+        return files.result.wall_time_s
+    logged_at = (files.logged_at or 0.0) if files else 0.0
+    return _bounded(max(last_sign, logged_at) - job.submitted_at, limit_s)
+
+
+def _limit_s(facts: Facts, stage: Literal["profile", "train"]) -> float:
+    """Return the time limit of the stage's jobs: none can have run for longer, whatever clocks say that were set."""
+    parts = facts.cluster.parts() if facts.cluster else ()
+    minutes = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
+    return 60.0 * max(minutes, default=math.inf)
+
+
+def _bounded(seconds: float, limit_s: float) -> float:
+    return max(0.0, min(seconds, limit_s))
+
+
+def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
+    """Where nobody knows how long jobs ran: a training's own events once it ended, its steps until then."""
+    events = events_by_label(facts)
+    nodes = {job.label: job.nodes for job in jobs if job.stage == "train" and job.nodes}
+    planned = facts.plan.chosen.nodes if facts.plan else 1
+    used: dict[str, float] = {}
+    partition = facts.plan.chosen.partition if facts.plan else ""
+    for label, files in facts.trainings.items():
+        if files.result is not None:
+            seconds = actual_use(events.get(label, []), files.result).node_seconds
+            seconds = seconds or files.result.nodes * files.result.train_time_s
+        else:
+            seconds = nodes.get(label, planned) * _steps_s(files)
+        used[partition] = used.get(partition, 0.0) + seconds
+    return _Use(used, "steps") if used else None
+
+
+def _steps_s(files: TrainingFacts) -> float:
+    """All steps so far at the pace of the last logged ones, seconds."""
+    steps = files.tail.steps
+    return steps[-1].step * median(row.step_time_s for row in steps) if steps else 0.0

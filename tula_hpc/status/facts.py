@@ -1,0 +1,236 @@
+"""What the files of a run directory tell at this moment, for `status`.
+
+Only reads, and needs no right to write. Whatever is missing, or cannot be made sense of, is left out and noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.env import unix_time
+from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.files import in_words, open_regular
+from tula_hpc.launch.launcher import NOTICE, Submitted
+from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
+from tula_hpc.records import (
+    EpochMetrics,
+    Event,
+    JobNote,
+    Measurement,
+    Plan,
+    RunDirectory,
+    StepMetrics,
+    TrainDirectory,
+    TrainResult,
+    parse_record,
+    read_document,
+)
+from tula_hpc.records.run_directory import Holder, holder_of
+
+RECENT_STEPS = 20  # logged lines from which the present step time is taken
+BLOCK_BYTES = 1 << 16
+MOST_BYTES = 1 << 24  # of metrics.jsonl, from its end
+
+
+class Tail(NamedTuple):
+    """The end of metrics.jsonl, in the order of the file: the last lines count, also after a rollback."""
+
+    steps: list[StepMetrics]
+    epoch: EpochMetrics | None
+
+
+class TrainingFacts(NamedTuple):
+    """Files of one training."""
+
+    label: str
+    result: TrainResult | None
+    tail: Tail
+    checkpoint_at: float | None  # Unix time of the newest
+    logged_at: float | None  # Unix time of the last line of metrics.jsonl
+
+
+class Facts(NamedTuple):
+    """Everything that the files tell."""
+
+    run: RunDirectory
+    now: float  # Unix time
+    spec: SweepSpec | None
+    cluster: ClusterSpec | None
+    events: list[Event]
+    notes: list[JobNote]
+    measurements: list[Measurement]
+    plan: Plan | None
+    plan_at: float  # Unix time; 0 without a plan
+    trainings: dict[str, TrainingFacts]  # by label
+    holder: Holder
+    has_report: bool
+    cut_off: list[str]  # folders of submissions that were begun and are in no event
+    doubts: list[str]  # what could not be read
+
+    @property
+    def executor(self) -> str:
+        """`local` or `slurm`; "" where the cluster file says nothing."""
+        return self.cluster.executor if self.cluster else ""
+
+
+def read_facts(run: RunDirectory) -> Facts:
+    """Read everything that is there.
+
+    Raises:
+        RunDirectoryError: There is no such directory, it holds no run, or it may not be read.
+    """
+    try:
+        _refuse_other(run)
+        return _read(run)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=error.filename or run.root) from None
+
+
+def _refuse_other(run: RunDirectory) -> None:
+    if not run.root.is_dir():
+        what = "is not a folder; expected a run directory" if run.root.exists() else "no such run directory"
+        raise RunDirectoryError(what, source=run.root)
+    if not run.sweep_file.exists() and not run.events_file.exists():
+        raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
+
+
+def _read(run: RunDirectory) -> Facts:
+    doubts: list[str] = []
+    spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)  # its data are where it ran
+    measured = run.measurements()
+    if measured.skipped:
+        doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
+    events = run.events()
+    cut_off = _cut_off(run, events)
+    return Facts(
+        run=run,
+        now=unix_time(),
+        spec=spec,
+        cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
+        events=events,
+        notes=run.job_notes(),
+        measurements=measured.records,
+        plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
+        plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
+        trainings={label: _training(run.train(label), label, doubts) for label in _labels(run)},
+        holder=holder_of(run.root / ".lock"),
+        has_report=any((run.report / name).exists() for name in ("report.html", "study.html")),
+        cut_off=cut_off,
+        doubts=[
+            *doubts,
+            *(f"{name}: being submitted, or cut off there; the next command looks the job up" for name in cut_off),
+        ],
+    )
+
+
+def _cut_off(run: RunDirectory, events: Iterable[Event]) -> list[str]:
+    """Submissions that the command is at, or was killed in the midst of."""
+    known = {Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"}
+    return [path.parent.name for path in sorted(run.slurm.glob(f"*/{NOTICE}")) if path.parent.name not in known]
+
+
+Read = TypeVar("Read")
+
+
+def _try(read: Callable[[], Read], doubts: list[str]) -> Read | None:
+    try:
+        return read()
+    except InputError as error:
+        doubts.append(str(error).splitlines()[0])
+        return None
+
+
+def _labels(run: RunDirectory) -> list[str]:
+    """Of all trainings: folders in train/, and those in folders of a study in it."""
+    root = run.root / "train"
+    folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
+    named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]
+    return sorted(named)
+
+
+def _is_training(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", "result.json", "checkpoints"))
+
+
+def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingFacts:
+    result = _result(files, doubts)
+    return TrainingFacts(
+        label=label,
+        result=result,
+        tail=Tail([], None) if result else read_tail(files.metrics_file),
+        checkpoint_at=_newest(files.checkpoints.glob("checkpoint-*.tula")),
+        logged_at=_newest([files.metrics_file]),
+    )
+
+
+def _result(files: TrainDirectory, doubts: list[str]) -> TrainResult | None:
+    try:
+        return read_document(TrainResult, files.result_file)
+    except FileNotFoundError:
+        return None
+    except RunDirectoryError as error:
+        doubts.append(str(error))
+        return None
+
+
+def _newest(paths: Iterable[Path]) -> float | None:
+    times = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # an older checkpoint is deleted as a newer one comes
+            times.append(path.stat().st_mtime)
+    return max(times, default=None)
+
+
+def read_tail(path: Path) -> Tail:
+    """The last logged steps and the last epoch of a metrics.jsonl, without reading all of it."""
+    steps: list[StepMetrics] = []
+    epoch: EpochMetrics | None = None
+    for line in _lines_from_end(path):
+        with contextlib.suppress(ValueError):  # torn; pydantic's ValidationError is one
+            head = line[:40].replace(b" ", b"")  # the kind is the first field
+            if b'"kind":"step"' in head and len(steps) < RECENT_STEPS:
+                steps.append(parse_record(StepMetrics, line))
+            elif b'"kind":"epoch"' in head and epoch is None:
+                epoch = parse_record(EpochMetrics, line)
+        if epoch is not None and len(steps) == RECENT_STEPS:
+            break
+    return Tail(steps[::-1], epoch)
+
+
+def _lines_from_end(path: Path) -> Iterator[bytes]:
+    """Lines from the last to the first, or until `MOST_BYTES` of the file were read."""
+    if not path.is_file():
+        return
+    with open_regular(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        lowest, rest = max(0, end - MOST_BYTES), b""
+        while end > lowest:
+            start = max(lowest, end - BLOCK_BYTES)
+            file.seek(start)
+            rest, *whole = (file.read(end - start) + rest).split(b"\n")
+            yield from reversed(whole)
+            end = start
+        if lowest == 0:
+            yield rest
+
+
+def find_log(folder: Path, job_id: str) -> tuple[str, str]:
+    """The log that tells most of a job's end, as the command names it, and what it says; "" without one."""
+    best, logs = read_logs(Submitted(job_id, folder).log_files(), _end_of)
+    return (str(best), telling_line("\n".join(logs))) if best else ("", "")
+
+
+def _end_of(path: Path) -> str:
+    if not path.is_file():  # opening a pipe would wait for its writer
+        return ""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:  # a colleague's, perhaps; the rest can still be told
+        return ""

@@ -1,0 +1,503 @@
+"""The state of a run as a whole, from its files and the scheduler's answer. Pure: it asks nobody and reads nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from tula_hpc.analysis.models.profiles import is_out_of_memory
+from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
+from tula_hpc.errors import Failure
+from tula_hpc.formatting import plural
+from tula_hpc.records import MAIN_LABEL, Event, Plan, Record, is_usable
+from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts
+from tula_hpc.stages.train_many import ATTEMPTS, INTERRUPTIONS, is_tried_again
+from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
+from tula_hpc.status.facts import Facts
+from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
+from tula_hpc.status.trainings import TrainingStatus, training_statuses
+
+State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
+Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
+ALIVE = (JobPhase.RUNNING, JobPhase.WAITING)
+EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}  # else 0
+NO_ACCOUNT: Accounted = {}
+AGAIN = "run the same command again"
+
+
+class CommandStatus(Record):
+    """The command that works on the run directory, or the last one that did."""
+
+    process: int = 0  # 0: unknown
+    host: str = ""  # "": unknown
+    alive: bool | None = False  # None: cannot be seen from this machine
+
+
+class DetachedStatus(Record):
+    """Controller jobs carry the sweep on."""
+
+    since: float  # Unix time
+    until: str  # last stage
+    job_id: str = ""  # of the last controller job, or of its guard where that has to act
+    phase: JobPhase | None = None  # its phase
+
+
+class SchedulerStatus(Record):
+    """Whether the scheduler was asked."""
+
+    executor: str  # slurm, local, "" where the cluster file cannot be read
+    answered: bool  # True also where there was nothing to ask
+    words: str = ""  # why it did not answer
+
+
+class ProfileStatus(Record):
+    """The first stage."""
+
+    stand: Stand
+    measured: int  # configurations
+    out_of_memory: int
+    failed: int  # that nothing but failures are known of
+    wanted: int | None = None  # as many as the search may measure; None: it decides by itself
+    jobs: int  # submitted
+
+
+class PlanStatus(Record):
+    """What was chosen."""
+
+    nodes: int
+    workers_per_node: int
+    local_batch: int
+    global_batch: int
+    partition: str
+    epoch_time_s: float
+    train_time_s: float
+    cost: float
+    currency: str
+    reason: str
+    wall_time_s: float | None = None  # what the cost is for; None in plans that do not have it
+
+    @property
+    def whole_time_s(self) -> float:
+        """Expected time of the training with all that comes beside its steps, as far as the plan knows it."""
+        return self.train_time_s if self.wall_time_s is None else self.wall_time_s
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanStatus:
+        """What is told of a plan."""
+        names = set(cls.model_fields) - {"reason"}
+        return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
+
+
+class StudyStatus(Record):
+    """The trainings of a study, and those that chose its learning rates."""
+
+    cells: int
+    finished: int
+    diverged: int
+    running: int
+    waiting: int
+    failed: int
+    left: int  # none of these, or to be tried again
+    rates: int  # trainings that choose the learning rates, not among the cells
+    rates_finished: int
+    rates_failed: int  # counted in `failed`, too
+    failures: dict[str, str]  # why, by label
+    under_way: list[TrainingStatus]  # those that run
+
+
+class RunStatus(Record):
+    """Everything that `status` tells; `--json` prints it."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    run_directory: str
+    asked_at: float  # Unix time
+    state: State
+    words: str  # what that means here, and what to do
+    exit_code: int
+    command: CommandStatus
+    detached: DetachedStatus | None
+    scheduler: SchedulerStatus
+    profile: ProfileStatus | None  # None: the run is a study
+    plan: PlanStatus | None
+    training: TrainingStatus | None  # of the plan
+    study: StudyStatus | None
+    report: bool
+    jobs: list[JobStatus]
+    failures: list[JobStatus]  # those of them that nothing has made up for
+    cost: CostStatus
+    doubts: list[str]  # what could not be read
+    avoided: list[BrokenHost] = Field(default=[])  # hosts that its jobs are kept off
+
+
+class _Parts(NamedTuple):
+    """What the verdict is made from."""
+
+    facts: Facts
+    answer: Answer
+    jobs: Sequence[JobStatus]
+    profile: ProfileStatus | None
+    training: TrainingStatus | None
+    study: StudyStatus | None
+    detached: DetachedStatus | None
+
+    def has(self, phase: JobPhase) -> bool:
+        """Whether a job is in this phase."""
+        return any(job.phase is phase for job in self.jobs)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is open if jobs are on their way, since the scheduler could not be asked."""
+        return self.has(JobPhase.UNKNOWN) or (bool(self.facts.cut_off) and self.answer.active is None)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether something will act when jobs end."""
+        return _is_at_work(self.facts, self.jobs)
+
+
+def describe(
+    facts: Facts, answer: Answer, rate_labels: Sequence[str] = (), accounted: Accounted = NO_ACCOUNT
+) -> RunStatus:
+    """The whole state.
+
+    Args:
+        facts: The files.
+        answer: Of the scheduler.
+        rate_labels: Of the trainings that choose a study's rates; none for other runs.
+        accounted: Runs of its jobs as accounting knows them.
+    """
+    jobs = job_statuses(facts, answer)
+    parts = _parts(facts, answer, jobs, rate_labels)
+    state, words = verdict(parts)
+    holder = facts.holder
+    return RunStatus(
+        name=facts.spec.name if facts.spec else _readable(facts.run.root.name),
+        run_directory=_readable(facts.run.root),
+        asked_at=facts.now,
+        state=state,
+        words=words,
+        exit_code=1 if parts.study and parts.study.failed else EXIT_CODES.get(state, 0),
+        command=CommandStatus(process=holder.process, host=holder.host, alive=holder.alive),
+        detached=parts.detached,
+        scheduler=SchedulerStatus(executor=facts.executor, answered=answer.active is not None, words=answer.words),
+        profile=parts.profile,
+        plan=PlanStatus.of(facts.plan) if facts.plan else None,
+        training=parts.training,
+        study=parts.study,
+        report=facts.has_report,
+        jobs=jobs,
+        failures=_failures(facts, jobs),
+        cost=cost_so_far(facts, jobs, accounted),
+        doubts=facts.doubts,
+        avoided=broken_hosts(facts.events, facts.now) if facts.executor == "slurm" else [],
+    )
+
+
+def _parts(facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels: Sequence[str]) -> _Parts:
+    trainings = training_statuses(facts, jobs)
+    is_study = facts.spec is not None and facts.spec.study is not None
+    study = _study(facts, trainings, jobs, rate_labels) if is_study else None
+    profile = None if is_study else _profile(facts, jobs)
+    training = None if is_study else trainings.get(MAIN_LABEL)
+    acting = _without_idle_guards(jobs)
+    return _Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
+
+
+def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """Guards of controllers count only where they have to act."""
+    open_phases = (*ALIVE, JobPhase.UNKNOWN)
+    is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
+    idle = (JobPhase.FINISHED, JobPhase.WAITING, JobPhase.UNKNOWN) if is_led else (JobPhase.FINISHED,)
+    return [job for job in jobs if job.kind == job.stage or job.phase not in idle]
+
+
+def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """Not a training's job that another one followed, nor a profile whose configurations were measured after all."""
+    rows = [row for row in facts.measurements if row.stage == "profile"]
+    known = {(row.partition, row.configuration) for row in rows if is_usable(row) or is_out_of_memory(row)}
+    lost = {row.job_id for row in rows if (row.partition, row.configuration) not in known}
+    lost |= set() if facts.plan else {job.job_id for job in jobs} - {row.job_id for row in rows}
+    last = {(job.stage, job.label): job for job in jobs}
+    done = {label for label, files in facts.trainings.items() if files.result is not None}
+    failed = [job for job in jobs if job.phase is JobPhase.FAILED]
+    return [
+        job
+        for job in failed
+        if (job.job_id in lost if job.stage == "profile" else job is last[job.stage, job.label])
+        and not (job.stage == "train" and job.label in done)
+    ]
+
+
+def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
+    """Whether something will act when jobs end: a command, or a controller job."""
+    return bool(facts.holder.alive) or any(job.stage == "control" and job.phase in ALIVE for job in jobs)
+
+
+def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
+    """None also when a command that stays has taken over since."""
+    event = next((event for event in reversed(facts.events) if event.event == "detached"), None)
+    if event is None:
+        return None
+    control = [job for job in jobs if job.stage == "control"]
+    last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
+    return DetachedStatus.model_validate({"since": event.time, "until": str(event.data.get("until", "report")), **last})
+
+
+def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
+    rows = [row for row in facts.measurements if row.stage == "profile"]
+    good, out, bad = (
+        {(row.partition, row.configuration) for row in rows if kind(row)}
+        for kind in (is_usable, is_out_of_memory, lambda row: row.status == "failed" and not is_out_of_memory(row))
+    )
+    return ProfileStatus(
+        stand=_profile_stand(facts, jobs, bool(good), bool(bad)),
+        measured=len(good),
+        out_of_memory=len(out - good),
+        failed=len(bad - good - out),
+        wanted=_wanted(facts.spec, facts.cluster),
+        jobs=sum(job.stage == "profile" for job in jobs),
+    )
+
+
+def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
+    if facts.plan is not None or _ended_with(facts) == "profile" or _went_on(facts):
+        return "done"
+    jobs = [job for job in all_jobs if job.stage == "profile"]
+    phases = {job.phase for job in jobs}
+    if phases & set(ALIVE):
+        return "running" if JobPhase.RUNNING in phases else "waiting"
+    if facts.holder.alive:
+        return "running"
+    if JobPhase.UNKNOWN in phases:
+        return "unknown"
+    if _is_at_work(facts, all_jobs):
+        return "waiting"
+    failed = bad or JobPhase.FAILED in phases
+    return "failed" if failed and not good else "stopped" if jobs or good else "none"
+
+
+def _went_on(facts: Facts) -> bool:
+    """Whether a training was submitted, or planning was tried last."""
+    failed = _failed_stage(facts)
+    return any(event.stage == "train" for event in facts.events) or (failed is not None and failed.stage == "plan")
+
+
+def _failed_stage(facts: Facts) -> Event | None:
+    """What a command wrote down last, where that is why it could not plan or submit; no failure of a single job."""
+    last = facts.events[-1] if facts.events else None
+    if last is None or last.event != "failed" or last.job_id:
+        return None
+    return None if facts.plan_at > last.time else last  # planned after all, by `analysis.plan --write`
+
+
+def _ended_with(facts: Facts) -> str:
+    """The stage with which the last command ended, as it was to; "" where that is not on record."""
+    last = next((event for event in reversed(facts.events) if event.stage != "control"), None)
+    return last.stage if last is not None and last.event == "ended" and not last.job_id else ""
+
+
+def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
+    """An upper bound: batches beyond the memory are not measured."""
+    if spec is None or cluster is None or spec.search.mode == "partial":
+        return None
+    own = [(sweep_for(spec, part), part.workers_per_node) for part in cluster.parts()]
+    counts = [_candidates(sweep, workers) for sweep, workers in own if sweep is not None]
+    if spec.search.mode == "adaptive":
+        counts = [min(count, spec.search.max_profiles) for count in counts]
+    return sum(counts)
+
+
+def _candidates(sweep: SweepSpec, workers: int) -> int:
+    return sum(len(local_batches(sweep.search, nodes, workers)) for nodes in sweep.search.cluster_sizes)
+
+
+def _study(
+    facts: Facts, trainings: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus], rate_labels: Sequence[str]
+) -> StudyStatus | None:
+    if facts.spec is None or facts.spec.study is None:
+        return None
+    cells = [cell.label for cell in facts.spec.study.cells()]
+    none = TrainingStatus(label="")
+    known = {label: trainings.get(label, none) for label in (*rate_labels, *cells)}
+    failed = _failed_for_good(facts, known, jobs)
+    stands = Counter(known[label].stand for label in cells if label not in failed)
+    ended = stands["finished"] + stands["diverged"]
+    return StudyStatus(
+        cells=len(cells),
+        finished=stands["finished"],
+        diverged=stands["diverged"],
+        running=stands["running"],
+        waiting=stands["waiting"],
+        failed=len(failed),
+        left=stands.total() - ended - stands["running"] - stands["waiting"],
+        rates=len(rate_labels),
+        rates_finished=sum(known[label].stand in ("finished", "diverged") for label in rate_labels),
+        rates_failed=sum(label in failed for label in rate_labels),
+        failures={label: _failure_words(job) for label, job in failed.items()},
+        under_way=[training for training in known.values() if training.stand == "running"],
+    )
+
+
+def _failed_for_good(
+    facts: Facts, known: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus]
+) -> dict[str, JobStatus]:
+    """The last job of each training that is not submitted once more, by label."""
+    last = {job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"}
+    if facts.spec is None or not _is_at_work(facts, jobs):
+        return last
+    most = facts.spec.training.max_requeues
+    return {
+        label: job for label, job in last.items() if not _is_tried_again(facts.events, job, known[label].jobs, most)
+    }
+
+
+def _is_tried_again(events: Sequence[Event], job: JobStatus, jobs: int, max_requeues: int) -> bool:
+    """Whether the sweep submits a failed training of a study once more."""
+    if job.failure is Failure.DEVICE_FAILED:
+        return is_tried_again(events, job.label)
+    if job.failure in INTERRUPTIONS:
+        return jobs <= max_requeues
+    return job.failure in (Failure.BUG, Failure.KILLED, None) and jobs < ATTEMPTS
+
+
+def _failure_words(job: JobStatus) -> str:
+    kind = job.failure.value.replace("_", " ") if job.failure else "ended"
+    return f"{kind}: {job.detail}" if job.detail else kind
+
+
+def _readable(path: str | os.PathLike[str]) -> str:
+    """A path whose bytes are no text would not fit into JSON."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def verdict(parts: _Parts) -> tuple[State, str]:
+    """The state, and what it means here."""
+    for judge in (_finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
+        found = judge(parts)
+        if found is not None:
+            return found
+    return "stopped", _stopped_words(parts)
+
+
+Verdict = tuple[State, str]
+
+
+def _finished(parts: _Parts) -> Verdict | None:
+    study, training = parts.study, parts.training
+    ended = study is not None and study.finished + study.diverged == study.cells
+    if not ended and not (training is not None and training.stand in ("finished", "diverged")):
+        return _finished_early(parts)
+    if parts.at_work:
+        return "running", "everything is trained; the report is being written"
+    if not parts.facts.has_report:
+        return "finished", f"everything is trained; there is no report yet: {AGAIN}"
+    return "finished", "everything is done"
+
+
+def _finished_early(parts: _Parts) -> Verdict | None:
+    """A sweep that was not to go further, as far as that is on record."""
+    if parts.at_work or parts.training is not None:
+        return None
+    stage = _ended_with(parts.facts)
+    if parts.facts.plan is not None and (stage == "plan" or (parts.detached and parts.detached.until == "plan")):
+        return "finished", "planned, which was to be the last stage"
+    return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
+
+
+def _stuck(parts: _Parts) -> Verdict | None:
+    stuck = [job for job in parts.jobs if job.stuck]
+    if not stuck or parts.has(JobPhase.RUNNING):
+        return None
+    return "stuck", f"job {stuck[0].job_id} waits for what does not come by itself: {stuck[0].reason}"
+
+
+def _going_on(parts: _Parts) -> Verdict | None:
+    stages = [job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"]
+    if stages:
+        verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
+        return "running", verb if parts.at_work else f"{verb}; no command waits for its end: {AGAIN}, now or later"
+    if parts.facts.holder.alive or any(j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs):
+        return "running", _command_words(parts)
+    waiting = [job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"]
+    if waiting:
+        after = "" if parts.at_work else f"; no command waits for them: {AGAIN}, now or later"
+        return "waiting", f"jobs of the stage {waiting[-1].stage} wait in the queue{after}"
+    if parts.at_work and parts.detached is not None:
+        return "waiting", f"controller job {parts.detached.job_id} waits to act on what is over"
+    return None
+
+
+def _command_words(parts: _Parts) -> str:
+    """A command is at work while no job of its own runs."""
+    if parts.has(JobPhase.WAITING):
+        return "a command waits for jobs that wait in the queue"
+    if parts.has(JobPhase.UNKNOWN):
+        return "a command is at work; what its jobs do is not known here"
+    return "a command is at work, and no job: it plans, submits or writes the report"
+
+
+def _stage_failed(parts: _Parts) -> Verdict | None:
+    """A stage, not one of its jobs. Those do not run or wait by then."""
+    event = _failed_stage(parts.facts)
+    if event is None or not event.detail.strip() or parts.is_unknown:
+        return None
+    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")  # most put it there themselves
+    return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
+
+
+def _failed(parts: _Parts) -> Verdict | None:
+    control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
+    if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
+        return "failed", f"controller job {control.job_id}: {control.detail or 'no word of it'}"
+    if parts.is_unknown or parts.has(JobPhase.OVER):
+        return None
+    if parts.profile is not None and parts.profile.stand == "failed":
+        return "failed", "nothing could be measured; mend the cause and run the same command again"
+    training, study = parts.training, parts.study
+    if training is not None and training.stand == "failed" and not _falls_back(parts):
+        last = next(job for job in reversed(parts.jobs) if job.stage == "train")
+        return "failed", f"training: {_failure_words(last)}"
+    if study is not None and study.failed and (study.rates_failed or not study.left):
+        return "failed", f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}"
+    return None
+
+
+def _falls_back(parts: _Parts) -> bool:
+    """Interrupted between a training that ran out of memory and the submission of the next smaller batch."""
+    trained = [event for event in parts.facts.events if event.stage == "train"]
+    return bool(trained) and trained[-1].event == "fell_back"
+
+
+def _left_alone(parts: _Parts) -> Verdict | None:
+    over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
+    if over:
+        what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
+        return "over", f"{what}, not yet acted on: {AGAIN}"
+    if parts.is_unknown:
+        return (
+            "unknown",
+            "jobs were on their way by the files; whether they wait, run or are gone is not known here",
+        )
+    return None
+
+
+def _stopped_words(parts: _Parts) -> str:
+    holder = parts.facts.holder
+    unless = f", unless {holder} still is, which cannot be seen from here" if holder.alive is None else ""
+    unless += ", unless a submission that was cut off came through" if parts.facts.cut_off else ""
+    if parts.study is not None:
+        so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"
+    elif parts.training is not None:
+        so_far = "training has begun"
+    elif parts.facts.plan is not None:
+        so_far = "planned"
+    elif parts.profile is not None and parts.profile.measured:
+        so_far = f"{plural(parts.profile.measured, 'configuration')} measured"
+    else:
+        so_far = "nothing is measured"
+    return f"{so_far}; nothing is at work{unless}: {AGAIN} to go on"

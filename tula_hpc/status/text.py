@@ -1,0 +1,304 @@
+"""The state of a run as a screenful of plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from tula_hpc.formatting import (
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    format_score,
+    in_short_lines,
+    plural,
+    printable,
+)
+from tula_hpc.records import Configuration
+from tula_hpc.records.broken_hosts import first_line
+from tula_hpc.status.cost import CostStatus, StageCost
+from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.state import CommandStatus, PlanStatus, ProfileStatus, RunStatus, StudyStatus
+from tula_hpc.status.trainings import TrainingStatus
+
+LABEL_WIDTH = 11
+MOST_GROUPS = 8  # of jobs that are told in one line each
+MOST_FAILURES = 5
+MOST_TRAININGS = 3  # of a study, that run
+SOURCES = {
+    "sacct": "from sacct, every run of each job",
+    "notes": "from the jobs' own notes",
+    "measurements": "an estimate: measuring alone, without the start of jobs",
+    "events": "an estimate: from submission to the last sign of life",
+    "steps": "an estimate: steps and events, without the start of jobs",
+    "": "",
+}
+
+Line = tuple[str, str]
+
+
+def status_text(status: RunStatus, width: int = 110) -> str:
+    """All of it.
+
+    Args:
+        status: What to tell.
+        width: Columns of the terminal.
+    """
+    lines = [*_head(status), *_stages(status), *_job_lines(status), *_failure_lines(status.failures)]
+    lines += [*_avoided_lines(status)]
+    lines += [*_cost_lines(status.cost), *(("note", doubt) for doubt in status.doubts)]
+    return "\n".join([f"{status.name} in {status.run_directory}", *(_wrapped(*line, width) for line in lines)]) + "\n"
+
+
+def _wrapped(label: str, text: str, width: int) -> str:
+    text = in_short_lines(printable(text.replace("\n", " ")))  # logs may hold anything
+    if text.startswith("log: "):  # a path is to be copied
+        return f"{label:<{LABEL_WIDTH}}{text}"
+    return textwrap.fill(
+        text,
+        max(width, 60),
+        initial_indent=f"{label:<{LABEL_WIDTH}}",
+        subsequent_indent=" " * (LABEL_WIDTH + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _head(status: RunStatus) -> Iterator[Line]:
+    yield "state", f"{status.state}: {status.words}"
+    yield "command", _command(status.command)
+    if status.detached is not None:
+        away = status.detached
+        phase = "not over as far as the files tell" if away.phase is JobPhase.UNKNOWN else away.phase
+        job = f"controller job {away.job_id} is {phase}" if phase else "no controller job was submitted"
+        yield "detached", f"{_ago(status.asked_at - away.since)}, until {away.until}; {job}"
+    if not status.scheduler.answered:
+        yield "scheduler", f"could not be asked: {status.scheduler.words}; what follows is what the files tell"
+    elif status.scheduler.words:
+        yield "scheduler", status.scheduler.words
+
+
+def _ago(seconds: float) -> str:
+    return f"{format_duration(float(round(seconds)))} ago" if seconds >= 1.0 else "just now"
+
+
+def _command(command: CommandStatus) -> str:
+    who = f"process {command.process} on {command.host}" if command.host else ""
+    if command.alive:
+        return f"a command is at work: {who or 'its process is not known'}"
+    if command.alive is None:
+        return f"the last was {who or 'not known'}; whether it is at work cannot be seen from this machine"
+    return f"none is at work; the last was {who}" if who else "none is at work"
+
+
+def _stages(status: RunStatus) -> Iterator[Line]:
+    if status.study is not None:
+        yield from _study_lines(status.study)
+    if status.profile is not None:
+        yield "profile", _profile(status.profile)
+    if status.plan is not None:
+        yield "plan", _plan(status.plan)
+    if status.training is not None:
+        yield from _training_lines(status.training)
+    yield "report", "written" if status.report else "not yet"
+
+
+def _profile(profile: ProfileStatus) -> str:
+    most = profile.wanted if profile.stand != "done" else None
+    bound = "" if most is None else f"{profile.measured} of at most "
+    counts = [f"{bound}{plural(profile.measured if most is None else most, 'configuration')} measured"]
+    counts += [f"{profile.out_of_memory} out of memory"] if profile.out_of_memory else []
+    counts += [f"{profile.failed} failed"] if profile.failed else []
+    stand = {"none": "not begun", "stopped": "not going on", "unknown": "not over as far as the files tell"}.get(
+        profile.stand, profile.stand
+    )
+    return f"{stand}: {', '.join(counts)}; {plural(profile.jobs, 'job')}"
+
+
+def _plan(plan: PlanStatus) -> str:
+    where = f" on {plan.partition}" if plan.partition else ""
+    chosen = Configuration(plan.nodes, plan.workers_per_node, plan.local_batch)
+    return (
+        f"{chosen}{where}: predicted {format_duration(plan.epoch_time_s)} an epoch, "
+        f"{format_duration(plan.whole_time_s)} and {format_money(plan.cost, plan.currency)} in all"
+    )
+
+
+def _training_lines(training: TrainingStatus) -> Iterator[Line]:
+    stand = {"none": "not submitted", "over": "its job is over"}.get(training.stand, training.stand)
+    yield "train", f"{stand}: {_progress(training)}"
+    marks = [*_marks(training)]
+    if marks:
+        yield "", "; ".join(marks)
+    if training.drift:
+        yield "", training.drift
+
+
+def _progress(training: TrainingStatus) -> str:
+    of = f" of {training.epochs}" if training.epochs else ""
+    share = f" ({format_percent(training.share)})" if training.share is not None else ""
+    told = [f"epoch {training.epoch:.4g}{of}{share}"]
+    if training.step:
+        told.append(f"step {training.step:,}, {training.samples_seen:,} samples")
+    if training.global_batch:
+        told.append(f"B = {training.global_batch:,}")
+    if training.step_time_s is not None:
+        told.append(f"{format_duration(training.step_time_s)} a step")
+    if training.left_s is not None:
+        told.append(f"about {format_duration(training.left_s)} of steps left")
+    return ", ".join(told)
+
+
+def _marks(training: TrainingStatus) -> Iterator[str]:
+    if training.test_epoch is not None:
+        yield f"{format_score(training.test_accuracy, training.test_loss)} after epoch {training.test_epoch}"
+    if training.restarts:
+        yield plural(training.restarts, "restart")
+    if training.fallbacks:
+        yield f"{plural(training.fallbacks, 'fallback')} to a smaller batch, out of memory"
+    if training.checkpoint_age_s is not None and training.stand not in ("finished", "diverged"):
+        yield f"last checkpoint {_ago(training.checkpoint_age_s)}"
+
+
+def _study_lines(study: StudyStatus) -> Iterator[Line]:
+    if study.rates:
+        failed = f", {study.rates_failed} failed" if study.rates_failed else ""
+        yield "rates", f"{study.rates_finished} of {plural(study.rates, 'training')} to choose them are done{failed}"
+    counts = {
+        "finished": study.finished,
+        "diverged": study.diverged,
+        "running": study.running,
+        "waiting": study.waiting,
+        "failed": study.failed - study.rates_failed,
+        "left": study.left,
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    yield "study", f"{study.finished + study.diverged} of {plural(study.cells, 'training')} done: {told}"
+    for training in study.under_way[:MOST_TRAININGS]:
+        yield "", f"{training.label}: {_progress(training)}"
+    if len(study.under_way) > MOST_TRAININGS:
+        yield "", f"and {len(study.under_way) - MOST_TRAININGS} more run"
+
+
+def _job_lines(status: RunStatus) -> Iterator[Line]:
+    """Those that are not settled; jobs of which the same is to be said share a line."""
+    open_jobs = [job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)]
+    groups = [list(group) for _, group in groupby(sorted(open_jobs, key=_kind), key=_kind)]
+    rows = [_job_row(group, status) for group in groups[:MOST_GROUPS]]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    label = "jobs"
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield label, "  ".join([*cells, row[3]])
+        label = ""
+    if len(groups) > MOST_GROUPS:
+        yield "", f"and {sum(map(len, groups[MOST_GROUPS:]))} more"
+    elif not rows and status.jobs:
+        yield "jobs", f"none is left of {len(status.jobs)}"
+
+
+def _kind(job: JobStatus) -> tuple[str, str, str, str, int]:
+    return job.phase.value, job.kind, job.state, job.reason, job.nodes or 0
+
+
+def _job_row(group: Sequence[JobStatus], status: RunStatus) -> tuple[str, str, str, str]:
+    first = group[0]
+    nodes = plural(first.nodes, "node") if first.nodes else ""
+    since = _ago(status.asked_at - min(job.submitted_at for job in group))
+    words = f"{_stand(first, status)}; submitted {since}"
+    return short_ids(job.job_id for job in group), first.kind, nodes, words
+
+
+def _stand(job: JobStatus, status: RunStatus) -> str:
+    if job.phase is JobPhase.OVER:
+        how = f" ({job.state.lower().replace('_', ' ')})" if job.state else ""
+        return f"over{how}, not yet acted on: {_who_acts(status)}"
+    if job.phase is JobPhase.UNKNOWN:
+        return "not over as far as the files tell"
+    if job.phase is JobPhase.RUNNING:
+        return "running" if job.state in ("RUNNING", "") else job.state.lower().replace("_", " ")
+    why = f"{job.reason}: {job.waits_for}" if job.waits_for else job.reason
+    stuck = "; THIS DOES NOT GO AWAY BY ITSELF" if job.stuck else ""
+    if job.kind == "guard" and not stuck:
+        return "waiting in case the controller job is killed"
+    return f"waiting for {why}{stuck}" if why else "waiting"
+
+
+def _who_acts(status: RunStatus) -> str:
+    control = status.detached
+    if control is not None and control.phase in (JobPhase.WAITING, JobPhase.RUNNING):
+        return f"controller job {control.job_id} will"
+    return "the command at work will" if status.command.alive else "run the same command again"
+
+
+def short_ids(job_ids: Iterable[str]) -> str:
+    """Ids of jobs, tasks of one array together: `12_[0-2,5] 17`; of many only the first."""
+    arrays: dict[str, list[int]] = {}
+    for job_id in job_ids:
+        parent, _, task = job_id.partition("_")
+        arrays.setdefault(parent, []).extend([int(task)] if task.isdecimal() else [])
+    shown = [_array(parent, sorted(tasks)) for parent, tasks in list(arrays.items())[:3]]
+    more = [f"and {len(arrays) - 3} more"] if len(arrays) > 3 else []
+    return " ".join([*shown, *more])
+
+
+def _array(parent: str, tasks: Sequence[int]) -> str:
+    if len(tasks) < 2:
+        return "_".join([parent, *map(str, tasks)])
+    runs: list[list[int]] = []
+    for task in tasks:
+        if runs and task == runs[-1][1] + 1:
+            runs[-1][1] = task
+        else:
+            runs.append([task, task])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:3]]
+    return f"{parent}_[{','.join([*shown, *(['…'] if len(runs) > 3 else [])])}]"
+
+
+def _failure_lines(failures: Sequence[JobStatus]) -> Iterator[Line]:
+    label = "failed"
+    for job in failures[-MOST_FAILURES:]:
+        what = job.label or job.what
+        yield label, f"{job.job_id} {job.stage}{f' {what}' if what else ''}: {_how(job)}"
+        label = ""
+        if job.log_file:
+            yield "", f"log: {job.log_file}"
+    if len(failures) > MOST_FAILURES:
+        yield "", f"and {len(failures) - MOST_FAILURES} before them"
+
+
+def _avoided_lines(status: RunStatus) -> Iterator[Line]:
+    label = "avoids"
+    for each in status.avoided:
+        until = format_duration(round(each.until - status.asked_at))
+        yield label, f"{each.host} for {until} more, where a device failed: {first_line(each.said)}"
+        label = ""
+
+
+def _how(job: JobStatus) -> str:
+    kind = job.failure.value.replace("_", " ") if job.failure else "ended without a result"
+    return f"{kind}: {job.detail}" if job.detail else kind
+
+
+def _cost_lines(cost: CostStatus) -> Iterator[Line]:
+    stages = (("profile", cost.profile), ("train", cost.train), ("control", cost.control))
+    known = [(name, stage) for name, stage in stages if stage is not None]
+    if not known:
+        yield "cost", "nothing is known yet"
+        return
+    price = f" ({cost.price})" if cost.price else ""
+    yield "cost", f"{_amount(cost.node_hours, cost.cost, cost.currency)} so far{price}"
+    for name, stage in known:
+        yield f"  {name}", _stage_cost(stage, cost.currency)
+
+
+def _stage_cost(stage: StageCost, currency: str) -> str:
+    waited = f"; {format_duration(stage.queue_s)} waiting for nodes" if (stage.queue_s or 0.0) >= 0.5 else ""
+    return f"{_amount(stage.node_hours, stage.cost, currency)}, {SOURCES[stage.source]}{waited}"
+
+
+def _amount(node_hours: float, cost: float | None, currency: str) -> str:
+    money = f", {format_money(cost, currency)}" if cost is not None else ", price not known"
+    return f"{format_number(node_hours, 3)} node-hours{money}"

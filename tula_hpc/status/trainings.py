@@ -1,0 +1,149 @@
+"""How far each training has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+from tula_hpc.analysis.drift import describe_drift
+from tula_hpc.records import MAIN_LABEL, Event, Record, StepMetrics
+from tula_hpc.status.facts import Facts, TrainingFacts
+from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
+
+Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", "unknown", "none"]
+
+
+class TrainingStatus(Record):
+    """One training."""
+
+    label: str
+    stand: Stand = "none"  # none: never submitted; over, failed, unknown: as its last job, see `JobPhase`
+    job_id: str = ""  # the last one
+    jobs: int = 0  # submitted so far
+    epoch: float = 0.0  # epochs trained
+    epochs: int | None = None  # to be trained
+    share: float | None = None  # of 1
+    step: int = 0
+    samples_seen: int = 0
+    global_batch: int | None = None
+    step_time_s: float | None = None  # median of the last logged ones
+    left_s: float | None = None  # an estimate: the steps that are left at that pace, nothing else
+    test_accuracy: float | None = None  # of 1
+    test_loss: float | None = None
+    test_epoch: int | None = None  # after which it was measured
+    restarts: int = 0
+    checkpoint_age_s: float | None = None
+    fallbacks: int = 0  # to a smaller batch, after running out of memory
+    drift: str = ""  # in words, while steps are slower than predicted
+
+
+def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
+    """Every training that was submitted or left files, by label."""
+    of_label: dict[str, list[JobStatus]] = {}
+    for job in jobs:
+        if job.stage == "train":
+            of_label.setdefault(job.label, []).append(job)
+    events = events_by_label(facts)
+    return {
+        label: _status(facts, label, of_label.get(label, []), events.get(label, []))
+        for label in sorted({*of_label, *facts.trainings})
+    }
+
+
+def events_by_label(facts: Facts) -> dict[str, list[Event]]:
+    """The events of each training. Those of a job whose submission is not on record are the plan's training's."""
+    label_of = {job.event.job_id: job.label for job in submissions(facts.events) if job.event.stage == "train"}
+    found: dict[str, list[Event]] = {}
+    for event in facts.events:
+        if event.stage == "train":
+            label = event.data.get("label") or label_of.get(event.job_id, MAIN_LABEL)
+            found.setdefault(str(label), []).append(event)
+    return found
+
+
+def _status(facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequence[Event]) -> TrainingStatus:
+    files = facts.trainings.get(label)
+    epochs = facts.spec.workload.epochs if facts.spec else facts.plan.epochs if facts.plan else None
+    known: dict[str, object] = {
+        "label": label,
+        "stand": _stand(files, jobs),
+        "job_id": jobs[-1].job_id if jobs else "",
+        "jobs": len(jobs),
+        "epochs": epochs,
+        "restarts": sum(event.event == "resumed" for event in events),
+        "fallbacks": sum(event.event == "fell_back" for event in events),
+        "drift": _drift(events),
+    }
+    if files is not None:
+        age = {} if files.checkpoint_at is None else {"checkpoint_age_s": max(0.0, facts.now - files.checkpoint_at)}
+        known |= age | (_ended(files) if files.result else _under_way(files, epochs))
+    return TrainingStatus.model_validate(known)
+
+
+def _drift(events: Sequence[Event]) -> str:
+    try:
+        return describe_drift(events).lstrip("; ")
+    except (KeyError, TypeError, ValueError):  # of another version, or written by hand
+        return ""
+
+
+def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:
+    if files is not None and files.result is not None:
+        return "diverged" if files.result.diverged else "finished"
+    if not jobs:
+        return "none"
+    stands: Mapping[JobPhase, Stand] = {
+        JobPhase.WAITING: "waiting",
+        JobPhase.RUNNING: "running",
+        JobPhase.FAILED: "failed",
+        JobPhase.UNKNOWN: "unknown",
+    }
+    return stands.get(jobs[-1].phase, "over")
+
+
+def _ended(files: TrainingFacts) -> dict[str, object]:
+    result = files.result
+    if result is None:
+        return {}
+    return {
+        "epoch": float(result.epochs),
+        "share": 1.0,
+        "step": result.steps,
+        "samples_seen": result.samples_seen,
+        "global_batch": result.global_batch,
+        "test_accuracy": result.test_accuracy,
+        "test_loss": result.test_loss,
+        "test_epoch": result.epochs,
+        "restarts": result.restarts,
+    }
+
+
+def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
+    """From the last lines of its metrics. An epoch's line comes after the last step's of that epoch."""
+    known: dict[str, object] = {}
+    if files.tail.epoch is not None:
+        last_epoch = files.tail.epoch
+        known |= {"test_accuracy": last_epoch.test_accuracy, "test_loss": last_epoch.test_loss}
+        known["test_epoch"] = last_epoch.epoch
+    if not files.tail.steps:
+        return known
+    last = files.tail.steps[-1]
+    batch = _samples_per_step(files.tail.steps)
+    step_time_s = median(row.step_time_s for row in files.tail.steps)
+    known |= {"epoch": last.epoch, "step": last.step, "samples_seen": last.samples_seen, "step_time_s": step_time_s}
+    known |= {"global_batch": round(batch)} if batch else {}
+    if epochs:
+        known["share"] = min(1.0, last.epoch / epochs)
+        if batch and last.epoch > 0:
+            left = max(0.0, epochs - last.epoch) * last.samples_seen / last.epoch
+            known["left_s"] = left / batch * step_time_s
+    return known
+
+
+def _samples_per_step(steps: Sequence[StepMetrics]) -> float:
+    """The present global batch: after a fallback it is another than in the beginning."""
+    for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
+        if after.step > before.step and after.samples_seen > before.samples_seen:
+            return (after.samples_seen - before.samples_seen) / (after.step - before.step)
+    return steps[-1].samples_seen / steps[-1].step if steps[-1].step else 0.0

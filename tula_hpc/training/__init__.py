@@ -1,0 +1,1 @@
+"""Run a training job."""

@@ -1,0 +1,120 @@
+"""Checkpoints while every worker has a model of its own: post-local SGD between two averages.
+
+Models, momenta, BatchNorm's statistics and loss scales then differ from worker to worker, and momenta even right
+after an average. Rank 0's are in the checkpoint as always; every other worker saves its own in `worker-0001/` beside
+it, under the same name and before it, so that a checkpoint that is there is whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
+from tula_hpc.ddp.worker import Worker
+from tula_hpc.errors import CheckpointError, StageError
+
+WORKERS = "workers"  # in a checkpoint: how many states it has, this file's included; absent if one holds for all
+KEPT = 3  # one more than of the checkpoint itself, which may fail to be saved after the workers' states were
+
+
+class LocalStates:
+    """One worker's part of such checkpoints.
+
+    Args:
+        folder: Of the checkpoints.
+        worker: Whose state.
+    """
+
+    def __init__(self, folder: Path, worker: Worker) -> None:
+        self.folder, self.worker = folder, worker
+        self.store = CheckpointStore(self._folder_of(worker.env.rank), KEPT)
+
+    def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
+        """Save this worker's state; returns what rank 0 adds to the checkpoint. Collective.
+
+        Raises:
+            CheckpointError: A file of a worker cannot be written.
+        """
+        if not self.worker.is_local:
+            return {}
+        # not in the background, as rank 0's is: rank 0 may not begin before all the others' are on disk
+        error = self._save_own(samples_seen, restart_count) if self.worker.env.rank != 0 else None
+        (failed,) = self.worker.agree(float(error is not None))
+        if failed:
+            raise error or CheckpointError("another worker could not save its state; its own error says why")
+        return {WORKERS: self.worker.env.world_size}
+
+    def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:
+        try:
+            self.store.save(self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count)
+        except CheckpointError as error:
+            return error  # raised when all workers know
+        return None
+
+    def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
+        """The model, optimizer and scaler state that this worker goes on with. Collective.
+
+        Saved by as many workers, it is the worker's own, and training goes on bit for bit. Saved by more or fewer, it
+        is the mean of all, momenta included: an average that an uninterrupted training would not have had just then.
+
+        Raises:
+            StageError: A worker's file is missing or damaged.
+        """
+        saved_by, rank = int(loaded.state.get(WORKERS, 1)), self.worker.env.rank
+        wanted = [rank] if saved_by == self.worker.env.world_size else range(saved_by)
+        state, problem = self._mean(loaded, [other for other in wanted if saved_by > 1])
+        if any(self.worker.agree(float(bool(problem)))):
+            why = problem or "another worker's state cannot be used"
+            raise StageError(f"{why}; delete {loaded.path} to go on from the checkpoint before it")
+        return state
+
+    def note(self, loaded: LoadedCheckpoint) -> str:
+        """For the log: whether states were averaged."""
+        saved_by = int(loaded.state.get(WORKERS, 1))
+        return f", the mean of {saved_by} workers' models" if saved_by not in (1, self.worker.env.world_size) else ""
+
+    def _mean(self, loaded: LoadedCheckpoint, ranks: list[int]) -> tuple[dict[str, Any], str]:
+        """Of these workers' states, and what is wrong with them; rank 0's if there are none."""
+        state: dict[str, Any] = {}
+        for count, rank in enumerate(ranks, start=1):
+            try:
+                other = self._read(loaded, rank)
+            except CheckpointError as error:
+                return loaded.state, str(error)
+            state = state or other
+            if other is not state:
+                fold_into(state, other, count)
+        return state or loaded.state, ""
+
+    def _read(self, loaded: LoadedCheckpoint, rank: int) -> dict[str, Any]:
+        if rank == 0:
+            return loaded.state
+        return CheckpointStore.load(self._folder_of(rank) / loaded.path.name)
+
+    def keep_newest_only(self) -> None:
+        """When training is over; see `CheckpointStore.keep_newest_only`."""
+        self.store.keep_newest_only()
+
+    def _folder_of(self, rank: int) -> Path:
+        return self.folder / f"worker-{rank:04d}"
+
+
+@torch.no_grad()
+def fold_into(mean: Any, value: Any, count: int) -> None:
+    """Make the mean of `count` − 1 states that of `count`, in place: mean += (value − mean) / count.
+
+    Tensors of floating-point numbers count, wherever they are in dicts and lists; all else stays as the first has it.
+    """
+    if isinstance(mean, Tensor):
+        if mean.is_floating_point():
+            mean += (value - mean) / count
+    elif isinstance(mean, dict):
+        for key in mean.keys() & value.keys():
+            fold_into(mean[key], value[key], count)
+    elif isinstance(mean, list | tuple):
+        for own, other in zip(mean, value, strict=True):
+            fold_into(own, other, count)

@@ -1,0 +1,266 @@
+"""Bring your own model, data, loss and metric: ``"package.module:function"`` in a sweep file.
+
+The whole protocol:
+
+``model = "package.module:function"``
+    ``function(classes: int, image_size: int) -> torch.nn.Module``. The module maps a float batch (N, C, H, W) to
+    scores (N, classes). It is called on the CPU after torch's random numbers were seeded with ``workload.seed``.
+
+``dataset = "package.module:function"``
+    ``function(spec: tula_hpc.config.WorkloadSpec) -> tuple[Dataset, Dataset, int]``: training set, test set, number of
+    classes. Both are map-style (``__len__`` and ``__getitem__``); an item is ``(image, label)``: a float tensor
+    C×H×W, as the model takes it, and an integer from 0 to classes − 1. The function may use anything in the spec
+    (``data_dir``, ``image_size``, ``augment``). ``samples`` is applied afterwards, by the caller.
+
+    Draw augmentation from torch's default random numbers (``torch.rand``, ``torchvision.transforms``): they are seeded
+    for each item from (seed, epoch, index), so a resumed training or one with another number of workers sees the same
+    images. Random numbers from elsewhere are left as they are.
+
+``loss = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the mean. With it,
+    workloads need not be classifications of images: an item of the data set is ``(inputs, targets)``, each a tensor, a
+    number, or a tuple, list or dict of such, of the same shapes for every item (sequences padded or cut to one
+    length). The model is called as ``model(inputs)`` with what ``torch.utils.data.default_collate`` makes of N items;
+    what it returns goes to the loss as it is. ``classes`` is any number that the data wants the model to know (a
+    vocabulary), and ``image_size``, where the sweep does not give it, the last dimension of the first input.
+
+``metric = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: how much of each sample is right, (N,), from 0 to 1; it is reported as
+    accuracy. Without it, accuracy is known where outputs are scores (N, classes) and targets labels (N,); elsewhere
+    the loss on the test set is reported.
+
+The module is looked for among the installed packages, and then in the working directory from which the command was
+started: nothing there takes an installed one's place. All functions run in every worker process of every job.
+Examples are ``tests/examples/own_workload.py`` and, for a language model, ``tula_hpc/workloads/language_model.py``.
+
+Running the user's code: what it raises is a mistake of the user's, told in a line, unless memory ran out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from tula_hpc.batches import Batch, leaves_of
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.errors import InputError
+from tula_hpc.process_memory import out_of_memory
+
+_CALLERS = ("entry_points.py", "fitting.py", "own_code.py")  # errors of the user's code come through, not from them
+
+
+@contextlib.contextmanager
+def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
+    """What the block raises becomes one line.
+
+    Args:
+        key: Of the sweep file.
+        words: Before what was raised.
+        hint: After it.
+
+    Raises:
+        InputError: For whatever was raised, but for want of memory, which is no mistake and has remedies of its own.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) is not None:
+            raise
+        raise InputError(f"{words}: {told(error)}{hint}", key=key) from error
+
+
+def told(error: Exception) -> str:
+    """What an error of the user's code says, in a line: its kind, its words, and the place."""
+    words = str(error).strip().partition("\n")[0]
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(path, line) for path, line in frames if "site-packages" not in path.parts and path.name not in _CALLERS]
+    place = f" ({own[-1][0].name}:{own[-1][1]})" if own else ""
+    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
+
+
+def collate(items: list[Any], what: str = "has samples") -> Batch:
+    """A batch of samples.
+
+    Raises:
+        InputError: They are not built alike.
+    """
+    words = f"{what} that cannot be put into one batch"
+    with blamed("workload.dataset", words, "; expected the same shapes, padded or cut"):
+        return default_collate(items)
+
+
+_MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
+
+
+class OwnData(NamedTuple):
+    """What a data set function returns."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    classes: int
+
+
+def is_entry_point(name: str) -> bool:
+    """Whether a model or data set is the user's own."""
+    return ":" in name
+
+
+def own_model(name: str, classes: int, image_size: int) -> nn.Module:
+    """Call the user's model function.
+
+    Raises:
+        InputError: No such function, other arguments, or no module came.
+    """
+    function = own_function(_MODEL_KEY, name, ("classes", "image_size"))
+    with blamed(_MODEL_KEY, f"{name} failed"):
+        model = function(classes, image_size)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
+    return model
+
+
+def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """A function of the user's, looked at but not called.
+
+    Args:
+        key: Of the sweep file.
+        name: "package.module:function".
+        parameters: What it will be called with, for the message.
+
+    Raises:
+        InputError: No such function, or it cannot be called with so many arguments.
+    """
+    function = _load(key, name)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError:
+        raise InputError(f"{name} cannot be called with ({', '.join(parameters)})", key=key) from None
+    return function
+
+
+def own_data(spec: WorkloadSpec) -> OwnData:
+    """Call the user's data set function and look at the first items of each set.
+
+    Raises:
+        InputError: No such function, other arguments, or something else than the protocol says came.
+    """
+    function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
+    with blamed(_DATASET_KEY, f"{spec.dataset} failed"):
+        data = function(spec)
+    if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
+        raise _data_error(spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)")
+    own = OwnData(*data)
+    if not isinstance(own.classes, int) or own.classes < 1:
+        raise _data_error(spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1")
+    _check_set(spec, "train", own.train, own.classes)
+    _check_set(spec, "test", own.test, own.classes)
+    return own
+
+
+def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        message = f"returned {kind_of(data)} as the {which} set; expected one with __len__ and __getitem__"
+        raise _data_error(spec, message)
+    if len(data) == 0:
+        raise _data_error(spec, f"returned an empty {which} set")
+    with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, f"{spec.dataset} failed"):
+        items = [data[index] for index in range(min(2, len(data)))]
+    fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
+    if spec.loss is not None:
+        fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers and nothing else"
+    if not fits:
+        hint = "" if spec.loss else "; others need a workload.loss of your own"
+        raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
+    collate(items, f"{spec.dataset} has items 0 and 1 in the {which} set")
+
+
+def _is_pair(item: Any) -> bool:
+    """Where the loss is the user's own, inputs and targets may be anything that can be put into batches."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return False
+    try:
+        leaves = [list(leaves_of(part)) for part in default_collate([item])]
+    except TypeError:  # something that is no tensor or number
+        return False
+    return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
+
+
+def _is_item(item: Any, classes: int) -> bool:
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
+        return False
+    image, label = item
+    if not image.is_floating_point() or image.dim() != 3:
+        return False
+    try:
+        return 0 <= operator.index(label) < classes  # int, NumPy's integers, tensors of one integer
+    except TypeError:
+        return False
+
+
+def _describe(item: Any) -> str:
+    if isinstance(item, tuple | list):
+        return "(" + ", ".join(kind_of(part) for part in item) + ")"
+    return kind_of(item)
+
+
+def kind_of(value: Any) -> str:
+    """A value in a few words: type, and what tells it from the expected."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} tensor of shape {tuple(value.shape)}".removeprefix("torch.")
+    if isinstance(value, int):
+        return f"{type(value).__name__} {value}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of length {len(value)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _data_error(spec: WorkloadSpec, message: str) -> InputError:
+    return InputError(f"{spec.dataset} {message}", key=_DATASET_KEY)
+
+
+def _load(key: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    _make_importable(module_name.partition(".")[0])
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, SyntaxError) as error:
+        raise InputError(f"{name}: {module_name} cannot be imported: {error}", key=key) from error
+    except AttributeError:
+        raise InputError(f"{name}: {module_name} has no {function_name!r}", key=key) from None
+    if not callable(function):
+        raise InputError(f"{name} is {kind_of(function)}; expected a function", key=key)
+    return function  # type: ignore[no-any-return] # callable() does not narrow Any
+
+
+def _make_importable(package: str) -> None:
+    """Search the working directory too, after all else, where the package is nowhere else.
+
+    What the package imports may lie there as well. Loader processes are given this path too.
+    """
+    folder = str(Path.cwd())
+    if folder not in sys.path and not _is_installed(package):
+        sys.path.append(folder)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        spec = find_spec(package)
+    # it is loaded in another way
+    except ValueError:
+        return True
+    # a folder without __init__.py, which has no origin, gives way to a package
+    return spec is not None and spec.origin is not None

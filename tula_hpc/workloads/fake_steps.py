@@ -1,0 +1,351 @@
+"""Training steps gone through with tensors that have shapes but no contents, to count what they hold.
+
+Which storages live at each moment of a computation, seen from the operators that make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tula_hpc.batches import Batch, map_tensors
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
+from tula_hpc.workloads.criterion import build_criterion
+from tula_hpc.workloads.optimizers import base_optimizer, zero_share
+from tula_hpc.workloads.torchvision_models import build_model
+from tula_hpc.workloads.workload import CPU_DTYPES
+
+
+class Peak(NamedTuple):
+    """The moment when most bytes were alive."""
+
+    live_bytes: int
+    blocks: tuple[int, ...]  # bytes of each storage that lived then and had been made since `AllocationTracker.watch`
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that operators make while it is active, until they are freed.
+
+    It sees tensors, fake ones as well as real ones, not what a library takes for itself inside of an operator
+    (convolution workspaces, reordered weights). Views count once, with their storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._living: dict[int, weakref.ref[Any]] = {}  # by identity, which is unique while a storage lives
+        self._log: list[tuple[int, int]] = []  # (number of the block, bytes; negative when it is freed)
+        self._count = self._live = self._live_at_start = 0
+
+    def watch(self) -> None:
+        """Start a new peak from what is alive now."""
+        self._log, self._live_at_start = [], self._live
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once, until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._living or not size:
+            return
+        self._count += 1
+        self._add(self._count, size)
+        self._living[key] = weakref.ref(storage, self._release(key, self._count, size))
+
+    def _release(self, key: int, number: int, size: int) -> Callable[[object], None]:
+        def release(_: object) -> None:
+            del self._living[key]
+            self._add(number, -size)
+
+        return release
+
+    def _add(self, number: int, size: int) -> None:
+        self._live += size
+        self._log.append((number, size))
+
+    def peak(self) -> Peak:
+        """The largest sum of living bytes since `watch`."""
+        live = highest = self._live_at_start
+        length = 0
+        for position, (_, size) in enumerate(self._log):
+            live += size
+            if live > highest:
+                highest, length = live, position + 1
+        made = {number: size for number, size in self._log[:length] if size > 0}
+        for number, size in self._log[:length]:
+            if size < 0:
+                made.pop(number, None)
+        return Peak(highest, tuple(made.values()))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.hold(leaf)
+        return result
+
+
+LEAST_BATCH = 2  # BatchNorm cannot train on one sample
+HEAP_LIMIT_BYTES = 32 * 1024**2  # glibc's largest threshold: larger blocks are mapped, and given back when freed
+
+
+class Shapes(NamedTuple):
+    """What the model takes and gives.
+
+    Attributes:
+        inputs: A batch of one sample; on the meta device where shapes and types are all that is known.
+        targets: Likewise.
+        classes: Width of the output, as the model is told.
+        image_size: Edge of an image, likewise.
+        loaded: The inputs as they travel to a GPU, images as bytes.
+    """
+
+    inputs: Batch
+    targets: Batch
+    classes: int
+    image_size: int
+    loaded: Batch
+
+    @classmethod
+    def of_images(cls, image_size: int, classes: int) -> Shapes:
+        """Of images with three colours, and their labels."""
+        image = torch.empty(1, 3, image_size, image_size, device="meta")
+        labels = torch.empty(1, dtype=torch.long, device="meta")
+        return cls(image, labels, classes, image_size, image.to(torch.uint8))
+
+    def batch(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+        """So many samples, inputs and targets, without contents or with those of the one sample; else zeros."""
+        return self._repeated((self.inputs, self.targets), samples, fake=fake)
+
+    def batch_ahead(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+        """The batch that a GPU is given while it works on the one before, likewise."""
+        return self._repeated((self.loaded, self.targets), samples, fake=fake)
+
+    @staticmethod
+    def _repeated(batch: tuple[Batch, Batch], samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+
+        def repeated(one: Tensor) -> Tensor:
+            if fake or one.is_meta:
+                return torch.zeros(samples, *one.shape[1:], dtype=one.dtype)
+            return one.repeat(samples, *[1] * (one.dim() - 1))
+
+        inputs, targets = map_tensors(repeated, batch)
+        return inputs, targets
+
+
+class Step(NamedTuple):
+    """Largest bytes alive in the parts of one training step, and what was alive between steps."""
+
+    backward_bytes: int  # in forward and backward pass
+    optimizer_bytes: int  # in the optimizer's step
+    blocks: tuple[int, ...]  # made by the forward and backward pass and alive at its peak
+
+
+class Counts(NamedTuple):
+    """What counting found; bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    batches: tuple[int, int]
+    least: Step  # with the smallest batch: gradients make the peak, not activations
+    small: Step
+    large: Step
+
+    @property
+    def per_sample(self) -> float:
+        """Activations."""
+        return max(0.0, self._slope(self.small.backward_bytes, self.large.backward_bytes))
+
+    @property
+    def fixed(self) -> float:
+        """All that does not grow with the batch, at the peak of the backward pass."""
+        return self.large.backward_bytes - self.per_sample * self.batches[1]
+
+    def peak(self, local_batch: int) -> float:
+        """Bytes of tensors at the peak of a step."""
+        input_bytes = self._slope(self.small.optimizer_bytes, self.large.optimizer_bytes)  # they live on
+        optimizer = self.large.optimizer_bytes + input_bytes * (local_batch - self.batches[1])
+        line = self.fixed + self.per_sample * local_batch
+        return max(line, float(self.least.backward_bytes), optimizer)
+
+    def with_step_copies(self, copies: int) -> Counts:
+        """With so many more copies of what is trained during the optimizer's step."""
+        extra = copies * self.gradients
+        least, small, large = (
+            step._replace(optimizer_bytes=step.optimizer_bytes + extra) for step in (self.least, self.small, self.large)
+        )
+        return self._replace(least=least, small=small, large=large)
+
+    def _slope(self, low_bytes: int, high_bytes: int) -> float:
+        return (high_bytes - low_bytes) / (self.batches[1] - self.batches[0])
+
+    def heap_bytes(self, local_batch: int) -> float:
+        """Bytes at the backward pass's peak in blocks that the C library's heap serves."""
+        share = local_batch / self.batches[1]
+        return sum(size * share for size in self.large.blocks if size * share < HEAP_LIMIT_BYTES)
+
+
+def count(
+    workload: WorkloadSpec, shapes: Shapes, world: int, device: str, batches: tuple[int, int], *, fake: bool
+) -> Counts:
+    """Go through training steps at two local batches.
+
+    Args:
+        workload: Model, precision, memory format, optimizer.
+        shapes: From `find_shapes`.
+        world: Workers; with several, gradients live in buckets and ZeRO divides the optimizer's states.
+        device: "cpu" or "cuda", for operators that keep other things there.
+        batches: Two local batches, ascending, so large that activations make the peak.
+        fake: Whether tensors have no contents.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    model = _layout(workload, shapes) if fake else build_model(workload, shapes.classes, shapes.image_size)
+    with mode, _FusedDropout() if device == "cuda" else contextlib.nullcontext(), AllocationTracker() as tracker:
+        _place(model, workload, tracker, fake=fake)
+        if workload.activation_checkpointing:
+            checkpoint_activations(model)
+        ahead = partial(shapes.batch_ahead, fake=fake) if device == "cuda" else None
+        rehearsal = Rehearsal(workload, model, tracker, partial(shapes.batch, fake=fake), world, batch_ahead=ahead)
+        rehearsal.step(LEAST_BATCH)  # optimizer states are made in the first step
+        least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        states = sum(_size(value) for state in rehearsal.optimizer.state.values() for value in state.values())
+        return Counts(
+            sum(map(_size, model.parameters())), sum(map(_size, trained)), states, batches, least, small, large
+        )
+
+
+class Rehearsal:
+    """Training steps of one worker, as `worker.Worker` does them, with the tracker watching."""
+
+    def __init__(
+        self,
+        workload: WorkloadSpec,
+        model: nn.Module,
+        tracker: AllocationTracker,
+        batch: Callable[[int], tuple[Batch, Batch]],
+        world: int,
+        *,
+        batch_ahead: Callable[[int], tuple[Batch, Batch]] | None,
+    ) -> None:
+        self.workload, self.model, self.tracker = workload, model, tracker
+        self.batch, self.batch_ahead = batch, batch_ahead
+        self.criterion = build_criterion(workload)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
+        self.optimizer = base_optimizer(workload, mine)
+        self.buckets = _gradient_buckets(self.parameters) if world > 1 else []
+
+    def step(self, local_batch: int) -> Step:
+        """One step; what was alive at the peaks of its parts."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        inputs, targets = self.batch(local_batch)
+        inputs = map_tensors(self._laid_out, inputs)
+        ahead = None if self.batch_ahead is None else self.batch_ahead(local_batch)
+        self.tracker.watch()
+        with torch.autocast("cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
+            loss = self.criterion.loss(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss.detach()  # the worker returns it, and with it no graph
+        backward = self.tracker.peak()
+        self.tracker.watch()
+        self.optimizer.step()
+        after = self.tracker.peak()
+        del ahead
+        return Step(backward.live_bytes, after.live_bytes, backward.blocks)
+
+    def _laid_out(self, inputs: Tensor) -> Tensor:
+        if self.workload.channels_last and inputs.dim() == 4:  # batch, channels, height, width
+            return inputs.to(memory_format=torch.channels_last)
+        return inputs
+
+
+def _gradient_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Gradients that live on from step to step, as in DistributedDataParallel with gradient_as_bucket_view."""
+    buckets = [torch.zeros_like(p) for p in parameters]
+    for parameter, bucket in zip(parameters, buckets, strict=True):
+        parameter.register_post_accumulate_grad_hook(_into(bucket))  # type: ignore[no-untyped-call]
+    return buckets
+
+
+def _into(bucket: Tensor) -> Callable[[Tensor], None]:
+    def move(parameter: Tensor) -> None:
+        parameter.grad = bucket
+
+    return move
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Parameters on the meta device. `torch.device("meta")` would also take arithmetic that needs values."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
+            return args[0]  # normal_, uniform_ and the like: nothing to initialise
+        on_meta = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **((kwargs or {}) | on_meta))
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as CUDA has it: it keeps a mask of one byte an element, on CPU of the input's type."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        bound = kwargs or {}
+        if func is dropout and bound.get("training") and not bound.get("inplace"):
+            return torch.native_dropout(args[0], bound.get("p", 0.5), train=True)[0]
+        return func(*args, **bound)
+
+
+def _layout(workload: WorkloadSpec, shapes: Shapes) -> nn.Module:
+    """The model without memory for its weights; with, where its code needs them."""
+    try:
+        with _WithoutMemory():
+            return build_model(workload, shapes.classes, shapes.image_size)
+    except (RuntimeError, NotImplementedError):
+        return build_model(workload, shapes.classes, shapes.image_size)
+
+
+def _place(model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker, *, fake: bool) -> None:
+    """Give every parameter and buffer a tensor of the current mode, and have the tracker count it."""
+    if workload.channels_last and not fake:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    made: dict[int, Any] = {}  # a shared parameter stays shared
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    made.setdefault(id(tensor), _fake_like(tensor, workload) if fake else tensor)
+                    tensors[name] = made[id(tensor)]
+                    tracker.hold(made[id(tensor)])
+    model.train()
+
+
+def _fake_like(tensor: Tensor, workload: WorkloadSpec) -> Tensor:
+    images = workload.channels_last and tensor.dim() == 4  # as nn.Module.to has it
+    memory_format = torch.channels_last if images else torch.contiguous_format
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=memory_format)
+    return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
+
+
+def _size(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
