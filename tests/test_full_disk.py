@@ -318,8 +318,8 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
         if any(word in path.read_text() for word in (".write_text(", ".write_bytes(", 'open("w', 'open("a', "mkstemp("))
     }
     assert writers == {
-        "checkpoint.py",
-        "records/writing.py",
-        "resident.py",  # /proc/self/clear_refs
-        "workloads/cache_folders.py",
+        "checkpoint/store.py",
+        "data/image_tree.py",
+        "process_memory.py",  # /proc/self/clear_refs
+        "records/storage.py",
     }

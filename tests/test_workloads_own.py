@@ -130,8 +130,8 @@ def test_a_model_is_tried_on_the_device_that_it_is_trained_on(tmp_path: Path, mo
 
 def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, monkeypatch, CHOOSY.format(wanted="cpu"))
-    monkeypatch.setattr("tula_hpc.ddp.process_group.pick_device", lambda *_: torch.device("meta"))
-    monkeypatch.setattr("tula_hpc.ddp.process_group.check_kernels", lambda *_: None)
+    monkeypatch.setattr("tula_hpc.ddp.worker.pick_device", lambda *_: torch.device("meta"))
+    monkeypatch.setattr("tula_hpc.ddp.worker.check_kernels", lambda *_: None)
     workload = WorkloadSpec(dataset="digits", loader_workers=0).model_copy(update={"model": "mine:f"})
     alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
     with pytest.raises(InputError, match="mine:f cannot take inputs of 3×8×8: AssertionError: meta") as raised:

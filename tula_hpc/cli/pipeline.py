@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError
 from tula_hpc.formatting import printable, with_own_escapes
-from tula_hpc.records import Measurement, Plan, TrainResult
-from tula_hpc.stages.context import Sweep
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.report.plan_text import TextColumn
     from tula_hpc.analysis.report.tables import TextTable
-    from tula_hpc.records import Metrics, RunDirectory
+    from tula_hpc.records import Measurement, Metrics, Plan, RunDirectory, TrainResult
+    from tula_hpc.stages.context import Sweep
 
 
 SUMMARY_WIDTH = 140  # columns where the output is no terminal
