@@ -2,8 +2,8 @@
 
 Nothing is imported here, so that each part costs only what it needs itself.
 
-Raises:
-    ImportError: The folder was imported under its bare name `analysis`, which would make a second copy of every class.
+Raises: ImportError: The folder was imported under its bare name `analysis`, which would make a
+    second copy of every class.
 """
 
 if __name__ != "tula_hpc.analysis":

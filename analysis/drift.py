@@ -1,7 +1,7 @@
 """Does training keep to the plan's prediction, and if not, which part of a step is it? Numbers only, no torch.
 
-Every worker feeds the same agreed numbers to a `Watch` of its own, so that all come to the same verdict at the same
-step.
+Every worker feeds the same agreed numbers to a `Watch` of its own, so that all come to the same
+verdict at the same step.
 """
 
 from __future__ import annotations
@@ -12,17 +12,36 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan, StepParts, StepTimes, is_usable
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    Event,
+    Measurement,
+    Plan,
+    StepParts,
+    StepTimes,
+    is_usable,
+)
 
-THRESHOLD = 12  # of the cumulative sum: so many windows in a row are an alarm
-STEP_BACK = 2  # each window on the right side undoes two on the wrong one
-MARGIN = 1.1  # how far beyond the interval's end a step time must lie to count; back inside the interval it is well
-WARM_UP_LOOKS = 10  # after every start: allocators, caches and loader processes are not yet what they will be
-NAMED_FROM = 0.3  # a part is named when it explains this share of the deviation
-STARVED_FROM = 0.1  # so much of it in the computation, and the all-reduce is slow because the processor is
-STARVED_TIMES = 1.5  # likewise where the computation takes so many times as long; then it is named from that share on
-ALONE_FROM = 0.8  # so much of it in the all-reduce needs no busy processor to explain it
-SECONDS_PER_LOOK = 1.0  # windows are made of looks about so far apart
+# of the cumulative sum: so many windows in a row are an alarm
+THRESHOLD = 12
+# each window on the right side undoes two on the wrong one
+STEP_BACK = 2
+# how far beyond the interval's end a step time must lie to count; back inside the interval it is
+# well
+MARGIN = 1.1
+# after every start: allocators, caches and loader processes are not yet what they will be
+WARM_UP_LOOKS = 10
+# a part is named when it explains this share of the deviation
+NAMED_FROM = 0.3
+# so much of it in the computation, and the all-reduce is slow because the processor is
+STARVED_FROM = 0.1
+# likewise where the computation takes so many times as long; then it is named from that share on
+STARVED_TIMES = 1.5
+# so much of it in the all-reduce needs no busy processor to explain it
+ALONE_FROM = 0.8
+# windows are made of looks about so far apart
+SECONDS_PER_LOOK = 1.0
 
 Verdict = Literal["drifted", "recovered"]
 
@@ -57,8 +76,9 @@ def prediction_of(candidate: Candidate) -> Prediction:
 class SignSum:
     """One-sided cumulative sum of signs: +1 for a window beyond the edge, −`STEP_BACK` for any other, never below 0.
 
-    Only on which side a window lies counts, not how far: one enormous pause is one window. It alarms at `THRESHOLD`.
-    (E. S. Page, "Continuous Inspection Schemes", 1954, with signs for any distribution.)
+    Only on which side a window lies counts, not how far: one enormous pause is one window. It
+    alarms at `THRESHOLD`. (E. S. Page, "Continuous Inspection Schemes", 1954, with signs for any
+    distribution.)
     """
 
     def __init__(self) -> None:
@@ -73,9 +93,10 @@ class SignSum:
 def windows_between_false_alarms(share_beyond: float) -> float:
     """Least mean number of independent windows until `SignSum` alarms although nothing has changed.
 
-    With the share p of windows beyond the edge, r > 1 solves p·r + (1 − p)·r⁻² = 1; the mean is at least r^h for the
-    threshold h (G. Lorden, "Procedures for Reacting to a Change in Distribution", 1971, theorem 2). At p = 1/2, when
-    the true median lies on the very edge, r is the golden ratio: 322 windows; at p = 1/4 nine million.
+    With the share p of windows beyond the edge, r > 1 solves p·r + (1 − p)·r⁻² = 1; the mean is at
+    least r^h for the threshold h (G. Lorden, "Procedures for Reacting to a Change in Distribution",
+    1971, theorem 2). At p = 1/2, when the true median lies on the very edge, r is the golden ratio:
+    322 windows; at p = 1/4 nine million.
 
     Args:
         share_beyond: p, between 0 and 2/3: from there on windows beyond the edge prevail.
@@ -90,8 +111,8 @@ def windows_between_false_alarms(share_beyond: float) -> float:
 class Detector:
     """Turns windows into "drifted" when an episode begins and "recovered" when it is over.
 
-    An episode begins when step times lie beyond the prediction's interval by a further factor `MARGIN`, and is over
-    when they lie inside the interval again: between the two nothing changes.
+    An episode begins when step times lie beyond the prediction's interval by a further factor
+    `MARGIN`, and is over when they lie inside the interval again: between the two nothing changes.
 
     Args:
         prediction: What to hold windows against.
@@ -118,7 +139,11 @@ class Detector:
         return median(self.recent)
 
     def _is_back(self, step_time_s: float) -> bool:
-        return step_time_s <= self.prediction.high_s if self.side > 0 else step_time_s >= self.prediction.low_s
+        return (
+            step_time_s <= self.prediction.high_s
+            if self.side > 0
+            else step_time_s >= self.prediction.low_s
+        )
 
     def _began(self, side: int) -> Verdict:
         self.side = side
@@ -145,8 +170,8 @@ class Look(NamedTuple):
 class Watch:
     """Groups looks into windows and holds each window's mean against the prediction, which is of means too.
 
-    Loader processes that started together deliver in bursts, which may be longer than a look. A pause of the machine
-    spoils one window, which is no alarm.
+    Loader processes that started together deliver in bursts, which may be longer than a look. A
+    pause of the machine spoils one window, which is no alarm.
 
     Args:
         detector: Where windows go.
@@ -193,8 +218,9 @@ def window_seconds(drift_minutes: float) -> float:
 def expected_parts(measurements: Iterable[Measurement], configuration: Configuration) -> StepParts:
     """What the profile says of the parts of a step at a configuration.
 
-    Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and compute over the local
-    batch, the all-reduce over the number of workers, through the two nearest measured values.
+    Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and
+    compute over the local batch, the all-reduce over the number of workers, through the two nearest
+    measured values.
     """
     rows = [
         (m, m.times)
@@ -215,11 +241,15 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
     """An update of AGS's gradient scale, which is not part of the predicted step; 0 where it was not measured."""
     rows = [m for m in measurements if is_usable(m) and m.times and m.times.update_time_s > 0]
     near = min((abs(m.configuration.world_size - world_size) for m in rows), default=0)
-    times = [m.times for m in rows if m.times and abs(m.configuration.world_size - world_size) == near]
+    times = [
+        m.times for m in rows if m.times and abs(m.configuration.world_size - world_size) == near
+    ]
     return median(t.update_time_s for t in times) if times else 0.0
 
 
-def _computes(rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool) -> list[tuple[int, float]]:
+def _computes(
+    rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool
+) -> list[tuple[int, float]]:
     """Local batches and their computation. What one worker takes in parts says of several what a part takes them."""
     in_parts = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts > 1]
     if alone and in_parts:
@@ -229,7 +259,11 @@ def _computes(rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool) -> 
 
 
 def _all_reduces(rows: Sequence[tuple[Measurement, StepTimes]]) -> list[tuple[int, float]]:
-    return [(row.configuration.world_size, times.allreduce_time_s) for row, times in rows if times.allreduce_time_s > 0]
+    return [
+        (row.configuration.world_size, times.allreduce_time_s)
+        for row, times in rows
+        if times.allreduce_time_s > 0
+    ]
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:
@@ -253,10 +287,11 @@ PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allre
 def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> str:
     """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
 
-    What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the computation alone:
-    where both deviate, the all-reduce counts to the computation, unless it explains the deviation by itself and the
-    computation little of it. A busy processor slows a whole step more than its parts by themselves: where the
-    computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
+    What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the
+    computation alone: where both deviate, the all-reduce counts to the computation, unless it
+    explains the deviation by itself and the computation little of it. A busy processor slows a
+    whole step more than its parts by themselves: where the computation takes `STARVED_TIMES` as
+    long, less of the deviation has to be explained.
 
     Args:
         measured: Parts as they are now.
@@ -267,7 +302,9 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
         return "unknown"
     shares = {part: extra_s(measured, expected, part) / deviation_s for part in PARTS}
     now, then = measured.compute_time_s, expected.compute_time_s
-    slow = shares["compute"] > 0.0 and bool(now and then and max(now / then, then / now) > STARVED_TIMES)
+    slow = shares["compute"] > 0.0 and bool(
+        now and then and max(now / then, then / now) > STARVED_TIMES
+    )
     alone = shares["network"] > ALONE_FROM and shares["compute"] < NAMED_FROM
     if shares["network"] > 0.0 and (slow or shares["compute"] > STARVED_FROM) and not alone:
         shares["compute"] += shares["network"]

@@ -1,6 +1,7 @@
 """The command that plans again from a run directory's logs, under other objectives and prices. Submits nothing.
 
-    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--json] [--write]
+    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--json]
+    [--write]
 
 `make_plan` is the same as a function.
 """
@@ -58,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Plan again from a run directory's measurements. Submits nothing.",
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run directory with sweep.toml, cluster.toml and profile/"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="run directory with sweep.toml, cluster.toml and profile/",
     )
     kinds = get_args(ObjectiveSpec.model_fields["kind"].annotation)
     parser.add_argument("--objective", choices=kinds, help="instead of the sweep's own")
@@ -87,7 +91,10 @@ def _answer(options: argparse.Namespace) -> str:
         mine.append(f"objective.kind={options.objective}")
     sweep, cluster, how_to_profile = _inputs(run, mine, others)
     read = run.measurements()
-    footprints, metrics = run.footprints(cluster.part_names()), read_metrics(run.train().metrics_file)
+    footprints, metrics = (
+        run.footprints(cluster.part_names()),
+        read_metrics(run.train().metrics_file),
+    )
     events = run.events()
     try:
         plan = make_plan(
@@ -100,7 +107,8 @@ def _answer(options: argparse.Namespace) -> str:
             events=events,
             how_to_profile=how_to_profile,
         )
-    except InputError as error:  # prices that need what is not known
+    except InputError as error:
+        # prices that need what is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
@@ -108,11 +116,13 @@ def _answer(options: argparse.Namespace) -> str:
     return printable(text) if options.json else _as_text(plan, sweep, cluster, read.records, run)
 
 
-def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tuple[SweepSpec, ClusterSpec, str]:
+def _inputs(
+    run: RunDirectory, mine: Sequence[str], others: Sequence[str]
+) -> tuple[SweepSpec, ClusterSpec, str]:
     """The run's own with overrides of either file, and what to do where these need other measurements.
 
-    Raises:
-        InputError: A mistake, nothing to plan, or an override for which the run's measurements do not hold.
+    Raises: InputError: A mistake, nothing to plan, or an override for which the run's measurements
+        do not hold.
     """
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
@@ -129,12 +139,18 @@ def _inputs(run: RunDirectory, mine: Sequence[str], others: Sequence[str]) -> tu
 
 
 def _as_text(
-    plan: Plan, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], run: RunDirectory
+    plan: Plan,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    run: RunDirectory,
 ) -> str:
     from tula_hpc.analysis.report.plan_text import describe_plan
     from tula_hpc.analysis.search import profiling_cost
 
-    return describe_plan(plan, profiling_cost.describe(sweep, cluster, measurements, run.job_notes()))
+    return describe_plan(
+        plan, profiling_cost.describe(sweep, cluster, measurements, run.job_notes())
+    )
 
 
 if __name__ == "__main__":

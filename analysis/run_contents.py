@@ -1,11 +1,13 @@
 """What a run directory holds, read once for the report and its figures: the numbers, and what could not be read.
 
-Everything is optional: a report over measurements alone, over a plan without training, over a training in progress, or
-over logs that were copied to another machine must work.
+Everything is optional: a report over measurements alone, over a plan without training, over a
+training in progress, or over logs that were copied to another machine must work.
 
-Whether a training learned anything: its loss against the one it began with, its accuracy against guessing.
+Whether a training learned anything: its loss against the one it began with, its accuracy against
+guessing.
 
-How much a report shows: of very many measurements, epochs and events a part, so that a page stays a page.
+How much a report shows: of very many measurements, epochs and events a part, so that a page stays a
+page.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ from tula_hpc.records import (
     read_metrics,
 )
 
-ERRORS = 3.0  # standard errors of counting above an accuracy of guessing: less cannot be told from it
+# standard errors of counting above an accuracy of guessing: less cannot be told from it
+ERRORS = 3.0
 SMALLER_STEPS = "lower workload.lr or warm up longer"
-USUAL_TEST_SAMPLES = 1000  # where their number is not known
+# where their number is not known
+USUAL_TEST_SAMPLES = 1000
 
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
@@ -66,8 +70,11 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
     if ended > began:
         return f"the loss ended at {format_number(ended, 3)}, above the {format_number(began, 3)} that it began with"
     classes = work.class_count if work.loss is None else None
-    if classes and ended >= math.log(classes):  # cross-entropy where each class is held for equally likely
-        guessing = f"the {format_number(math.log(classes), 3)} of guessing among {classes:,} classes"
+    # cross-entropy where each class is held for equally likely
+    if classes and ended >= math.log(classes):
+        guessing = (
+            f"the {format_number(math.log(classes), 3)} of guessing among {classes:,} classes"
+        )
         return f"the loss ended at {format_number(ended, 3)}, not below {guessing}"
     return ""
 
@@ -91,10 +98,14 @@ def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
     return accuracy <= guessed + ERRORS * error
 
 
-MOST_DRAWN = 400  # measurements in a figure that has a mark for each
-MOST_POINTS = 2_000  # epochs in a figure
-MOST_ROWS = 1_000  # of a table
-MOST_LETTERS = 1_000  # of a cell
+# measurements in a figure that has a mark for each
+MOST_DRAWN = 400
+# epochs in a figure
+MOST_POINTS = 2_000
+# of a table
+MOST_ROWS = 1_000
+# of a cell
+MOST_LETTERS = 1_000
 
 T = TypeVar("T")
 Gap = TypeVar("Gap")
@@ -106,7 +117,14 @@ def drawn(measurements: list[Measurement]) -> list[Measurement]:
         return measurements
     groups: dict[tuple[object, ...], list[Measurement]] = {}
     for row in measurements:
-        key = (row.partition, row.nodes, row.workers_per_node, row.local_batch, row.status, row.failure)
+        key = (
+            row.partition,
+            row.nodes,
+            row.workers_per_node,
+            row.local_batch,
+            row.status,
+            row.failure,
+        )
         groups.setdefault(key, []).append(row)
     medians = sorted(map(_median, groups.values()), key=attrgetter("partition", "configuration"))
     return evenly(medians, MOST_DRAWN)
@@ -127,14 +145,18 @@ def about_drawn(measurements: Sequence[Measurement]) -> list[str]:
     if len(measurements) <= MOST_DRAWN:
         return []
     rows = f"{MOST_DRAWN} at most"
-    return [f"Of {len(measurements):,} measurements figures show the medians of each configuration ({rows})."]
+    return [
+        f"Of {len(measurements):,} measurements figures show the medians of each configuration ({rows})."
+    ]
 
 
 def about_steps(folder: str, logged: int, held: int) -> list[str]:
     """That figures do not show all steps that were logged, where that is so."""
     if not logged:
         return []
-    return [f"Of {plural(logged, 'logged step')} in train/{folder}/metrics.jsonl {held:,} are shown, evenly spread."]
+    return [
+        f"Of {plural(logged, 'logged step')} in train/{folder}/metrics.jsonl {held:,} are shown, evenly spread."
+    ]
 
 
 def evenly(rows: Sequence[T], most: int) -> list[T]:
@@ -174,7 +196,8 @@ class Training(NamedTuple):
     label: str
     metrics: Metrics
     result: TrainResult | None
-    partition: str | None = None  # see `trained_partition`
+    # see `trained_partition`
+    partition: str | None = None
 
     @property
     def epoch_time_s(self) -> float | None:
@@ -183,14 +206,17 @@ class Training(NamedTuple):
 
     def in_figures(self) -> Training:
         """With no more epochs than a figure can show."""
-        return self._replace(metrics=self.metrics._replace(epochs=evenly(self.metrics.epochs, MOST_POINTS)))
+        return self._replace(
+            metrics=self.metrics._replace(epochs=evenly(self.metrics.epochs, MOST_POINTS))
+        )
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
     """Time of an epoch's steps with the last one's batch and workers, over those that no restart cut short.
 
-    None before the first. The epoch in which a training changed over is of both batches, so it does not count. The
-    mean would hold the start of the loader's processes, and whatever disturbed a single epoch.
+    None before the first. The epoch in which a training changed over is of both batches, so it does
+    not count. The mean would hold the start of the loader's processes, and whatever disturbed a
+    single epoch.
     """
     kept = [
         epoch.epoch_time_s
@@ -207,7 +233,9 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
     """Where a training's last job was submitted to, "" on a cluster without partitions; None where no event says."""
     jobs = [event.data for event in events if (event.event, event.stage) == ("submitted", "train")]
-    partition = next((data.get("partition") for data in reversed(jobs) if data.get("label") == label), None)
+    partition = next(
+        (data.get("partition") for data in reversed(jobs) if data.get("label") == label), None
+    )
     return partition if isinstance(partition, str) else None
 
 
@@ -223,8 +251,10 @@ class RunContents(NamedTuple):
     plan: Plan | None
     events: list[Event]
     trainings: list[Training]
-    job_notes: list[JobNote]  # what profile jobs said of themselves
-    notes: list[str]  # what could not be read
+    # what profile jobs said of themselves
+    job_notes: list[JobNote]
+    # what could not be read
+    notes: list[str]
 
     @property
     def cluster_sizes(self) -> list[int]:
@@ -236,7 +266,11 @@ class RunContents(NamedTuple):
     @property
     def ok(self) -> list[Measurement]:
         """Measurements whose times can be true, by N and local batch."""
-        timed = (item for item in self.measurements if item.status == "ok" and item.times and item.times.are_credible)
+        timed = (
+            item
+            for item in self.measurements
+            if item.status == "ok" and item.times and item.times.are_credible
+        )
         return sorted(timed, key=attrgetter("nodes", "workers_per_node", "local_batch"))
 
     @property
@@ -265,7 +299,9 @@ class RunContents(NamedTuple):
     def memory_kinds(self) -> str:
         """Which memory counts against the limit, in words; both where only some of the partitions have GPUs."""
         if self.cluster is None:
-            return memory_kind("cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu")
+            return memory_kind(
+                "cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu"
+            )
         return " or ".join(sorted({memory_kind(part.device) for part in self.cluster.parts()}))
 
     def samples_of(self, measurement: Measurement) -> int:
@@ -283,7 +319,9 @@ def read_run(run: RunDirectory) -> RunContents:
     notes: list[str] = []
     measurements = run.measurements()
     if measurements.skipped:
-        notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}.")
+        notes.append(
+            f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}."
+        )
     notes += about_drawn(measurements.records)
     sweep, events = _read_sweep(run.sweep_file, notes), run.events()
     return RunContents(
@@ -314,7 +352,8 @@ def _refuse_empty(run: RunDirectory) -> None:
     parts = (run.sweep_file, run.plan_file, run.events_file)
     if not any(part.exists() for part in parts) and not any(run.profile.glob("*.jsonl")):
         message = (
-            "is not a run directory: expected at least sweep.toml, plan.json, events.jsonl or profile/*.jsonl in it"
+            "is not a run directory: "
+            "expected at least sweep.toml, plan.json, events.jsonl or profile/*.jsonl in it"
         )
         raise RunDirectoryError(message, source=run.root)
 
@@ -333,7 +372,8 @@ def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
     if not path.exists():
         return None
     try:
-        return load_frozen_sweep(path)  # its data and modules are where it ran, not necessarily here
+        # its data and modules are where it ran, not necessarily here
+        return load_frozen_sweep(path)
     except InputError:
         notes.append("sweep.toml is damaged; its settings are unknown.")
         return None
@@ -359,7 +399,9 @@ def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
         return None
 
 
-def _read_trainings(run: RunDirectory, events: Sequence[Event], notes: list[str]) -> Iterable[Training]:
+def _read_trainings(
+    run: RunDirectory, events: Sequence[Event], notes: list[str]
+) -> Iterable[Training]:
     """All trainings; the one of the plan comes first."""
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
     for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
@@ -367,7 +409,9 @@ def _read_trainings(run: RunDirectory, events: Sequence[Event], notes: list[str]
         result = _read_result(files.result_file, notes)
         training = Training(folder.name, read_metrics(files.metrics_file), result, partition)
         if training.metrics.skipped:
-            notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}.")
+            notes.append(
+                f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}."
+            )
         notes += about_steps(folder.name, training.metrics.logged, len(training.metrics.steps))
         if training.metrics.steps or training.metrics.epochs or training.result:
             yield training
@@ -401,7 +445,9 @@ def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval |
     return Interval(*(seconds + updates_s for seconds in epoch))
 
 
-def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -> dict[Configuration, float]:
+def measured_epochs(
+    measurements: Iterable[Measurement], dataset_samples: int
+) -> dict[Configuration, float]:
     """Median measured epoch time of each configuration, seconds; repeated profiles count alike.
 
     Args:
@@ -410,16 +456,24 @@ def measured_epochs(measurements: Iterable[Measurement], dataset_samples: int) -
     """
     times: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:
-        epoch_s = _measured_epoch_s(item, item.dataset_samples or dataset_samples) if item.status == "ok" else None
+        epoch_s = (
+            _measured_epoch_s(item, item.dataset_samples or dataset_samples)
+            if item.status == "ok"
+            else None
+        )
         if epoch_s is not None:
-            times.setdefault((item.nodes, item.workers_per_node, item.local_batch), []).append(epoch_s)
+            times.setdefault((item.nodes, item.workers_per_node, item.local_batch), []).append(
+                epoch_s
+            )
     return {Configuration(*place): statistics.median(values) for place, values in times.items()}
 
 
 def _measured_epoch_s(measurement: Measurement, dataset_samples: int) -> float | None:
     """The value of `measured_epoch`."""
     times = measurement.times
-    steps = dataset_samples // (measurement.nodes * measurement.workers_per_node * measurement.local_batch)
+    steps = dataset_samples // (
+        measurement.nodes * measurement.workers_per_node * measurement.local_batch
+    )
     if times is None or steps == 0:
         return None
     return times.step_time_s * steps + measurement.updates_per_epoch * times.update_time_s
@@ -432,13 +486,15 @@ _SAME_SPREAD = dict.fromkeys(_TIMES, _TIMES)
 def predicted(candidate: Candidate, quantity: str) -> Interval:
     """A predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
-    Step, epoch and training time are multiples of one another: the interval of one gives those of the others, and
-    that of the cost.
+    Step, epoch and training time are multiples of one another: the interval of one gives those of
+    the others, and that of the cost.
     """
     if quantity == "cost":
         time = predicted(candidate, "train_time_s")
         known = time.value > 0
-        return Interval(*(cost_at(candidate, seconds / time.value if known else 1.0) for seconds in time))
+        return Interval(
+            *(cost_at(candidate, seconds / time.value if known else 1.0) for seconds in time)
+        )
     value = float(getattr(candidate, quantity))
     for known in (quantity, *_SAME_SPREAD.get(quantity, ())):
         base = float(getattr(candidate, known, 0.0))
@@ -451,14 +507,16 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
 def cost_at(candidate: Candidate, pace: float) -> float:
     """Cost if steps took `pace` times as long as predicted.
 
-    With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) · pace)`: what is paid
-    follows the wall time. Plans that do not tell its parts have steps alone.
+    With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) ·
+    pace)`: what is paid follows the wall time. Plans that do not tell its parts have steps alone.
     """
     fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 
-def find_candidate(plan: Plan | None, configuration: Configuration, partition: str | None = None) -> Candidate | None:
+def find_candidate(
+    plan: Plan | None, configuration: Configuration, partition: str | None = None
+) -> Candidate | None:
     """What the plan says of a configuration, if it is a candidate there; of no given partition: on the chosen first."""
     if plan is None:
         return None
@@ -477,7 +535,9 @@ def trained_configuration(run: RunContents, training: Training) -> Configuration
         configuration = run.plan.chosen.configuration
     else:
         return None
-    changed = any(epoch.global_batch != configuration.global_batch for epoch in training.metrics.epochs)
+    changed = any(
+        epoch.global_batch != configuration.global_batch for epoch in training.metrics.epochs
+    )
     return None if changed else configuration
 
 
@@ -494,4 +554,8 @@ def used_bytes(item: Measurement) -> int | None:
 
 def memory_kind(device: str) -> str:
     """Which memory that is, in words."""
-    return "GPU memory reserved by the allocator" if device == "cuda" else "resident memory of the whole process"
+    return (
+        "GPU memory reserved by the allocator"
+        if device == "cuda"
+        else "resident memory of the whole process"
+    )

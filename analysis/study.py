@@ -11,10 +11,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.report.output import figure_files, loaded_elsewhere, render_page, replace_files
+from tula_hpc.analysis.report.output import (
+    figure_files,
+    loaded_elsewhere,
+    render_page,
+    replace_files,
+)
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.analysis.report.tables import TextTable, event_table
-from tula_hpc.analysis.study_results import StudyContents, StudyTable, answer, make_table, read_study
+from tula_hpc.analysis.study_results import (
+    StudyContents,
+    StudyTable,
+    answer,
+    make_table,
+    read_study,
+)
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.formatting import UNKNOWN, format_percent, printable, printable_output
 from tula_hpc.records import RunDirectory
@@ -67,7 +78,9 @@ def study_text(run: RunDirectory) -> str:
     return "\n".join([plain_text(table), "", answer(table), *doubts])
 
 
-def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
+def _page(
+    contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]
+) -> dict[str, Any]:
     """What the template shows. Everything but the drawings' own SVG is escaped there."""
     from markupsafe import Markup
 
@@ -81,7 +94,11 @@ def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequ
         "warnings": cautions(contents, table),
         "cells": table_cells(table),
         "verdicts": verdicts(table),
-        "figures": [(drawing, Markup(svg)) for drawing, svg in zip(drawn.drawings, inline, strict=True)],  # noqa: S704 - our XML
+        "figures": [
+            # the figures' own SVG
+            (drawing, Markup(svg))  # noqa: S704
+            for drawing, svg in zip(drawn.drawings, inline, strict=True)
+        ],
         "missing": drawn.missing,
         "colours": COLOURS,
         "facts": list(_facts(contents)),
@@ -95,8 +112,13 @@ def _page(contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequ
 
 def _facts(contents: StudyContents) -> Iterator[tuple[str, str]]:
     work, study = contents.sweep.workload, contents.study
-    yield "workload", f"{work.model} on {work.dataset}" + (f", {work.samples:,} samples" if work.samples else "")
-    yield from ((name, given) for name, given in (("loss", work.loss), ("accuracy", work.metric)) if given)
+    yield (
+        "workload",
+        f"{work.model} on {work.dataset}" + (f", {work.samples:,} samples" if work.samples else ""),
+    )
+    yield from (
+        (name, given) for name, given in (("loss", work.loss), ("accuracy", work.metric)) if given
+    )
     yield "epochs", f"{work.epochs}, the same for every method and batch"
     yield "seeds", ", ".join(map(str, study.seeds))
     yield "nodes", f"{study.nodes} for each training"
@@ -108,21 +130,35 @@ def _facts(contents: StudyContents) -> Iterator[tuple[str, str]]:
         yield name, ", ".join(f"{key} = {value}" for key, value in keys.items())
 
 
-RUN_COLUMNS = ("method", "global_batch_samples", "seed", "status", "test_accuracy", "train_accuracy", "note")
+RUN_COLUMNS = (
+    "method",
+    "global_batch_samples",
+    "seed",
+    "status",
+    "test_accuracy",
+    "train_accuracy",
+    "note",
+)
 
 
-def _runs(contents: StudyContents) -> tuple[tuple[str, ...], list[tuple[str | int | float | None, ...]]]:
+def _runs(
+    contents: StudyContents,
+) -> tuple[tuple[str, ...], list[tuple[str | int | float | None, ...]]]:
     rows: list[tuple[str | int | float | None, ...]] = [
-        (*outcome.cell, outcome.status, outcome.test, outcome.train, outcome.why) for outcome in contents.outcomes
+        (*outcome.cell, outcome.status, outcome.test, outcome.train, outcome.why)
+        for outcome in contents.outcomes
     ]
     return RUN_COLUMNS, rows
 
 
 def _as_text(contents: StudyContents) -> TextTable:
     rows: list[tuple[str, ...]] = [
-        (*map(str, o.cell), o.status, format_percent(o.test), format_percent(o.train), o.why) for o in contents.outcomes
+        (*map(str, o.cell), o.status, format_percent(o.test), format_percent(o.train), o.why)
+        for o in contents.outcomes
     ]
-    return TextTable(("method", "batch", "seed", "status", "test accuracy", "train accuracy", "note"), rows)
+    return TextTable(
+        ("method", "batch", "seed", "status", "test accuracy", "train accuracy", "note"), rows
+    )
 
 
 def _rates(contents: StudyContents) -> TextTable | None:
@@ -131,7 +167,8 @@ def _rates(contents: StudyContents) -> TextTable | None:
     rows: list[tuple[str, ...]] = [
         (
             trial.family,
-            f"{trial.lr:g}" + (" (chosen)" if contents.rates.rates.get(trial.family) == trial.lr else ""),
+            f"{trial.lr:g}"
+            + (" (chosen)" if contents.rates.rates.get(trial.family) == trial.lr else ""),
             UNKNOWN if trial.accuracy is None else format_percent(trial.accuracy),
         )
         for trial in contents.rates.trials
@@ -146,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tula_hpc.analysis.study",
         description="Write table, figures and verdicts of a study into RUN/report, from the files in RUN alone.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory of a study, finished or not")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run directory of a study, finished or not"
+    )
     run = RunDirectory(parser.parse_args(arguments).run)
     try:
         paths = write_study_report(run)

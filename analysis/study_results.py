@@ -1,6 +1,7 @@
 """What a study's run directory holds, read once: how each of its trainings ended, and what they logged.
 
-A study's table: accuracy by method and batch over the seeds, against plain training and a small batch.
+A study's table: accuracy by method and batch over the seeds, against plain training and a small
+batch.
 """
 
 from __future__ import annotations
@@ -16,15 +17,25 @@ from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, l
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.formatting import UNKNOWN
 from tula_hpc.invocation import command_line
-from tula_hpc.records import EpochMetrics, Event, Metrics, RunDirectory, TrainResult, TunedRates, read_metrics
+from tula_hpc.records import (
+    EpochMetrics,
+    Event,
+    Metrics,
+    RunDirectory,
+    TrainResult,
+    TunedRates,
+    read_metrics,
+)
 
 
 class Outcome(NamedTuple):
     """How one training ended. Accuracies are shares of 1, of the study's metric, at the end of training."""
 
     cell: StudyCell
-    status: Literal["finished", "diverged", "failed", "missing"]  # missing: it waits, runs, or was never submitted
-    test: float | None = None  # of those that finished
+    # missing: it waits, runs, or was never submitted
+    status: Literal["finished", "diverged", "failed", "missing"]
+    # of those that finished
+    test: float | None = None
     train: float | None = None
     why: str = ""
 
@@ -44,11 +55,15 @@ class StudyContents(NamedTuple):
     def of(self, column: str, batch: int) -> list[Metrics]:
         """What the trainings of a column at a batch logged, seed by seed: of those that finished.
 
-        Before the first has: of those under way. One that began or failed must not cut the others short.
+        Before the first has: of those under way. One that began or failed must not cut the others
+        short.
         """
         ended = [o for o in self.outcomes if (o.cell.column, o.cell.batch) == (column, batch)]
         finished = [o.cell for o in ended if o.status == "finished"]
-        return [self.metrics[cell] for cell in finished or (o.cell for o in ended if o.status != "diverged")]
+        return [
+            self.metrics[cell]
+            for cell in finished or (o.cell for o in ended if o.status != "diverged")
+        ]
 
     def accuracy(self, row: EpochMetrics) -> float:
         """Test accuracy after an epoch, in the metric of the study; NaN where there is none."""
@@ -65,9 +80,12 @@ def read_study(run: RunDirectory) -> StudyContents:
     """
     if not run.sweep_file.exists():
         raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
-    sweep = load_frozen_sweep(run.sweep_file)  # its data are where it ran, not necessarily here
+    # its data are where it ran, not necessarily here
+    sweep = load_frozen_sweep(run.sweep_file)
     if sweep.study is None:
-        raise RunDirectoryError(f"holds no study; use {command_line('report', str(run.root))}", source=run.root)
+        raise RunDirectoryError(
+            f"holds no study; use {command_line('report', str(run.root))}", source=run.root
+        )
     events, cells = run.events(), sweep.study.cells()
     return StudyContents(
         name=sweep.name,
@@ -99,10 +117,16 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
             why = failures.get(cell.label, "")
             yield Outcome(cell, "failed" if why else "missing", why=why)
         elif result.diverged:
-            yield Outcome(cell, "diverged", why=f"the loss was not finite after {result.steps:,} steps")
+            yield Outcome(
+                cell, "diverged", why=f"the loss was not finite after {result.steps:,} steps"
+            )
         else:
             test, train = _accuracies(result, study)
-            missing = "no accuracy: none of such targets, or workload.metric was not finite" if test is None else ""
+            missing = (
+                "no accuracy: none of such targets, or workload.metric was not finite"
+                if test is None
+                else ""
+            )
             yield Outcome(cell, "failed" if missing else "finished", test, train, missing)
 
 
@@ -113,7 +137,8 @@ def _accuracies(result: TrainResult, study: StudySpec) -> tuple[float | None, fl
 
 
 def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
-    with contextlib.suppress(RunDirectoryError):  # damaged: as good as none
+    # damaged: as good as none
+    with contextlib.suppress(RunDirectoryError):
         return run.train(cell.label).read_result()
     return None
 
@@ -124,8 +149,10 @@ def _read_rates(run: RunDirectory) -> TunedRates | None:
     return None
 
 
-LEAST_LOSS = 0.01  # accuracy that the large batch must have lost before a share of it says anything
-PLAIN_LOSS = 0.02  # a loss that says something however few the test samples are
+# accuracy that the large batch must have lost before a share of it says anything
+LEAST_LOSS = 0.01
+# a loss that says something however few the test samples are
+PLAIN_LOSS = 0.02
 
 Mark = Literal["best", "worst", ""]
 
@@ -134,7 +161,8 @@ class Spread(NamedTuple):
     """Accuracy over seeds, as a share of 1."""
 
     mean: float
-    deviation: float | None  # sample standard deviation, n − 1 in the denominator; None for one seed
+    # sample standard deviation, n − 1 in the denominator; None for one seed
+    deviation: float | None
     runs: int
 
 
@@ -143,12 +171,14 @@ class Entry(NamedTuple):
 
     column: str
     batch: int
-    test: Spread | None  # of the runs that finished; None if none did
+    # of the runs that finished; None if none did
+    test: Spread | None
     train: Spread | None
     diverged: int
     failed: int
     missing: int
-    recovered: float | None = None  # share of what plain training lost against the small batch, see `recovered_share`
+    # share of what plain training lost against the small batch, see `recovered_share`
+    recovered: float | None = None
     mark: Mark = ""
 
     @property
@@ -161,7 +191,8 @@ class StudyTable(NamedTuple):
     """All entries, and the small batch that they are held against."""
 
     columns: tuple[str, ...]
-    batches: tuple[int, ...]  # ascending
+    # ascending
+    batches: tuple[int, ...]
     reference: Entry | None
     entries: dict[tuple[str, int], Entry]
     test_samples: int | None = None
@@ -180,7 +211,10 @@ class StudyTable(NamedTuple):
 
     def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
         """How many runs of the whole study ended so."""
-        entries = {(entry.column, entry.batch): entry for entry in (*self.entries.values(), *self._references())}
+        entries = {
+            (entry.column, entry.batch): entry
+            for entry in (*self.entries.values(), *self._references())
+        }
         return sum(getattr(entry, status) for entry in entries.values())
 
     def _references(self) -> tuple[Entry, ...]:
@@ -195,7 +229,9 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), deviation, len(values))
 
 
-def make_table(study: StudySpec, outcomes: Iterable[Outcome], test_samples: int | None = None) -> StudyTable:
+def make_table(
+    study: StudySpec, outcomes: Iterable[Outcome], test_samples: int | None = None
+) -> StudyTable:
     """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
 
     Args:
@@ -214,8 +250,12 @@ def make_table(study: StudySpec, outcomes: Iterable[Outcome], test_samples: int 
         row = [plain.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
         marks = marks_of(row)
         for entry in row:
-            recovered = recovered_share(entry, plain.get((REFERENCE_COLUMN, batch)), reference, test_samples)
-            entries[entry.column, batch] = entry._replace(recovered=recovered, mark=marks.get(entry.column, ""))
+            recovered = recovered_share(
+                entry, plain.get((REFERENCE_COLUMN, batch)), reference, test_samples
+            )
+            entries[entry.column, batch] = entry._replace(
+                recovered=recovered, mark=marks.get(entry.column, "")
+            )
     return StudyTable(study.columns, batches, reference, entries, test_samples)
 
 
@@ -229,13 +269,16 @@ def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
 def marks_of(row: Sequence[Entry]) -> Mapping[str, Mark]:
     """Best and worst of one batch, by column; equals alike, and none where all are equal.
 
-    Here a run that diverged counts as an accuracy of 0, and a method of which any did is never the best.
+    Here a run that diverged counts as an accuracy of 0, and a method of which any did is never the
+    best.
     """
     levels = {entry.column: _level(entry) for entry in row if entry.settled}
     lowest = min(levels.values(), default=0.0)
     if all(level == lowest for level in levels.values()):
         return {}
-    whole = {entry.column: levels[entry.column] for entry in row if entry.settled and not entry.diverged}
+    whole = {
+        entry.column: levels[entry.column] for entry in row if entry.settled and not entry.diverged
+    }
     highest = max(whole.values(), default=lowest)
     marks: dict[str, Mark] = {column: "best" for column, level in whole.items() if level == highest}
     return marks | {column: "worst" for column, level in levels.items() if level == lowest}
@@ -252,11 +295,17 @@ def recovered_share(
 ) -> float | None:
     """(method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
 
-    0 is no better than plain large-batch training, 1 as good as the small batch. None where one of the three is
-    unknown, where a run of one of them diverged, as the mean of those that are left would hide it, or where plain
-    training lost less than `least_loss`.
+    0 is no better than plain large-batch training, 1 as good as the small batch. None where one of
+    the three is unknown, where a run of one of them diverged, as the mean of those that are left
+    would hide it, or where plain training lost less than `least_loss`.
     """
-    if plain is None or small is None or entry.test is None or plain.test is None or small.test is None:
+    if (
+        plain is None
+        or small is None
+        or entry.test is None
+        or plain.test is None
+        or small.test is None
+    ):
         return None
     if entry.diverged or plain.diverged or small.diverged:
         return None
@@ -268,8 +317,8 @@ def recovered_share(
 def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
     """What the large batch must have lost before a share of it says anything.
 
-    The standard error of the difference by counting, `sqrt(Σ p(1 − p) / (n · runs))` for n test samples, where that is
-    known and lies between `LEAST_LOSS` and `PLAIN_LOSS`.
+    The standard error of the difference by counting, `sqrt(Σ p(1 − p) / (n · runs))` for n test
+    samples, where that is known and lies between `LEAST_LOSS` and `PLAIN_LOSS`.
     """
     if test_samples is None:
         return LEAST_LOSS
@@ -308,13 +357,19 @@ def answer(table: StudyTable) -> str:
     leaders = {column: _led(table, column) for column in table.columns}
     most = max(leaders.values(), default=0)
     decided = sum(table.best(batch) is not None for batch in table.batches)
-    if not most and any(sum(entry.settled for entry in table.row(batch)) > 1 for batch in table.batches):
-        return "No method is best at any batch: all are equal, or each of them diverged in some run."
+    if not most and any(
+        sum(entry.settled for entry in table.row(batch)) > 1 for batch in table.batches
+    ):
+        return (
+            "No method is best at any batch: all are equal, or each of them diverged in some run."
+        )
     if not most:
         return "No batch has two methods with results yet."
     names = listed([column for column, count in leaders.items() if count == most])
     verb = "are" if " and " in names else "is"
-    where = f"at {most} of {decided} batches" if decided > 1 else "at the one batch that can be judged"
+    where = (
+        f"at {most} of {decided} batches" if decided > 1 else "at the one batch that can be judged"
+    )
     return f"{names} {verb} best, or within one standard deviation of the best, {where}."
 
 
@@ -333,14 +388,19 @@ def no_result(table: StudyTable) -> str:
     entries = table.entries.values()
     if any(entry.missing for entry in entries):
         return "no training has a result yet"
-    ends = [(sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")]
+    ends = [
+        (sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")
+    ]
     return f"all trainings are over without a result: {listed([f'{count} {name}' for count, name in ends if count])}"
 
 
 def csv_rows(table: StudyTable) -> list[tuple[str | int | float | None, ...]]:
     """The table's numbers, percent; the small batch first. The head is `CSV_COLUMNS`."""
     small = [("small batch", table.reference)] if table.reference else []
-    return [_csv_row(kind, entry) for kind, entry in [*small, *(("", entry) for entry in table.entries.values())]]
+    return [
+        _csv_row(kind, entry)
+        for kind, entry in [*small, *(("", entry) for entry in table.entries.values())]
+    ]
 
 
 CSV_COLUMNS = (

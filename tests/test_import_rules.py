@@ -269,9 +269,14 @@ assert main(report, run) == 0
 check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
 assert main(plan, run, "--objective", "knee", "--json") == 0
 check("knee", jobs)
-from tula_hpc import sweep; from tula_hpc.stages import train as stages; from tula_hpc.cli import dry_run; from tula_hpc import study; from tula_hpc.stages import study as study_stage; from tula_hpc.status import text as status_text; from tula_hpc.status import state as run_state; from tula_hpc.status import facts as run_facts; from tula_hpc.launch import job_specs as _; from tula_hpc.launch import launcher as launch
-import tula_hpc.check, tula_hpc.check_rank_verdicts, tula_hpc.check_site
-from tula_hpc.analysis import study; from tula_hpc.analysis.figures import all as figures_study
+import importlib, pkgutil, tula_hpc
+rooms = "analysis check cli config launch records stages status".split()
+for room in rooms:
+    package = importlib.import_module(f"tula_hpc.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"tula_hpc.{room}."):
+        if module.name != "tula_hpc.check.probes":
+            importlib.import_module(module.name)
+from tula_hpc import study, sweep
 check("everything", {"torch", "torchvision"})
 """
 

@@ -1,7 +1,7 @@
 """Profile, plan and train large batches on Slurm: the cluster and batch size that best meet an objective.
 
-Importing this package imports nothing heavy; torch is imported only by the rooms that run on the nodes
-(`workloads`, `optim`, `checkpoint`, `profiler`, `trainer`).
+Importing this package imports nothing heavy; torch is imported only by the rooms that run on the
+nodes (`workloads`, `optim`, `checkpoint`, `profiler`, `trainer`).
 """
 
 from tula_hpc.search_path import drop_working_directory, starts_a_command

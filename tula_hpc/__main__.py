@@ -1,6 +1,7 @@
 """`python -m tula_hpc COMMAND …`, as `tula COMMAND …`; with `-P` nothing of the working directory is imported.
 
-`tula COMMAND …`: every command of the package under one name, which `python -m tula_hpc COMMAND …` is too.
+`tula COMMAND …`: every command of the package under one name, which `python -m tula_hpc COMMAND …`
+is too.
 
 A command is imported when it is called for: `tula --help` loads none of them.
 """
@@ -25,13 +26,24 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "sweep": Command("tula_hpc.sweep", "profile a training, plan it, train at the best, and report"),
-    "plan": Command("tula_hpc.analysis.plan", "plan again from a run's measurements; submits nothing"),
-    "report": Command("tula_hpc.analysis.report.__main__", "write the report of a run or study again"),
-    "status": Command("tula_hpc.status.__main__", "what a run does: what ran, runs, waits, failed, and what it cost"),
+    "sweep": Command(
+        "tula_hpc.sweep", "profile a training, plan it, train at the best, and report"
+    ),
+    "plan": Command(
+        "tula_hpc.analysis.plan", "plan again from a run's measurements; submits nothing"
+    ),
+    "report": Command(
+        "tula_hpc.analysis.report.__main__", "write the report of a run or study again"
+    ),
+    "status": Command(
+        "tula_hpc.status.__main__",
+        "what a run does: what ran, runs, waits, failed, and what it cost",
+    ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
     "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
-    "footprint": Command("tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"),
+    "footprint": Command(
+        "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
+    ),
 }
 
 
@@ -48,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] COMMAND ...",
-        description="How many nodes, which batch size, how long, what will it cost?\n\ncommands:\n" + lines,
+        description="How many nodes, which batch size, how long, what will it cost?\n\ncommands:\n"
+        + lines,
         epilog=f"{PROGRAM} COMMAND --help tells the options of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

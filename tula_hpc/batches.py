@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-Batch = Any  # recursive, and of the user's making
+# recursive, and of the user's making
+Batch = Any
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -21,7 +22,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return function(batch)
     if isinstance(batch, Mapping):
         return _like(batch, {key: map_tensors(function, part) for key, part in batch.items()})
-    if not isinstance(batch, tuple | list):  # of other holders of tensors, as optimizers' states, that hold more
+    # of other holders of tensors, as optimizers' states, that hold more
+    if not isinstance(batch, tuple | list):
         return batch
     parts = [map_tensors(function, part) for part in batch]
     if isinstance(batch, list):

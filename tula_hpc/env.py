@@ -1,6 +1,7 @@
 """The only reader of SLURM_*, SUBMITIT_*, MASTER_PORT and *_SOCKET_IFNAME: who this process is among its peers.
 
-Unix time for stamps whose differences are durations: within a process it neither jumps nor goes back.
+Unix time for stamps whose differences are durations: within a process it neither jumps nor goes
+back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ def unix_time() -> float:
     return _began_at + time.clock_gettime(_STEADY)
 
 
-RUN_MARK = "--- restart "  # begins what each run of a requeued job appends to its logs
-CONTROLLER = "TULA_CONTROLLER"  # number of the process that starts a local job's workers
+# begins what each run of a requeued job appends to its logs
+RUN_MARK = "--- restart "
+# number of the process that starts a local job's workers
+CONTROLLER = "TULA_CONTROLLER"
 PR_SET_PDEATHSIG = 1
 LONGEST_START_S = 3600.0
 # in a submission's folder: workers show each other that they know it before they meet
@@ -44,17 +47,21 @@ class WorkerEnvironment(NamedTuple):
     local_rank: int
     node_rank: int
     job_id: str
-    restart_count: int  # how often Slurm requeued this job
+    # how often Slurm requeued this job
+    restart_count: int
     hosts: tuple[str, ...]
     on_slurm: bool
-    submission: str = ""  # the folder of the job's pickle; containers that share a network may also share job ids
-    master_port: str = ""  # that the user or the site gives; without one there is a choice
+    # the folder of the job's pickle; containers that share a network may also share job ids
+    submission: str = ""
+    # that the user or the site gives; without one there is a choice
+    master_port: str = ""
 
 
 def begin_process() -> None:
     """Let nobody else write to what this process and its jobs write; name a user without a passwd entry.
 
-    A run directory may be opened to others later, and its pickles are executed. torch asks for the user's name.
+    A run directory may be opened to others later, and its pickles are executed. torch asks for the
+    user's name.
     """
     os.umask(os.umask(0o077) | 0o022)
     try:
@@ -66,22 +73,28 @@ def begin_process() -> None:
 def join_job() -> WorkerEnvironment:
     """Who this process is, in a job that submitit started.
 
-    RANK, LOCAL_RANK and WORLD_SIZE are exported, as torchrun does, for users' own models. MASTER_PORT is not: what this
-    job submits would inherit it. CUDA_VISIBLE_DEVICES is left as the scheduler set it: the local rank picks the device.
+    RANK, LOCAL_RANK and WORLD_SIZE are exported, as torchrun does, for users' own models.
+    MASTER_PORT is not: what this job submits would inherit it. CUDA_VISIBLE_DEVICES is left as the
+    scheduler set it: the local rank picks the device.
     """
     from submitit import JobEnvironment
 
     begin_process()
     job = JobEnvironment()
     _end_with_controller()
-    if _started_by_slurm() and job.global_rank > 0:  # rank 0's log begins with what the batch script says
+    # rank 0's log begins with what the batch script says
+    if _started_by_slurm() and job.global_rank > 0:
         sys.stderr.write(f"{RUN_MARK}{restart_count()}\n")
         sys.stderr.flush()
     if not _started_by_slurm():
         # the sockets of gloo and NCCL ask nobody who he is; workers on one machine need no network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    os.environ |= {"RANK": str(job.global_rank), "LOCAL_RANK": str(job.local_rank), "WORLD_SIZE": str(job.num_tasks)}
+    os.environ |= {
+        "RANK": str(job.global_rank),
+        "LOCAL_RANK": str(job.local_rank),
+        "WORLD_SIZE": str(job.num_tasks),
+    }
     return WorkerEnvironment(
         rank=job.global_rank,
         world_size=job.num_tasks,
@@ -121,7 +134,8 @@ def job_started_at() -> float:
     """Unix time at which Slurm started this job, where it says so (since 22.05); else when this process started."""
     started_at = _process_started_at()
     if _started_by_slurm() and (told := os.environ.get("SLURM_JOB_START_TIME")):
-        # prologs and the user's set-up take minutes; what is further off is another clock than this node's
+        # prologs and the user's set-up take minutes; what is further off is another clock than this
+        # node's
         return float(told) if 0.0 <= started_at - float(told) <= LONGEST_START_S else started_at
     return started_at
 
@@ -178,9 +192,9 @@ def slurm_job_id() -> str | None:
 def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if it is in one, from what it submits meanwhile.
 
-    sbatch hands its environment on, and srun in the new job would take the old one's memory or CPUs for its own. Where
-    SBATCH_* says something else than the script does, sbatch follows the former: of these only a user's account,
-    partition and the like stay, as far as they are not `given`.
+    sbatch hands its environment on, and srun in the new job would take the old one's memory or CPUs
+    for its own. Where SBATCH_* says something else than the script does, sbatch follows the former:
+    of these only a user's account, partition and the like stay, as far as they are not `given`.
 
     Args:
         given: Names of sbatch's options that the script sets.

@@ -38,7 +38,9 @@ class InputError(TulaError):
         key: Dotted key inside the source, for example ``search.min_batch``.
     """
 
-    def __init__(self, message: str, *, source: Path | str | None = None, key: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, source: Path | str | None = None, key: str | None = None
+    ) -> None:
         self.source, self.key = source, key
         where = ": ".join(str(part) for part in (source, key) if part)
         super().__init__(f"{where}: {message}" if where else message)
@@ -103,18 +105,26 @@ class CheckpointError(TulaError):
 class Failure(StrEnum):
     """Why a job ended without a result."""
 
-    DEVICE_OOM = "device_oom"  # the accelerator's memory ran out
-    HOST_OOM = "host_oom"  # the node's memory limit (cgroup) killed a process
+    # the accelerator's memory ran out
+    DEVICE_OOM = "device_oom"
+    # the node's memory limit (cgroup) killed a process
+    HOST_OOM = "host_oom"
     PREEMPTED = "preempted"
     TIMED_OUT = "timed_out"
     NODE_FAILED = "node_failed"
-    DEVICE_FAILED = "device_failed"  # a GPU, its driver or NCCL's network is broken, not the program
-    KILLED = "killed"  # a process vanished without a word: SIGKILL from outside, or its node went down
-    NO_SPACE = "no_space"  # a disk is full, or a quota or file size limit reached
+    # a GPU, its driver or NCCL's network is broken, not the program
+    DEVICE_FAILED = "device_failed"
+    # a process vanished without a word: SIGKILL from outside, or its node went down
+    KILLED = "killed"
+    # a disk is full, or a quota or file size limit reached
+    NO_SPACE = "no_space"
     CANCELLED = "cancelled"
-    BAD_INPUT = "bad_input"  # the user's model, data or settings are wrong; the log's last line says which
-    DIVERGED = "diverged"  # the loss of a training is not finite; the log's last line says since when
-    BUG = "bug"  # an exception in user code or ours; the log's last lines say which
+    # the user's model, data or settings are wrong; the log's last line says which
+    BAD_INPUT = "bad_input"
+    # the loss of a training is not finite; the log's last line says since when
+    DIVERGED = "diverged"
+    # an exception in user code or ours; the log's last lines say which
+    BUG = "bug"
 
     @property
     def is_the_users(self) -> bool:

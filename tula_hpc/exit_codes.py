@@ -16,8 +16,10 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
     """Run a command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
     begin_process()
     signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a killed login session ends like Ctrl-C: nothing is lost
+        signal.SIGTERM,
+        signal.default_int_handler,
+        # a killed login session ends like Ctrl-C: nothing is lost
+    )
     try:
         code = run(options)
         sys.stdout.flush()
@@ -26,14 +28,18 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         sys.stderr.write(f"{error}\n")
         return 2
     except TulaError as error:
-        sys.stderr.write(f"{error}\nMend the cause and run the same command again: what is done is not done again.\n")
+        sys.stderr.write(
+            f"{error}\nMend the cause and run the same command again: what is done is not done again.\n"
+        )
         return 1
     except BrokenPipeError:
         drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"{where}{in_words(error)}\nMend the cause and run the same command again.\n")
+        sys.stderr.write(
+            f"{where}{in_words(error)}\nMend the cause and run the same command again.\n"
+        )
         return 1
     except KeyboardInterrupt:
         return 130

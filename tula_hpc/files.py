@@ -1,7 +1,7 @@
 """Careful with files: only regular ones of bounded size are read, and only folders of one's own are trusted.
 
-A path that was typed or tampered with may be a pipe that nobody ever writes to, a device that never ends, or a link to
-what belongs to somebody else.
+A path that was typed or tampered with may be a pipe that nobody ever writes to, a device that never
+ends, or a link to what belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FULL_BYTES = 1_000_000  # with less left, a disk counts as full: what filled it has just been deleted again
-MOST_LINKS = 40  # on the way to one path, as Linux allows
+# with less left, a disk counts as full: what filled it has just been deleted again
+FULL_BYTES = 1_000_000
+# on the way to one path, as Linux allows
+MOST_LINKS = 40
 
 
 def in_words(error: OSError) -> str:
     """What the operating system says, and where space is lacking what to do."""
     words = error.strerror or str(error) or type(error).__name__
-    return f"{words}; make space there or have the quota raised" if error.errno in NO_SPACE else words
+    return (
+        f"{words}; make space there or have the quota raised" if error.errno in NO_SPACE else words
+    )
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -52,7 +56,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         too_large = os.fstat(file.fileno()).st_size > most_bytes
-        content = b"" if too_large else file.read(most_bytes + 1)  # files of the kernel have no size beforehand
+        # files of the kernel have no size beforehand
+        content = b"" if too_large else file.read(most_bytes + 1)
     if too_large or len(content) > most_bytes:
         raise OSError(errno.EOVERFLOW, f"expected at most {most_bytes:,} bytes", str(path))
     return content
@@ -61,7 +66,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 def full_disk(folder: Path) -> str:
     """That nothing can be written to a folder for lack of space or quota, in words; empty where that is not so."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows nowhere else
+        # a quota shows nowhere else
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(FULL_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -136,8 +142,9 @@ def foreign_link(path: Path) -> Path | None:
 def open_to_all(path: Path) -> Path | None:
     """The first folder above a path that every user may write to, without the sticky bit; links are followed, too.
 
-    Anyone can put another folder in the place of what is below it. Folders that a group may write to are not meant:
-    those of a project, writable for its members, are usual on clusters, and who is in a group has been chosen.
+    Anyone can put another folder in the place of what is below it. Folders that a group may write
+    to are not meant: those of a project, writable for its members, are usual on clusters, and who
+    is in a group has been chosen.
     """
     above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
     return next((folder for folder in above if _is_open_to_all(folder)), None)
@@ -146,7 +153,8 @@ def open_to_all(path: Path) -> Path | None:
 def _is_open_to_all(folder: Path) -> bool:
     try:
         mode = folder.stat().st_mode
-    except OSError:  # it is not there yet, or not to be seen: what we make there is ours
+    except OSError:
+        # it is not there yet, or not to be seen: what we make there is ours
         return False
     return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
 

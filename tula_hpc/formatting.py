@@ -1,8 +1,10 @@
 r"""Numbers as people write them: durations, sizes, money, percentages. For the report, its figures and the terminal.
 
-Foreign text where it leaves: names, errors of models and words of Slurm must not steer a terminal or break a file.
+Foreign text where it leaves: names, errors of models and words of Slurm must not steer a terminal
+or break a file.
 
-Records on disk keep what was said. What people see shows a control character as what it is, such as `\x1b`.
+Records on disk keep what was said. What people see shows a control character as what it is, such as
+`\x1b`.
 """
 
 from __future__ import annotations
@@ -123,11 +125,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-MOST_LOG_LINE = 1_000  # characters of a line of a log that is shown
-MOST_ERROR_LINE = 20_000  # characters of any line on standard error: a command that cancels many jobs is long
+# characters of a line of a log that is shown
+MOST_LOG_LINE = 1_000
+# characters of any line on standard error: a command that cancels many jobs is long
+MOST_ERROR_LINE = 20_000
 
-# all but tabs and line ends: C0, DEL and C1; line ends that only some programs know; what turns the direction of
-# writing (UAX 9); lone surrogates, which no encoding has; and what XML 1.0 forbids besides
+# all but tabs and line ends: C0, DEL and C1; line ends that only some programs know; what turns the
+# direction of writing (UAX 9); lone surrogates, which no encoding has; and what XML 1.0 forbids
+# besides
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -136,7 +141,8 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     r"""Return the text with control characters as `\x1b` or `\u009b`; lines stay lines, and JSON stays JSON.
 
-    JSON writes all of C0 as escapes itself, so that only those of the second kind, which it knows, are put into it.
+    JSON writes all of C0 as escapes itself, so that only those of the second kind, which it knows,
+    are put into it.
     """
     return _UNPRINTABLE.sub(_escape, text.replace("\r\n", "\n"))
 

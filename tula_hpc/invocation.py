@@ -14,7 +14,8 @@ from tula_hpc.search_path import PROGRAM, start_of_python
 def command_line(*words: str) -> str:
     """Return the shell line that runs a command of this very installation, such as `tula status RUN`.
 
-    The script is named with its folder where the shell would not find it, and where there is none the interpreter is.
+    The script is named with its folder where the shell would not find it, and where there is none
+    the interpreter is.
 
     Args:
         words: The command and its arguments, as the command would get them.
@@ -23,7 +24,11 @@ def command_line(*words: str) -> str:
 
 
 def _program() -> list[str]:
-    beside, running, found = Path(sys.executable).with_name(PROGRAM), Path(sys.argv[0]), shutil.which(PROGRAM)
+    beside, running, found = (
+        Path(sys.executable).with_name(PROGRAM),
+        Path(sys.argv[0]),
+        shutil.which(PROGRAM),
+    )
     own = [path for path in (beside, running) if path.name == PROGRAM and path.exists()]
     if found is not None and any(path.samefile(found) for path in own):
         return [PROGRAM]

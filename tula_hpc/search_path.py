@@ -1,11 +1,13 @@
 """Where Python looks for modules: not in the working directory, which may be somebody else's run.
 
-`python -m` puts it before all else, as does an empty entry of PYTHONPATH: a `json.py` there would run in place of the
-library's. What Python itself imports before this package is out of reach here: in some set-ups `warnings` and
-`contextlib` are of it. The script `tula` and `python -P` leave the working directory out from the beginning.
+`python -m` puts it before all else, as does an empty entry of PYTHONPATH: a `json.py` there would
+run in place of the library's. What Python itself imports before this package is out of reach here:
+in some set-ups `warnings` and `contextlib` are of it. The script `tula` and `python -P` leave the
+working directory out from the beginning.
 """
 
-# Only what every Python has loaded by now: anything else, `__future__` included, could come from the working directory.
+# Only what every Python has loaded by now: anything else, `__future__` included, could come from
+# the working directory.
 import os
 import sys
 
@@ -27,8 +29,8 @@ def starts_a_command() -> bool:
 def drop_working_directory() -> None:
     """Take the working directory off the path, here and for the processes that this one starts.
 
-    It stays where PYTHONPATH names it in full, and where this very package is found nowhere else: who runs an
-    uninstalled copy from its own folder trusts that folder.
+    It stays where PYTHONPATH names it in full, and where this very package is found nowhere else:
+    who runs an uninstalled copy from its own folder trusts that folder.
     """
     path = _without_working_directory()
     if not _finds_this_package(path):
@@ -52,10 +54,14 @@ def start_of_python() -> list[str]:
 
 def _without_working_directory() -> list[str]:
     """Return the path; what comes before the standard library is of the command line and of PYTHONPATH."""
-    if any(os.path.isabs(entry) and _is_working_directory(entry) for entry in _named_in_environment()):
+    if any(
+        os.path.isabs(entry) and _is_working_directory(entry) for entry in _named_in_environment()
+    ):
         return list(sys.path)
     given = sys.path.index(_STANDARD_LIBRARY) if _STANDARD_LIBRARY in sys.path else len(sys.path)
-    return [entry for entry in sys.path[:given] if not _is_working_directory(entry)] + sys.path[given:]
+    return [entry for entry in sys.path[:given] if not _is_working_directory(entry)] + sys.path[
+        given:
+    ]
 
 
 def _named_in_environment() -> list[str]:

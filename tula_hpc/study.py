@@ -40,11 +40,15 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print trainings, script, and what Slurm says of it; submit nothing",
     )
-    parser.add_argument("--report-only", action="store_true", help="write the report anew; submit nothing")
+    parser.add_argument(
+        "--report-only", action="store_true", help="write the report anew; submit nothing"
+    )
     return parser
 
 
-def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, report: bool = True) -> int:
+def run(
+    options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, report: bool = True
+) -> int:
     """Train what has no result yet, write the report, and say what failed.
 
     Args:
@@ -71,7 +75,9 @@ def run(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, r
         from tula_hpc.records import RunDirectory
 
         return report_study(RunDirectory(root))
-    return work(open_run(spec, cluster, root), "report" if report else "train", detach=options.detach)
+    return work(
+        open_run(spec, cluster, root), "report" if report else "train", detach=options.detach
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpe
     from tula_hpc.study import run
 
     if options.until in ("profile", "plan"):
-        raise InputError(f"a sweep with [study] has no stage {options.until!r}: it only trains", source="--until")
+        raise InputError(
+            f"a sweep with [study] has no stage {options.until!r}: it only trains", source="--until"
+        )
     return run(options, spec, cluster, report=options.until == "report")
 
 

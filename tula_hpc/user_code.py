@@ -2,38 +2,43 @@
 
 The whole protocol:
 
-``model = "package.module:function"``
-    ``function(classes: int, image_size: int) -> torch.nn.Module``. The module maps a float batch (N, C, H, W) to
-    scores (N, classes). It is called on the CPU after torch's random numbers were seeded with ``workload.seed``.
+``model = "package.module:function"`` ``function(classes: int, image_size: int) ->
+    torch.nn.Module``. The module maps a float batch (N, C, H, W) to scores (N, classes). It is
+    called on the CPU after torch's random numbers were seeded with ``workload.seed``.
 
-``dataset = "package.module:function"``
-    ``function(spec: tula_hpc.config.WorkloadSpec) -> tuple[Dataset, Dataset, int]``: training set, test set, number of
-    classes. Both are map-style (``__len__`` and ``__getitem__``); an item is ``(image, label)``: a float tensor
-    C×H×W, as the model takes it, and an integer from 0 to classes − 1. The function may use anything in the spec
+``dataset = "package.module:function"`` ``function(spec: tula_hpc.config.WorkloadSpec) ->
+    tuple[Dataset, Dataset, int]``: training set, test set, number of classes. Both are map-style
+    (``__len__`` and ``__getitem__``); an item is ``(image, label)``: a float tensor C×H×W, as the
+    model takes it, and an integer from 0 to classes − 1. The function may use anything in the spec
     (``data_dir``, ``image_size``, ``augment``). ``samples`` is applied afterwards, by the caller.
 
-    Draw augmentation from torch's default random numbers (``torch.rand``, ``torchvision.transforms``): they are seeded
-    for each item from (seed, epoch, index), so a resumed training or one with another number of workers sees the same
-    images. Random numbers from elsewhere are left as they are.
+    Draw augmentation from torch's default random numbers (``torch.rand``,
+    ``torchvision.transforms``): they are seeded for each item from (seed, epoch, index), so a
+    resumed training or one with another number of workers sees the same images. Random numbers from
+    elsewhere are left as they are.
 
-``loss = "package.module:function"``
-    ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the mean. With it,
-    workloads need not be classifications of images: an item of the data set is ``(inputs, targets)``, each a tensor, a
-    number, or a tuple, list or dict of such, of the same shapes for every item (sequences padded or cut to one
-    length). The model is called as ``model(inputs)`` with what ``torch.utils.data.default_collate`` makes of N items;
-    what it returns goes to the loss as it is. ``classes`` is any number that the data wants the model to know (a
-    vocabulary), and ``image_size``, where the sweep does not give it, the last dimension of the first input.
+``loss = "package.module:function"`` ``function(outputs, targets) -> Tensor``: the loss of each
+    sample, (N,); training minimizes the mean. With it, workloads need not be classifications of
+    images: an item of the data set is ``(inputs, targets)``, each a tensor, a number, or a tuple,
+    list or dict of such, of the same shapes for every item (sequences padded or cut to one length).
+    The model is called as ``model(inputs)`` with what ``torch.utils.data.default_collate`` makes of
+    N items; what it returns goes to the loss as it is. ``classes`` is any number that the data
+    wants the model to know (a vocabulary), and ``image_size``, where the sweep does not give it,
+    the last dimension of the first input.
 
-``metric = "package.module:function"``
-    ``function(outputs, targets) -> Tensor``: how much of each sample is right, (N,), from 0 to 1; it is reported as
-    accuracy. Without it, accuracy is known where outputs are scores (N, classes) and targets labels (N,); elsewhere
-    the loss on the test set is reported.
+``metric = "package.module:function"`` ``function(outputs, targets) -> Tensor``: how much of each
+    sample is right, (N,), from 0 to 1; it is reported as accuracy. Without it, accuracy is known
+    where outputs are scores (N, classes) and targets labels (N,); elsewhere the loss on the test
+    set is reported.
 
-The module is looked for among the installed packages, and then in the working directory from which the command was
-started: nothing there takes an installed one's place. All functions run in every worker process of every job.
-Examples are ``tests/examples/own_workload.py`` and, for a language model, ``tula_hpc/workloads/language_model.py``.
+The module is looked for among the installed packages, and then in the working directory from which
+the command was
+started: nothing there takes an installed one's place. All functions run in every worker process of
+every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
+``tula_hpc/workloads/language_model.py``.
 
-Running the user's code: what it raises is a mistake of the user's, told in a line, unless memory ran out.
+Running the user's code: what it raises is a mistake of the user's, told in a line, unless memory
+ran out.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.process_memory import out_of_memory
 
-_CALLERS = ("entry_points.py", "fitting.py", "own_code.py")  # errors of the user's code come through, not from them
+# errors of the user's code come through, not from them
+_CALLERS = ("entry_points.py", "fitting.py", "own_code.py")
 
 
 @contextlib.contextmanager
@@ -70,8 +76,8 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
         words: Before what was raised.
         hint: After it.
 
-    Raises:
-        InputError: For whatever was raised, but for want of memory, which is no mistake and has remedies of its own.
+    Raises: InputError: For whatever was raised, but for want of memory, which is no mistake and has
+        remedies of its own.
     """
     try:
         yield
@@ -86,8 +92,14 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
 def told(error: Exception) -> str:
     """What an error of the user's code says, in a line: its kind, its words, and the place."""
     words = str(error).strip().partition("\n")[0]
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(path, line) for path, line in frames if "site-packages" not in path.parts and path.name not in _CALLERS]
+    frames = [
+        (Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    own = [
+        (path, line)
+        for path, line in frames
+        if "site-packages" not in path.parts and path.name not in _CALLERS
+    ]
     place = f" ({own[-1][0].name}:{own[-1][1]})" if own else ""
     return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
 
@@ -129,7 +141,9 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
     with blamed(_MODEL_KEY, f"{name} failed"):
         model = function(classes, image_size)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY)
+        raise InputError(
+            f"{name} returned {kind_of(model)}; expected a torch.nn.Module", key=_MODEL_KEY
+        )
     return model
 
 
@@ -148,24 +162,30 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError:
-        raise InputError(f"{name} cannot be called with ({', '.join(parameters)})", key=key) from None
+        raise InputError(
+            f"{name} cannot be called with ({', '.join(parameters)})", key=key
+        ) from None
     return function
 
 
 def own_data(spec: WorkloadSpec) -> OwnData:
     """Call the user's data set function and look at the first items of each set.
 
-    Raises:
-        InputError: No such function, other arguments, or something else than the protocol says came.
+    Raises: InputError: No such function, other arguments, or something else than the protocol says
+        came.
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
     with blamed(_DATASET_KEY, f"{spec.dataset} failed"):
         data = function(spec)
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
-        raise _data_error(spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)")
+        raise _data_error(
+            spec, f"returned {kind_of(data)}; expected a tuple (train, test, classes)"
+        )
     own = OwnData(*data)
     if not isinstance(own.classes, int) or own.classes < 1:
-        raise _data_error(spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1")
+        raise _data_error(
+            spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1"
+        )
     _check_set(spec, "train", own.train, own.classes)
     _check_set(spec, "test", own.test, own.classes)
     return own
@@ -179,12 +199,21 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
         raise _data_error(spec, f"returned an empty {which} set")
     with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, f"{spec.dataset} failed"):
         items = [data[index] for index in range(min(2, len(data)))]
-    fits, expected = _is_item(items[0], classes), f"(float tensor of 3 dimensions, label from 0 to {classes - 1})"
+    fits, expected = (
+        _is_item(items[0], classes),
+        f"(float tensor of 3 dimensions, label from 0 to {classes - 1})",
+    )
     if spec.loss is not None:
-        fits, expected = _is_pair(items[0]), "(inputs, targets), each of tensors and numbers and nothing else"
+        fits, expected = (
+            _is_pair(items[0]),
+            "(inputs, targets), each of tensors and numbers and nothing else",
+        )
     if not fits:
         hint = "" if spec.loss else "; others need a workload.loss of your own"
-        raise _data_error(spec, f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}")
+        raise _data_error(
+            spec,
+            f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}",
+        )
     collate(items, f"{spec.dataset} has items 0 and 1 in the {which} set")
 
 
@@ -194,7 +223,8 @@ def _is_pair(item: Any) -> bool:
         return False
     try:
         leaves = [list(leaves_of(part)) for part in default_collate([item])]
-    except TypeError:  # something that is no tensor or number
+    except TypeError:
+        # something that is no tensor or number
         return False
     return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
 
@@ -206,7 +236,8 @@ def _is_item(item: Any, classes: int) -> bool:
     if not image.is_floating_point() or image.dim() != 3:
         return False
     try:
-        return 0 <= operator.index(label) < classes  # int, NumPy's integers, tensors of one integer
+        # int, NumPy's integers, tensors of one integer
+        return 0 <= operator.index(label) < classes
     except TypeError:
         return False
 

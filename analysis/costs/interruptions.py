@@ -4,24 +4,28 @@ Between two saves lie so many seconds of training steps:
 
     T = max(min(τ(δ, M), `MOST_S`), δ / `MAX_SHARE`)
 
-τ is the interval of Young and Daly (`spot.best_interval_s`), δ what one save costs the training, M the mean time
-between two interruptions that leave no time to save. At most `MOST_S` of work are lost, unless saving so often would
-cost more than `MAX_SHARE` of the training: the bound on the cost goes first.
+τ is the interval of Young and Daly (`spot.best_interval_s`), δ what one save costs the training, M
+the mean time between two interruptions that leave no time to save. At most `MOST_S` of work are
+lost, unless saving so often would cost more than `MAX_SHARE` of the training: the bound on the cost
+goes first.
 
-Training also saves at the end of an epoch, if the last save is δ / `MAX_SHARE` ago; always, where the user has set T.
+Training also saves at the end of an epoch, if the last save is δ / `MAX_SHARE` ago; always, where
+the user has set T.
 
 Nodes that may be taken away: how often to checkpoint, and what a training then takes.
 
-Preemptions are taken as a Poisson process with mean time M between them. With a checkpoint of δ seconds after every τ
-seconds of work and R seconds to restart, work of T_s seconds takes on average (J. T. Daly, "A higher order estimate of
-the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22, 2006, equations 20 and 37)
+Preemptions are taken as a Poisson process with mean time M between them. With a checkpoint of δ
+seconds after every τ seconds of work and R seconds to restart, work of T_s seconds takes on average
+(J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+Generation Computer Systems 22, 2006, equations 20 and 37)
 
     T = M · e^(R/M) · (e^((τ + δ)/M) − 1) · T_s / τ
     τ = √(2δM) · (1 + √(δ/2M)/3 + (δ/2M)/9) − δ     for δ < 2M, else M
 
-The first term of τ alone is the older estimate of J. W. Young (Communications of the ACM 17, 1974). A job of N nodes
-ends with the first of them: where M is known per node, the job has M/N. Waiting for new nodes is not in T: it is not
-paid for. Nor is the first start of the job, which `requeue` adds whatever the price.
+The first term of τ alone is the older estimate of J. W. Young (Communications of the ACM 17, 1974).
+A job of N nodes ends with the first of them: where M is known per node, the job has M/N. Waiting
+for new nodes is not in T: it is not paid for. Nor is the first start of the job, which `requeue`
+adds whatever the price.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from tula_hpc.records import CREDIBLE_S, Event
 
 Array = NDArray[np.float64]
 
-MIN_INTERVAL_S = 10.0  # training asks about once a second whether it should save; below this nothing is gained
+# training asks about once a second whether it should save; below this nothing is gained
+MIN_INTERVAL_S = 10.0
 
 
 def best_interval_s(write_s: float, between_s: Array) -> Array:
@@ -49,15 +54,19 @@ def best_interval_s(write_s: float, between_s: Array) -> Array:
         between_s: M, mean seconds between two preemptions of the job, positive.
     """
     ratio = write_s / (2.0 * between_s)
-    higher_order = np.sqrt(2.0 * write_s * between_s) * (1.0 + np.sqrt(ratio) / 3.0 + ratio / 9.0) - write_s
+    higher_order = (
+        np.sqrt(2.0 * write_s * between_s) * (1.0 + np.sqrt(ratio) / 3.0 + ratio / 9.0) - write_s
+    )
     return np.maximum(np.where(ratio < 1.0, higher_order, between_s), MIN_INTERVAL_S)
 
 
-def expected_time_s(work_s: Array, interval_s: Array, between_s: Array, *, write_s: float, restart_s: float) -> Array:
+def expected_time_s(
+    work_s: Array, interval_s: Array, between_s: Array, *, write_s: float, restart_s: float
+) -> Array:
     """Expected seconds for so much work, preemptions included (Daly, equation 20); infinite where none gets through.
 
-    Work shorter than an interval is one segment, with as large a share of a checkpoint as it is of the interval: what
-    is spent on checkpoints is the same share of all work, see `pricing.bill`.
+    Work shorter than an interval is one segment, with as large a share of a checkpoint as it is of
+    the interval: what is spent on checkpoints is the same share of all work, see `pricing.bill`.
 
     Args:
         work_s: T_s, seconds without preemptions and checkpoints, 0 or more.
@@ -74,19 +83,27 @@ def expected_time_s(work_s: Array, interval_s: Array, between_s: Array, *, write
 
 
 MOST_S = 60.0 * CHECKPOINT_MINUTES
-MAX_SHARE = 0.03  # of training time
+# of training time
+MAX_SHARE = 0.03
 
 
 class SaveCost(NamedTuple):
     """What one save costs a training, as a training of the same run measured."""
 
-    seconds: float  # δ
+    # δ
+    seconds: float
 
 
 def measured_cost(events: Iterable[Event]) -> SaveCost | None:
     """What the run's trainings measured last; None where none has saved yet."""
-    costs = [(event.time, event.data.get("cost_s")) for event in events if event.event == "checkpoint"]
-    known = [(time, float(cost)) for time, cost in costs if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S]
+    costs = [
+        (event.time, event.data.get("cost_s")) for event in events if event.event == "checkpoint"
+    ]
+    known = [
+        (time, float(cost))
+        for time, cost in costs
+        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S
+    ]
     return SaveCost(max(known)[1]) if known else None
 
 
@@ -94,7 +111,9 @@ def describe(save: SaveCost | None, pricing: PricingSpec) -> str:
     """What a save is taken to cost, and who says so."""
     if save is not None:
         return f"a checkpoint costs {format_duration(save.seconds)} of training, as a training of this run measured"
-    stated = f"a checkpoint is taken to cost {format_duration(pricing.checkpoint_write_s)} of training"
+    stated = (
+        f"a checkpoint is taken to cost {format_duration(pricing.checkpoint_write_s)} of training"
+    )
     return f"{stated} (pricing.checkpoint_write_s), until a training of this run has measured it"
 
 
@@ -105,7 +124,9 @@ def interval_s(cost_s: float, between_s: Array) -> Array:
         cost_s: δ, 0 or more.
         between_s: M, positive.
     """
-    return np.maximum(np.minimum(best_interval_s(cost_s, between_s), MOST_S), least_interval_s(cost_s))
+    return np.maximum(
+        np.minimum(best_interval_s(cost_s, between_s), MOST_S), least_interval_s(cost_s)
+    )
 
 
 def least_interval_s(cost_s: float) -> float:
@@ -124,19 +145,25 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     epoch_s = np.maximum(epoch_s, 1e-9)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
     return np.maximum(
-        np.where(epoch_s >= every_s, _several(every_s, epoch_s, least_s), np.minimum(at_ends, every_s)), least_s
+        np.where(
+            epoch_s >= every_s, _several(every_s, epoch_s, least_s), np.minimum(at_ends, every_s)
+        ),
+        least_s,
     )
 
 
 def _several(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     """The same for epochs that are longer than T.
 
-    Steps since the last save at the end of an epoch become more from epoch to epoch, until that brings a save.
+    Steps since the last save at the end of an epoch become more from epoch to epoch, until that
+    brings a save.
     """
     whole = np.floor(epoch_s / every_s * (1.0 + 1e-9))
     rest_s = np.maximum(epoch_s - whole * every_s, 0.0)
     at_an_end = rest_s > 1e-9 * every_s
-    epochs = np.where(at_an_end, np.maximum(np.ceil(least_s / np.where(at_an_end, rest_s, 1.0)), 1.0), 1.0)
+    epochs = np.where(
+        at_an_end, np.maximum(np.ceil(least_s / np.where(at_an_end, rest_s, 1.0)), 1.0), 1.0
+    )
     saves = np.floor(epochs * epoch_s / every_s * (1.0 + 1e-9)) + at_an_end
     return np.asarray(epochs * epoch_s / np.maximum(saves, 1.0))
 
@@ -144,19 +171,23 @@ def _several(every_s: Array, epoch_s: Array, least_s: float) -> Array:
 class Requeued(NamedTuple):
     """Expected time of a training under a time limit, and how often it is requeued."""
 
-    time_s: Array  # infinite where a limit leaves no time for work
+    # infinite where a limit leaves no time for work
+    time_s: Array
     requeues: Array
 
 
-def under_time_limit(work_s: Array, limit_s: float, interval_s: Array, restart_s: float) -> Requeued:
+def under_time_limit(
+    work_s: Array, limit_s: float, interval_s: Array, restart_s: float
+) -> Requeued:
     """Expected seconds of a training whose job ends at the warning before every time limit and is requeued.
 
-    The first job takes R to start. Each requeue repeats that, and the work since the last checkpoint, on average half
-    an interval τ:
+    The first job takes R to start. Each requeue repeats that, and the work since the last
+    checkpoint, on average half an interval τ:
 
         requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0;    time = T + R + k (R + τ/2)
 
-    Where the warning comes through, training saves before it ends, and the half interval is not repeated.
+    Where the warning comes through, training saves before it ends, and the half interval is not
+    repeated.
 
     Args:
         work_s: T, seconds without interruption, checkpoints included.

@@ -1,16 +1,17 @@
 """What a training costs, on every basis of `[pricing]`, over columns of candidates.
 
-Paid is expected wall time, that is training, evaluation after every epoch (`evaluation`), the start of the job,
-checkpoints (`checkpoints`), and what interruptions repeat: preemptions of spot nodes (`spot`) and requeues at the time
-limit (`requeue`). Waiting in the queue is not paid for.
+Paid is expected wall time, that is training, evaluation after every epoch (`evaluation`), the start
+of the job, checkpoints (`checkpoints`), and what interruptions repeat: preemptions of spot nodes
+(`spot`) and requeues at the time limit (`requeue`). Waiting in the queue is not paid for.
 
 What a training draws: watts of a node, kilowatt-hours of the site.
 
     E = N × P × T × PUE
 
-P, the power of a node, is the figure of the cluster file, or else what was measured during the profiled steps. That is
-less than a node draws: processors and GPUs, as far as they can be read, without power supplies, memory and fans. PUE
-(power usage effectiveness) is what the site draws over what its nodes draw: cooling, losses.
+P, the power of a node, is the figure of the cluster file, or else what was measured during the
+profiled steps. That is less than a node draws: processors and GPUs, as far as they can be read,
+without power supplies, memory and fans. PUE (power usage effectiveness) is what the site draws over
+what its nodes draw: cooling, losses.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def energy_kwh(nodes: Quantity, time_s: Quantity, watts: float, pue: float) -> Q
 
 SECONDS_PER_HOUR = 3600.0
 MOMENT_S = 1e-9
-FOREVER_S = 1e12  # 30,000 years: expected times of what never ends are cut here, so that they can be written down
+# 30,000 years: expected times of what never ends are cut here, so that they can be written down
+FOREVER_S = 1e12
 
 Array = NDArray[float64]
 Quantity = TypeVar("Quantity", float, Array)
@@ -77,20 +79,28 @@ class Usage(NamedTuple):
     nodes: Array
     workers_per_node: Array
     train_time_s: Array
-    peak_memory_bytes: Array  # per worker
-    evaluation_s: Array | float = 0.0  # all evaluations together, on top of train_time_s
+    # per worker
+    peak_memory_bytes: Array
+    # all evaluations together, on top of train_time_s
+    evaluation_s: Array | float = 0.0
     epochs: Array | float = 1.0
 
 
 class Bill(NamedTuple):
     """What they cost; columns of that length."""
 
-    wall_time_s: Array  # expected, with starts, checkpoints, interruptions; `FOREVER_S` where it would never end
-    requeues: Array  # expected, at the time limit
-    cost: Array  # in `PricingSpec.currency`
-    energy_kwh: Array  # NaN where no power is known
-    checkpoint_s: Array  # seconds of steps between two checkpoints
-    saving_s: Array  # part of the wall time: what all checkpoints cost where nothing is repeated
+    # expected, with starts, checkpoints, interruptions; `FOREVER_S` where it would never end
+    wall_time_s: Array
+    # expected, at the time limit
+    requeues: Array
+    # in `PricingSpec.currency`
+    cost: Array
+    # NaN where no power is known
+    energy_kwh: Array
+    # seconds of steps between two checkpoints
+    checkpoint_s: Array
+    # part of the wall time: what all checkpoints cost where nothing is repeated
+    saving_s: Array
 
 
 def train_cost_usd(
@@ -102,8 +112,9 @@ def train_cost_usd(
 ) -> Quantity:
     """Cost of training on N nodes for T hours (S. Tyagi, F. Wang, "Tula", equations of cost).
 
-    Basis "node-hour": `C = T × N × p`, p in USD per node and hour; "spot" likewise, at its own price. Basis "memory":
-    `C = T × N × workers × M × q`, M the GiB that each worker uses, q in USD per GiB and hour.
+    Basis "node-hour": `C = T × N × p`, p in USD per node and hour; "spot" likewise, at its own
+    price. Basis "memory": `C = T × N × workers × M × q`, M the GiB that each worker uses, q in USD
+    per GiB and hour.
 
     Args:
         pricing: Basis and prices.
@@ -137,12 +148,10 @@ def bill(
 ) -> Bill:
     """Expected wall time and cost of trainings on one kind of nodes.
 
-    Args:
-        usage: The trainings.
-        cluster: Prices, time limit and its warning, and what a node has; without partitions (see `ClusterSpec.parts`).
-        training: `checkpoint_minutes`, where the user sets it.
-        power: Of a node; None where unknown.
-        save: What a checkpoint costs; None: as the prices state.
+    Args: usage: The trainings. cluster: Prices, time limit and its warning, and what a node has;
+        without partitions (see `ClusterSpec.parts`). training: `checkpoint_minutes`, where the user
+        sets it. power: Of a node; None where unknown. save: What a checkpoint costs; None: as the
+        prices state.
 
     Raises:
         InputError: The basis is energy, and no power is known.
@@ -157,7 +166,11 @@ def bill(
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
     wall_s = np.minimum(limited.time_s, FOREVER_S)
-    kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue) if power else np.full_like(wall_s, np.nan)
+    kwh = (
+        energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue)
+        if power
+        else np.full_like(wall_s, np.nan)
+    )
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
     return Bill(wall_s, limited.requeues, cost, kwh, interval_s, saving_s)
 
@@ -173,15 +186,22 @@ def _cost(usage: Usage, cluster: ClusterSpec, kwh: Array, power: NodePower | Non
         units = billing.billing_per_node(pricing, billing.node_resources(cluster).tres)
         price = 1.0 if pricing.usd_per_unit is None else pricing.usd_per_unit
         return usage.nodes * usage.train_time_s / SECONDS_PER_HOUR * (units * price)
-    return train_cost_usd(pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes)
+    return train_cost_usd(
+        pricing, usage.nodes, usage.train_time_s, usage.workers_per_node, usage.peak_memory_bytes
+    )
 
 
-def _with_preemptions_s(pricing: PricingSpec, usage: Usage, interval_s: Array, save_s: float) -> Array:
+def _with_preemptions_s(
+    pricing: PricingSpec, usage: Usage, interval_s: Array, save_s: float
+) -> Array:
     """Training on spot nodes, with what preemptions repeat, evaluations among it."""
     work_s = usage.train_time_s + usage.evaluation_s
-    evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)  # they lie between checkpoints as steps do
+    # they lie between checkpoints as steps do
+    evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)
     between_s = between_preemptions_s(pricing, usage.nodes)
-    return spot.expected_time_s(work_s, interval_s * evaluating, between_s, write_s=save_s, restart_s=pricing.start_s)
+    return spot.expected_time_s(
+        work_s, interval_s * evaluating, between_s, write_s=save_s, restart_s=pricing.start_s
+    )
 
 
 def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array) -> Array:
@@ -197,13 +217,19 @@ def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
 
 
-def _checkpoint_s(cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float) -> Array:
+def _checkpoint_s(
+    cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float
+) -> Array:
     """Seconds of steps between two checkpoints, as training chooses them: at the interval, and at ends of epochs."""
     between_s = between_preemptions_s(cluster.pricing, usage.nodes)
     if cluster.pricing.basis != "spot":
         between_s = np.full_like(usage.nodes, training.interruption_hours * SECONDS_PER_HOUR)
     is_set = training.checkpoint_minutes is not None
-    every_s = np.full_like(between_s, training.checkpoint_s) if is_set else checkpoints.interval_s(save_s, between_s)
+    every_s = (
+        np.full_like(between_s, training.checkpoint_s)
+        if is_set
+        else checkpoints.interval_s(save_s, between_s)
+    )
     least_s = 0.0 if is_set else checkpoints.least_interval_s(save_s)
     return checkpoints.with_epoch_ends_s(every_s, usage.train_time_s / usage.epochs, least_s)
 
@@ -214,7 +240,9 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
     found = list(billing.node_resources(cluster).assumed) if pricing.basis == "tres" else []
     if pricing.basis == "spot":
         whose = "a node" if pricing.preempted == "node" else "the job"
-        found.append(f"spot nodes: {whose} is preempted every {pricing.preemption_hours:g} hours on average")
+        found.append(
+            f"spot nodes: {whose} is preempted every {pricing.preemption_hours:g} hours on average"
+        )
     if power is not None and (pricing.basis == "energy" or power.measured):
         found.append(_draws(power, pricing.pue))
     return found

@@ -19,10 +19,12 @@ from tula_hpc.records import Event, JobNote, Measurement, TrainResult
 class JobRun(NamedTuple):
     """One run of a profile job, on a clock of Unix seconds; a requeued job has several."""
 
-    nodes: int  # of the allocation
+    # of the allocation
+    nodes: int
     waited_from: float
     began_at: float
-    ready_at: float  # when all workers had met; the end for a run that did not come so far
+    # when all workers had met; the end for a run that did not come so far
+    ready_at: float
     ended_at: float
     job_id: str = ""
 
@@ -42,10 +44,10 @@ def job_runs(
 ) -> list[JobRun]:
     """The runs that the notes tell of.
 
-    Args:
-        notes: In the order in which they were written, job after job.
-        measurements: Tell how long a job lived that was killed without a word: the record that says so has the time.
-        limit_s: The jobs' time limit: one that seems to have run for longer did so by a clock that was set meanwhile.
+    Args: notes: In the order in which they were written, job after job. measurements: Tell how long
+        a job lived that was killed without a word: the record that says so has the time. limit_s:
+        The jobs' time limit: one that seems to have run for longer did so by a clock that was set
+        meanwhile.
     """
     jobs: dict[tuple[str, float], list[list[JobNote]]] = {}
     for told in _split(notes):
@@ -53,10 +55,16 @@ def job_runs(
     recorded: dict[str, list[float]] = {}
     for row in measurements:
         recorded.setdefault(row.job_id, []).append(row.finished_at)
-    return [run for (job_id, _), runs in jobs.items() for run in _runs(runs, recorded.get(job_id, []), limit_s)]
+    return [
+        run
+        for (job_id, _), runs in jobs.items()
+        for run in _runs(runs, recorded.get(job_id, []), limit_s)
+    ]
 
 
-def _runs(job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float], limit_s: float) -> Iterator[JobRun]:
+def _runs(
+    job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float], limit_s: float
+) -> Iterator[JobRun]:
     """The runs of one job: a requeued one waits from the end of the run before."""
     waited_from = job[0][0].submitted_at
     for told, after in zip_longest(job, job[1:]):
@@ -78,7 +86,9 @@ def _split(notes: Iterable[JobNote]) -> Iterator[list[JobNote]]:
         yield told
 
 
-def _job_run(told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float], limit_s: float) -> JobRun:
+def _job_run(
+    told: Sequence[JobNote], waited_from: float, recorded_at: Iterable[float], limit_s: float
+) -> JobRun:
     first, last = told[0], told[-1]
     began_at = first.began_at or first.time
     ended_at = max(last.time, began_at)
@@ -117,26 +127,35 @@ class Use(NamedTuple):
     """What a training used, as far as its records tell."""
 
     node_seconds: float
-    runs: int  # of the job, requeued ones included
-    unknown_runs: int  # killed without a word: not in node_seconds
+    # of the job, requeued ones included
+    runs: int
+    # killed without a word: not in node_seconds
+    unknown_runs: int
 
 
 def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     """Node-seconds of a finished training over all its runs, without waiting in the queue.
 
-    A run lasts from its first sign ("started", "resumed"; for the first run the beginning that the result knows) to its
-    last ("preempted", "requeued", "finished", …). What comes before the first sign, the start of Python, is not seen.
+    A run lasts from its first sign ("started", "resumed"; for the first run the beginning that the
+    result knows) to its last ("preempted", "requeued", "finished", …). What comes before the first
+    sign, the start of Python, is not seen.
 
     Args:
         events: Of the run directory.
         result: Of the training.
     """
-    train = sorted((event for event in events if event.stage == "train"), key=lambda event: event.time)
+    train = sorted(
+        (event for event in events if event.stage == "train"), key=lambda event: event.time
+    )
     end = max((event.time for event in train if event.event == "finished"), default=None)
     begin = None if end is None else end - result.wall_time_s
     seconds, runs, unknown = 0.0, 1, 0
     for event in train:
-        if event.event in BEGINS and event.time > (begin or 0.0) and (runs > 1 or event.event == "resumed"):
+        if (
+            event.event in BEGINS
+            and event.time > (begin or 0.0)
+            and (runs > 1 or event.event == "resumed")
+        ):
             runs, unknown = runs + 1, unknown + (begin is not None)
             begin = event.time
         elif event.event in ENDS and begin is not None:

@@ -1,6 +1,7 @@
 """All figures of the report. This and its `figures_*` neighbours are the only users of matplotlib.
 
-Figures of a study: the table, accuracy against batch, over epochs, against δ, and the scales that were used.
+Figures of a study: the table, accuracy against batch, over epochs, against δ, and the scales that
+were used.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, attempt
-from tula_hpc.analysis.figures.gradients import draw_gradient_norm, draw_scale_density, draw_variability
+from tula_hpc.analysis.figures.gradients import (
+    draw_gradient_norm,
+    draw_scale_density,
+    draw_variability,
+)
 from tula_hpc.analysis.figures.memory import draw_memory
-from tula_hpc.analysis.figures.step_time import draw_computation, draw_prediction_error, draw_step_breakdown
+from tula_hpc.analysis.figures.step_time import (
+    draw_computation,
+    draw_prediction_error,
+    draw_step_breakdown,
+)
 from tula_hpc.analysis.figures.study import (
     draw_study_accuracy,
     draw_study_delta,
@@ -66,7 +75,9 @@ def draw_all(run: RunContents) -> Figures:
     """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
     run = run.in_figures()
     alone, partition = run.of_chosen_partition(), run.plan.chosen.partition if run.plan else ""
-    results = (attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items())
+    results = (
+        attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items()
+    )
     return Figures.of(_told(result, partition) for result in results)
 
 
@@ -74,7 +85,9 @@ def _told(result: Drawing | Missing, partition: str) -> Drawing | Missing:
     """With a caption that says which partition is shown, where there are any."""
     if isinstance(result, Missing) or result.name not in OF_NODES or not partition:
         return result
-    return result._replace(caption=f"Shown is partition {partition}, the chosen one. {result.caption}")
+    return result._replace(
+        caption=f"Shown is partition {partition}, the chosen one. {result.caption}"
+    )
 
 
 # in the order of the report: file stem and what draws it

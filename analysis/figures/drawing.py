@@ -54,22 +54,30 @@ def _csv_cell(cell: Cell) -> str:
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@"):
-        return f"'{cell}"  # a spreadsheet would run it as a formula
+        # a spreadsheet would run it as a formula
+        return f"'{cell}"
     return str(cell)
 
 
 class Drawing(NamedTuple):
     """One figure of the report."""
 
-    name: str  # stem of its files
-    title: str  # the finding, in words
-    caption: str  # what is shown and how to read it
+    # stem of its files
+    name: str
+    # the finding, in words
+    title: str
+    # what is shown and how to read it
+    caption: str
     figure: Figure
     table: Table
 
     def svg(self) -> str:
         """The figure alone, on white."""
-        return printable(self._render(FigureCanvasSVG(self.figure).print_svg, {"Date": None, "Creator": None}).decode())
+        return printable(
+            self._render(
+                FigureCanvasSVG(self.figure).print_svg, {"Date": None, "Creator": None}
+            ).decode()
+        )
 
     def png(self) -> bytes:
         """The figure alone, 150 dots per inch."""
@@ -92,7 +100,8 @@ class Drawing(NamedTuple):
         clean_texts(self.figure)
         with styled():
             print_to(buffer, metadata=metadata)
-            self.figure.set_layout_engine("none")  # laid out now; the next file keeps it, which is faster
+            # laid out now; the next file keeps it, which is faster
+            self.figure.set_layout_engine("none")
         return buffer.getvalue()
 
 
@@ -109,15 +118,20 @@ class Missing(NamedTuple):
     name: str
     subject: str
     why: str
-    optional: bool = False  # nobody asked for it: its absence is not worth a line
+    # nobody asked for it: its absence is not worth a line
+    optional: bool = False
 
 
-def attempt(name: str, draw: Callable[..., Drawing | Missing], *contents: object) -> Drawing | Missing:
+def attempt(
+    name: str, draw: Callable[..., Drawing | Missing], *contents: object
+) -> Drawing | Missing:
     """Draw one figure of several; one that fails is named with its error, and takes nothing else with it."""
     try:
         return draw(*contents)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other figures and the tables are worth having
-        return Missing(name, name.replace("_", " "), f"it could not be drawn, {type(error).__name__}: {error}")
+        return Missing(
+            name, name.replace("_", " "), f"it could not be drawn, {type(error).__name__}: {error}"
+        )
 
 
 def _crop_title(root: ElementTree.Element, band_pt: float) -> None:
@@ -158,10 +172,13 @@ def _serialize(root: ElementTree.Element) -> Iterator[str]:
     yield ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
 
 
-PAGE_WIDTH_IN, PAGE_HEIGHT_IN = 8.27, 5.83  # A5 across: prints on A4 without becoming small, reads well on a screen
+# A5 across: prints on A4 without becoming small, reads well on a screen
+PAGE_WIDTH_IN, PAGE_HEIGHT_IN = 8.27, 5.83
 MARGIN_IN = 0.55
-LINE_IN = 0.165  # of 9-point text
-LIST_EXTRA_LINES = 2  # a list's heading, and space after it
+# of 9-point text
+LINE_IN = 0.165
+# a list's heading, and space after it
+LIST_EXTRA_LINES = 2
 CAPTION_CHARACTERS = 108
 TABLE_ROW_IN = 0.36
 
@@ -173,8 +190,10 @@ class TitlePage(NamedTuple):
     subtitle: str
     answer: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]  # the first is the chosen one
-    about: list[str]  # the choice
+    # the first is the chosen one
+    rows: list[tuple[str, ...]]
+    # the choice
+    about: list[str]
     warnings: list[str]
 
 
@@ -206,7 +225,9 @@ def _figure_page(drawing: Drawing, footer: str) -> Figure:
     figure.set_size_inches(width, height)
     rect = (MARGIN_IN / width, below / height, 1 - 2 * MARGIN_IN / width, body / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, h_pad=0.06))
-    next(text for text in figure.texts if text.get_gid() == "title").set_transform(_from_top(figure, 0))
+    next(text for text in figure.texts if text.get_gid() == "title").set_transform(
+        _from_top(figure, 0)
+    )
     _write(figure, "\n".join(caption), height - below + LINE_IN, size=8.5, linespacing=1.35)
     _write(figure, footer, height - 0.3, size=7.5, color=MUTED.light)
     return figure
@@ -214,10 +235,14 @@ def _figure_page(drawing: Drawing, footer: str) -> Figure:
 
 def _from_top(figure: Figure, down_in: float) -> Transform:
     """Coordinates whose (0, 1) lies on the left margin, `down_in` inches below the upper margin, at any page height."""
-    return figure.transFigure + ScaledTranslation(MARGIN_IN, -MARGIN_IN - down_in, figure.dpi_scale_trans)
+    return figure.transFigure + ScaledTranslation(
+        MARGIN_IN, -MARGIN_IN - down_in, figure.dpi_scale_trans
+    )
 
 
-def _write(figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN, **look: Any) -> None:
+def _write(
+    figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN, **look: Any
+) -> None:
     """Text whose top is `down_in` inches below the page's upper edge."""
     width, height = figure.get_size_inches()
     figure.text(x_in / width, 1 - down_in / height, text, va="top", **look).set_in_layout(False)
@@ -226,7 +251,8 @@ def _write(figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN
 def _title_page(first: TitlePage) -> Figure:
     answer = textwrap.wrap(keep_units(first.answer), 98)
     lists = [
-        (name, _bullets(items)) for name, items in (("About the choice", first.about), ("Warnings", first.warnings))
+        (name, _bullets(items))
+        for name, items in (("About the choice", first.about), ("Warnings", first.warnings))
     ]
     lists = [(name, lines) for name, lines in lists if lines]
     table_top = 1.35 + 0.2 * len(answer)
@@ -248,7 +274,9 @@ def _title_page(first: TitlePage) -> Figure:
 
 
 def _bullets(items: Sequence[str]) -> list[str]:
-    wrapped = [textwrap.wrap(f"• {item}", CAPTION_CHARACTERS, subsequent_indent="   ") for item in items]
+    wrapped = [
+        textwrap.wrap(f"• {item}", CAPTION_CHARACTERS, subsequent_indent="   ") for item in items
+    ]
     return [line for lines in wrapped for line in lines]
 
 
@@ -259,7 +287,9 @@ def _draw_table(figure: Figure, first: TitlePage, top_in: float) -> None:
         _write(figure, name, top_in, x_in=x_in, size=7.5, color=MUTED.light)
     for number, row in enumerate(first.rows, start=1):
         for x_in, cell in zip(starts, row, strict=True):
-            _write_cell(figure, cell, top_in + TABLE_ROW_IN * (number - 0.2), x_in, bold=number == 1)
+            _write_cell(
+                figure, cell, top_in + TABLE_ROW_IN * (number - 0.2), x_in, bold=number == 1
+            )
     _rule(figure, top_in + TABLE_ROW_IN * (len(first.rows) + 0.8))
 
 
@@ -273,7 +303,9 @@ def _write_cell(figure: Figure, cell: str, down_in: float, x_in: float, *, bold:
 def _column_starts(first: TitlePage) -> Iterable[float]:
     """Columns share the width by their longest cell."""
     columns = zip(first.columns, *first.rows, strict=True)
-    longest = [max(len(line) for cell in cells for line in cell.split("\n")) + 3 for cells in columns]
+    longest = [
+        max(len(line) for cell in cells for line in cell.split("\n")) + 3 for cells in columns
+    ]
     for before in range(len(longest)):
         yield MARGIN_IN + (PAGE_WIDTH_IN - 2 * MARGIN_IN) * sum(longest[:before]) / sum(longest)
 
@@ -281,4 +313,6 @@ def _column_starts(first: TitlePage) -> Iterable[float]:
 def _rule(figure: Figure, down_in: float) -> None:
     width, height = figure.get_size_inches()
     y = 1 - down_in / height
-    figure.add_artist(Line2D([MARGIN_IN / width, 1 - MARGIN_IN / width], [y, y], color=INK.light, linewidth=0.6))
+    figure.add_artist(
+        Line2D([MARGIN_IN / width, 1 - MARGIN_IN / width], [y, y], color=INK.light, linewidth=0.6)
+    )

@@ -2,7 +2,8 @@
 
 The paper's figures 3 (gradient norm by batch) and 4 (Δ(G) beside accuracy).
 
-The scale that was really applied: its density over all elements and steps (the paper's figure 6, right).
+The scale that was really applied: its density over all elements and steps (the paper's figure 6,
+right).
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from tula_hpc.analysis.run_contents import RunContents, Training
 from tula_hpc.formatting import format_number, format_percent
 from tula_hpc.records import SCALE_BINS_PER_OCTAVE, SCALE_OCTAVES, StepMetrics
 
-WINDOWS = 40  # a curve over training is drawn through so many medians
-ENDS = 10  # the first and the last of so many parts stand for the beginning and the end
+# a curve over training is drawn through so many medians
+WINDOWS = 40
+# the first and the last of so many parts stand for the beginning and the end
+ENDS = 10
 ENDS_ARE = "The title goes by medians of the first and the last tenth of the logged steps."
 MOST_LINES = len(style.SIZES)
-RATE_DROP = 0.7  # a step of the schedule multiplies the rate by less
+# a step of the schedule multiplies the rate by less
+RATE_DROP = 0.7
 
 
 class Curve(NamedTuple):
@@ -61,16 +65,26 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
     """The norm of the large batch's gradient, one curve for each batch that was trained with."""
     curves = _norms_by_batch(run.trainings)
     if not curves:
-        return Missing("gradient_norm", "gradient norm", "training logged no gradient norm", optional=True)
+        return Missing(
+            "gradient_norm", "gradient norm", "training logged no gradient norm", optional=True
+        )
     title = _norm_title(curves)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.2)
-        style.value_axis(axes, [v for curve in curves.values() for v in curve.medians().values], label="gradient norm")
+        style.value_axis(
+            axes,
+            [v for curve in curves.values() for v in curve.medians().values],
+            label="gradient norm",
+        )
         ends = []
         for (batch, curve), colour in zip(curves.items(), style.SIZES, strict=False):
             _draw_curve(axes, curve, colour.light)
             medians = curve.medians()
-            ends.append(labels.EndLabel(medians.epochs[-1], medians.values[-1], f"B = {batch:,}", colour.light))
+            ends.append(
+                labels.EndLabel(
+                    medians.epochs[-1], medians.values[-1], f"B = {batch:,}", colour.light
+                )
+            )
         _epoch_axis(axes)
         labels.label_ends(axes, ends)
     caption = (
@@ -78,9 +92,17 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
         f"consecutive parts, {WINDOWS} at most. {ENDS_ARE}"
     )
     rows: list[tuple[Cell, ...]] = [
-        (batch, epoch, value) for batch, curve in curves.items() for epoch, value in zip(*curve, strict=True)
+        (batch, epoch, value)
+        for batch, curve in curves.items()
+        for epoch, value in zip(*curve, strict=True)
     ]
-    return Drawing("gradient_norm", title, caption, figure, Table(("global_batch_samples", "epochs", "norm"), rows))
+    return Drawing(
+        "gradient_norm",
+        title,
+        caption,
+        figure,
+        Table(("global_batch_samples", "epochs", "norm"), rows),
+    )
 
 
 def _norms_by_batch(trainings: Iterable[Training]) -> dict[int, Curve]:
@@ -97,7 +119,8 @@ def _batch_of(training: Training) -> int | None:
     """The global batch; that of the first epoch, where it changed."""
     if training.metrics.epochs:
         return training.metrics.epochs[0].global_batch
-    first, *_ = [*training.metrics.steps, None]  # before the first epoch has ended
+    # before the first epoch has ended
+    first, *_ = [*training.metrics.steps, None]
     return first.samples_seen // first.step if first is not None and first.step else None
 
 
@@ -136,7 +159,9 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
         style.value_axis(above, curve.values, label="variability Δ(G)")
         _draw_curve(above, curve, style.SIZES[0].light)
-        below.plot([row.epoch for row in epochs], reached, "o-", color=style.SIZES[2].light, markersize=3.5)
+        below.plot(
+            [row.epoch for row in epochs], reached, "o-", color=style.SIZES[2].light, markersize=3.5
+        )
         below.set_ylabel(f"{what}{unit}")
         style.from_zero(below)
         _epoch_axis(below)
@@ -153,7 +178,9 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
 
 
 def _has_both(training: Training) -> bool:
-    return bool(training.metrics.epochs and len(_curve(training.metrics.steps, "sensitivity").values) > 1)
+    return bool(
+        training.metrics.epochs and len(_curve(training.metrics.steps, "sensitivity").values) > 1
+    )
 
 
 def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:
@@ -180,11 +207,14 @@ def _epoch_axis(axes: Axes) -> None:
 
 Array = NDArray[np.float64]
 
-BINS = 2 * SCALE_OCTAVES * SCALE_BINS_PER_OCTAVE + 1  # those between the two ends
+# those between the two ends
+BINS = 2 * SCALE_OCTAVES * SCALE_BINS_PER_OCTAVE + 1
 ONE = BINS // 2
-BANDWIDTH = 0.75 / SCALE_BINS_PER_OCTAVE  # octaves: below half a bin the curve would show the bins
+# octaves: below half a bin the curve would show the bins
+BANDWIDTH = 0.75 / SCALE_BINS_PER_OCTAVE
 POINTS_PER_BIN = 8
-VISIBLE = 1e-4  # share of a bin from which on it is within the axis
+# share of a bin from which on it is within the axis
+VISIBLE = 1e-4
 MOST_SCALE_LINES = len(style.SIZES)
 
 
@@ -192,8 +222,10 @@ class Used(NamedTuple):
     """The scales of one training."""
 
     label: str
-    counts: Array  # (BINS,), elements × steps around 2^((i − ONE) / SCALE_BINS_PER_OCTAVE)
-    below: float  # beyond the bins
+    # (BINS,), elements × steps around 2^((i − ONE) / SCALE_BINS_PER_OCTAVE)
+    counts: Array
+    # beyond the bins
+    below: float
     above: float
 
     @property
@@ -217,7 +249,9 @@ class Used(NamedTuple):
         """Scales, and the share of elements and steps per octave around them: a Gaussian kernel on the counts."""
         centres = np.log2(bin_scales())
         at = np.linspace(centres[0] - 0.5, centres[-1] + 0.5, POINTS_PER_BIN * BINS)
-        kernel = np.exp(-0.5 * ((at[:, None] - centres) / BANDWIDTH) ** 2) / (BANDWIDTH * np.sqrt(2 * np.pi))
+        kernel = np.exp(-0.5 * ((at[:, None] - centres) / BANDWIDTH) ** 2) / (
+            BANDWIDTH * np.sqrt(2 * np.pi)
+        )
         return 2.0**at, kernel @ self.counts / self.total
 
 
@@ -229,12 +263,17 @@ def bin_scales() -> Array:
 
 def draw_scale_density(run: RunContents) -> Drawing | Missing:
     """Density of the scale applied, one curve for each training."""
-    found = list(filter(None, (used_scales(item.label, item.metrics.steps) for item in run.trainings)))[
-        :MOST_SCALE_LINES
-    ]
+    found = list(
+        filter(None, (used_scales(item.label, item.metrics.steps) for item in run.trainings))
+    )[:MOST_SCALE_LINES]
     if not found:
         asked = bool(run.sweep and run.sweep.training.scale_histogram and run.trainings)
-        return Missing("scale_density", "density of the scale", "training has logged none yet", optional=not asked)
+        return Missing(
+            "scale_density",
+            "density of the scale",
+            "training has logged none yet",
+            optional=not asked,
+        )
     return draw_used(found, "scale_density")
 
 
@@ -250,7 +289,8 @@ def draw_used(found: Sequence[Used], name: str) -> Drawing:
         _dress(axes, found)
         if len(found) > 1:
             keys = [
-                style.Key(used.label, line="-", colour=c.light) for used, c in zip(found, style.SIZES, strict=False)
+                style.Key(used.label, line="-", colour=c.light)
+                for used, c in zip(found, style.SIZES, strict=False)
             ]
             style.legend(axes, keys, left=-0.01)
     return Drawing(name, title, _caption(found), figure, _table(found))
@@ -259,7 +299,9 @@ def draw_used(found: Sequence[Used], name: str) -> Drawing:
 def used_scales(label: str, steps: Iterable[StepMetrics]) -> Used | None:
     """Sum over these lines of the log; None where none has a histogram."""
     lines = [row.scale_histogram for row in steps if row.scale_histogram is not None]
-    known = np.array([line for line in lines if len(line) == BINS + 2], dtype=np.float64).reshape(-1, BINS + 2)
+    known = np.array([line for line in lines if len(line) == BINS + 2], dtype=np.float64).reshape(
+        -1, BINS + 2
+    )
     total = known.sum(axis=0)
     return Used(label, total[1:-1], float(total[0]), float(total[-1])) if total.sum() > 0 else None
 
@@ -271,7 +313,9 @@ def _dress(axes: Axes, found: Iterable[Used]) -> None:
     low, high = min(low, -1) - 0.5, max(high, 1) + 0.5
     axes.set_xscale("log", base=2)
     axes.set_xlim(2.0**low, 2.0**high)
-    axes.xaxis.set_major_locator(FixedLocator([2.0**power for power in range(-SCALE_OCTAVES, SCALE_OCTAVES + 1)]))
+    axes.xaxis.set_major_locator(
+        FixedLocator([2.0**power for power in range(-SCALE_OCTAVES, SCALE_OCTAVES + 1)])
+    )
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.number_tick(value)))
     axes.set_xlabel("scale applied to the gradient")
@@ -291,7 +335,11 @@ def _title(found: Sequence[Used]) -> str:
 
 def _caption(found: Sequence[Used]) -> str:
     beyond = max((used.below + used.above) / used.total for used in found)
-    ends = f" Up to {format_percent(beyond)} lie beyond the ends of the axis." if beyond >= 5e-4 else ""
+    ends = (
+        f" Up to {format_percent(beyond)} lie beyond the ends of the axis."
+        if beyond >= 5e-4
+        else ""
+    )
     return (
         "How strongly gradients were scaled: density over all elements of the gradient and all steps, smoothed with a "
         f"Gaussian of {format_number(BANDWIDTH, 2)} octaves. At 1 (to 6 %) gradients were left as they are, above they "
@@ -305,6 +353,7 @@ def _table(found: Iterable[Used]) -> Table:
         counts = [used.below, *used.counts.tolist(), used.above]
         scales = [0.0, *bin_scales().tolist(), float("inf")]
         rows += [
-            (used.label, scale, round(count), count / used.total) for scale, count in zip(scales, counts, strict=True)
+            (used.label, scale, round(count), count / used.total)
+            for scale, count in zip(scales, counts, strict=True)
         ]
     return Table(("mark", "scale", "elements_times_steps", "share"), rows)

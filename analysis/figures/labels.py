@@ -12,12 +12,17 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures.style import INK, SIZES, Key
 
-Points = npt.NDArray[np.float64]  # (points, 2)
+# (points, 2)
+Points = npt.NDArray[np.float64]
 
-LINE_SHARE = 0.062  # height of a line of text, as a share of the panel
-LETTER_SHARE = 0.0136  # width of a bold letter, likewise
-LONGEST = 24  # letters of a name that leaves the lines two thirds of the panel
-BENEATH, ABOVE = 0.035, 0.09  # how far names stay from a line across the panel and from the words above it
+# height of a line of text, as a share of the panel
+LINE_SHARE = 0.062
+# width of a bold letter, likewise
+LETTER_SHARE = 0.0136
+# letters of a name that leaves the lines two thirds of the panel
+LONGEST = 24
+# how far names stay from a line across the panel and from the words above it
+BENEATH, ABOVE = 0.035, 0.09
 
 
 class EndLabel(NamedTuple):
@@ -44,10 +49,8 @@ def have_room(names: Sequence[str], most: int = len(SIZES)) -> bool:
 def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None = None) -> Points:
     """Write names at the ends of lines, moved apart where they would overlap. Call when the axis limits are set.
 
-    Args:
-        axes: The panel.
-        labels: The names.
-        across: Height, in data units, of a line across the whole panel with words above it: no name lies on them.
+    Args: axes: The panel. labels: The names. across: Height, in data units, of a line across the
+        whole panel with words above it: no name lies on them.
 
     Returns:
         (points, 2): where the names are, in axes fractions.
@@ -71,7 +74,9 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None =
         )
     longest = max((len(label.text) for label in ordered), default=0)
     along = np.linspace(0, 0.02 + LETTER_SHARE * longest, 5)
-    return np.array([(x + dx, y) for (x, _), y in zip(ends, heights, strict=True) for dx in along]).reshape(-1, 2)
+    return np.array(
+        [(x + dx, y) for (x, _), y in zip(ends, heights, strict=True) for dx in along]
+    ).reshape(-1, 2)
 
 
 def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
@@ -81,7 +86,10 @@ def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
         return _within(ends, lowest, 1.0)
     room_above = max(0, math.floor((1.0 - barred - ABOVE) / LINE_SHARE) + 1)
     below = max(sum(end < barred for end in ends), len(ends) - room_above)
-    return [*_within(ends[:below], lowest, barred - BENEATH), *_within(ends[below:], barred + ABOVE, 1.0)]
+    return [
+        *_within(ends[:below], lowest, barred - BENEATH),
+        *_within(ends[below:], barred + ABOVE, 1.0),
+    ]
 
 
 def _within(wanted: Sequence[float], bottom: float, top: float) -> list[float]:
@@ -98,7 +106,11 @@ def spread(wanted: Sequence[float] | npt.NDArray[np.float64], gap: float) -> lis
         crowds.append([float(position)])
         while len(crowds) > 1 and _overlap(crowds[-2], crowds[-1], gap):
             crowds[-2:] = [crowds[-2] + crowds[-1]]
-    return [float(np.mean(crowd)) + (i - (len(crowd) - 1) / 2) * gap for crowd in crowds for i in range(len(crowd))]
+    return [
+        float(np.mean(crowd)) + (i - (len(crowd) - 1) / 2) * gap
+        for crowd in crowds
+        for i in range(len(crowd))
+    ]
 
 
 def _overlap(lower: Sequence[float], upper: Sequence[float], gap: float) -> bool:
@@ -123,7 +135,14 @@ def mark_chosen(
         taken: (points, 2) where other labels are, in axes fractions.
     """
     axes.plot(
-        [point[0]], [point[1]], "o", fillstyle="none", markersize=13, markeredgewidth=1.6, color=INK.light, zorder=6
+        [point[0]],
+        [point[1]],
+        "o",
+        fillstyle="none",
+        markersize=13,
+        markeredgewidth=1.6,
+        color=INK.light,
+        zorder=6,
     )
     to_axes = axes.transData + axes.transAxes.inverted()
     here = to_axes.transform(point)
@@ -139,7 +158,13 @@ def mark_chosen(
         size=8.5,
         weight="bold",
         linespacing=1.3,
-        arrowprops={"arrowstyle": "-", "color": INK.light, "linewidth": 0.9, "shrinkB": 8, "shrinkA": 1},
+        arrowprops={
+            "arrowstyle": "-",
+            "color": INK.light,
+            "linewidth": 0.9,
+            "shrinkB": 8,
+            "shrinkA": 1,
+        },
         zorder=7,
     ).set_in_layout(False)
 
@@ -154,7 +179,9 @@ def _along(corners: Points) -> Points:
 def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, float]:
     """Centre of a label, in axes fractions, whose box keeps clear of all obstacles, as near to `here` as may be."""
     rows = text.split("\n")
-    half = np.array([LETTER_SHARE / 2 * max(map(len, rows)) + 0.01, LINE_SHARE / 2 * len(rows) + 0.01])
+    half = np.array(
+        [LETTER_SHARE / 2 * max(map(len, rows)) + 0.01, LINE_SHARE / 2 * len(rows) + 0.01]
+    )
     offsets = [(dx, dy) for dx in np.linspace(-0.4, 0.4, 17) for dy in np.linspace(-0.5, 0.5, 21)]
     spots = np.clip(here + np.array(offsets), half, 1 - half)
     gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)

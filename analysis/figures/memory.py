@@ -21,7 +21,8 @@ from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Candidate, Configuration
 
 MEMORY = "Memory of a worker"
-FAR_ABOVE = 2.5  # a limit this many times above all else is named, not drawn to scale
+# a limit this many times above all else is named, not drawn to scale
+FAR_ABOVE = 2.5
 
 
 class Line(NamedTuple):
@@ -29,13 +30,16 @@ class Line(NamedTuple):
 
     measured: list[tuple[Configuration, int]]
     predicted: dict[int, Interval]
-    largest: int | None  # largest local batch among the candidates that fits, 0 if none does; None: all of them do
+    # largest local batch among the candidates that fits, 0 if none does; None: all of them do
+    largest: int | None
 
     @property
     def growth(self) -> float | None:
         """Bytes per further sample: between the smallest and the largest batch, predicted or else measured."""
         points = [(batch, interval.value) for batch, interval in self.predicted.items()]
-        points = points or sorted((configuration.local_batch, float(used)) for configuration, used in self.measured)
+        points = points or sorted(
+            (configuration.local_batch, float(used)) for configuration, used in self.measured
+        )
         (first, low), (last, high) = points[0], points[-1]
         return (high - low) / (last - first) if last > first and high > low else None
 
@@ -48,10 +52,13 @@ class Line(NamedTuple):
 class Usage(NamedTuple):
     """Everything that the memory figure draws, bytes per worker."""
 
-    lines: list[Line]  # of all workers, or of several and of a single one that takes its batch in parts
-    parts: int  # in so many
+    # of all workers, or of several and of a single one that takes its batch in parts
+    lines: list[Line]
+    # in so many
+    parts: int
     limit: int | None
-    allowed: int | None  # what plans let a step use of it: less the margin, and what training holds beside its steps
+    # what plans let a step use of it: less the margin, and what training holds beside its steps
+    allowed: int | None
     out_of_memory: list[Configuration]
 
     @property
@@ -74,13 +81,19 @@ class Usage(NamedTuple):
     @property
     def top(self) -> float:
         """The largest use that is known, bytes."""
-        return max([used for _, used in self.measured] + [interval.high for interval in self.predicted])
+        return max(
+            [used for _, used in self.measured] + [interval.high for interval in self.predicted]
+        )
 
     @property
     def largest(self) -> int | None:
         """The largest local batch that fits at all, where larger ones were candidates."""
         fitting = max((line.fitting for line in self.lines), default=0)
-        return fitting if fitting and any(batch > fitting for line in self.lines for batch in line.predicted) else None
+        return (
+            fitting
+            if fitting and any(batch > fitting for line in self.lines for batch in line.predicted)
+            else None
+        )
 
 
 def draw_memory(run: RunContents) -> Drawing | Missing:
@@ -98,15 +111,21 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
         _draw_measured(axes, usage, unit_bytes, run.cluster_sizes)
         _draw_bounds(axes, usage, unit_bytes)
         _draw_out_of_memory(axes, usage, unit_bytes, run.cluster_sizes)
-        style.legend(axes, list(_keys(usage, run.cluster_sizes)), columns=6 if len(usage.lines) == 1 else 4)
+        style.legend(
+            axes, list(_keys(usage, run.cluster_sizes)), columns=6 if len(usage.lines) == 1 else 4
+        )
     return Drawing("memory", title, _caption(usage, run.memory_kinds), figure, _table(usage))
 
 
 def _usage(run: RunContents) -> Usage:
     summary = summarize(run.measurements)
-    measured = [(item.configuration, used) for item in run.ok if (used := used_bytes(item)) is not None]
+    measured = [
+        (item.configuration, used) for item in run.ok if (used := used_bytes(item)) is not None
+    ]
     candidates = sorted(run.plan.candidates if run.plan else (), key=lambda item: item.local_batch)
-    where = [configuration for configuration, _ in measured] + [item.configuration for item in candidates]
+    where = [configuration for configuration, _ in measured] + [
+        item.configuration for item in candidates
+    ]
     workers = sorted({configuration.world_size for configuration in where})
     limit = _limit(run, summary)
     allowed = _allowed(run, summary, limit, workers)
@@ -129,14 +148,18 @@ def _limit(run: RunContents, summary: Summary) -> int | None:
     return memory_limit_bytes(run.cluster, summary.memory_uses) if run.cluster else None
 
 
-def _allowed(run: RunContents, summary: Summary, limit: int | None, workers: list[int]) -> dict[int, float]:
+def _allowed(
+    run: RunContents, summary: Summary, limit: int | None, workers: list[int]
+) -> dict[int, float]:
     """What a step of so many workers may use by plan, bytes of each: as the plan decides what is feasible."""
     if limit is None:
         return dict.fromkeys(workers, math.inf)
     beside = np.zeros(len(workers))
     if run.sweep and run.cluster and summary.profiles:
         counts = np.array(workers, dtype=np.float64)
-        beside = on_top_bytes(summary, update_time(summary), run.cluster, run.sweep.training, counts)
+        beside = on_top_bytes(
+            summary, update_time(summary), run.cluster, run.sweep.training, counts
+        )
     margin = run.cluster.memory_margin if run.cluster else 0.0
     return dict(zip(workers, (limit * (1 - margin) - beside).tolist(), strict=True))
 
@@ -156,12 +179,17 @@ def _kinds(workers: list[int], parts: int) -> list[list[int]]:
 
 
 def _line(
-    measured: list[tuple[Configuration, int]], candidates: Sequence[Candidate], fitting: Collection[Configuration]
+    measured: list[tuple[Configuration, int]],
+    candidates: Sequence[Candidate],
+    fitting: Collection[Configuration],
 ) -> Line:
     line = {item.local_batch: predicted(item, "peak_memory_bytes") for item in candidates}
-    largest = max((item.local_batch for item in candidates if item.configuration in fitting), default=0)
+    largest = max(
+        (item.local_batch for item in candidates if item.configuration in fitting), default=0
+    )
     too_large = [batch for batch in line if batch > largest]
-    if too_large:  # far beyond the bound there is nothing to see
+    # far beyond the bound there is nothing to see
+    if too_large:
         line = {batch: peak for batch, peak in line.items() if batch <= 2 * too_large[0]}
     return Line(measured, line, largest if too_large else None)
 
@@ -203,7 +231,8 @@ def _draw_measured(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) 
             [used / unit_bytes],
             look.marker,
             color=look.colour,
-            fillstyle="none",  # cluster sizes lie on one another
+            # cluster sizes lie on one another
+            fillstyle="none",
             markeredgewidth=1.5,
             markersize=6.5,
             zorder=4,
@@ -220,9 +249,20 @@ def _draw_bounds(axes: Axes, usage: Usage, unit_bytes: int) -> None:
         else:
             text, y = f"{text} (far above this axis)", top * 0.94
         if usage.allowed is not None and usage.allowed < usage.limit < top * unit_bytes:
-            axes.axhline(usage.allowed / unit_bytes, color=style.ALERT.light, linewidth=0.8, linestyle=(0, (1, 2)))
+            axes.axhline(
+                usage.allowed / unit_bytes,
+                color=style.ALERT.light,
+                linewidth=0.8,
+                linestyle=(0, (1, 2)),
+            )
         axes.annotate(
-            text, (left, y), xytext=(0, 3), textcoords="offset points", color=style.ALERT.light, size=8.5, weight="bold"
+            text,
+            (left, y),
+            xytext=(0, 3),
+            textcoords="offset points",
+            color=style.ALERT.light,
+            size=8.5,
+            weight="bold",
         )
     if usage.largest is not None:
         _draw_largest(axes, usage.largest, usage.batches)
@@ -268,7 +308,11 @@ def _keys(usage: Usage, sizes: list[int]) -> Iterable[style.Key]:
         look = style.size_style(sizes, nodes)
         yield style.Key(f"N = {nodes}", marker=look.marker, hollow=True, colour=look.colour)
     if usage.predicted:
-        names = ["predicted"] if len(usage.lines) == 1 else ["predicted, several workers", "predicted, one worker"]
+        names = (
+            ["predicted"]
+            if len(usage.lines) == 1
+            else ["predicted, several workers", "predicted, one worker"]
+        )
         for name, colour in zip(names, _colours(usage, sizes), strict=True):
             yield style.Key(name, line="-", colour=colour)
     if any(interval.low < interval.high for interval in usage.predicted):
@@ -281,7 +325,11 @@ def _keys(usage: Usage, sizes: list[int]) -> Iterable[style.Key]:
 
 def _title(usage: Usage) -> str:
     several, *alone = (line.growth for line in usage.lines)
-    title = f"A worker needs {format_bytes(several)} for each further sample of its batch" if several else MEMORY
+    title = (
+        f"A worker needs {format_bytes(several)} for each further sample of its batch"
+        if several
+        else MEMORY
+    )
     if several and alone and alone[0]:
         title += f", a single one {format_bytes(alone[0])}"
     lines = [line for line in usage.lines if line.predicted]
@@ -307,7 +355,9 @@ def _caption(usage: Usage, kinds: str) -> str:
     if usage.limit is not None:
         parts.append(f"The limit is {format_bytes(usage.limit)} per worker.")
     if usage.limit is not None and usage.allowed is not None and usage.allowed < usage.limit:
-        parts.append(f"Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in red).")
+        parts.append(
+            f"Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in red)."
+        )
         parts.append("The rest is a margin, and room for what training holds beside its steps.")
     if any(line.largest is not None for line in usage.lines):
         parts.append("Batches do not fit where their line is dotted.")
@@ -323,7 +373,11 @@ def _caption(usage: Usage, kinds: str) -> str:
 def _marks_in_words(usage: Usage) -> Iterable[str]:
     """Sentences about markers and lines."""
     one = len(usage.lines) == 1
-    curve = "so that they lie on one curve" if one else "but a single worker's lie on a curve of their own"
+    curve = (
+        "so that they lie on one curve"
+        if one
+        else "but a single worker's lie on a curve of their own"
+    )
     if usage.measured:
         yield f"Markers are measured; the number of nodes hardly matters, {curve}."
     if not one:
@@ -348,9 +402,16 @@ def _table(usage: Usage) -> Table:
     ]
     of_nodes = [None, 1][: len(usage.lines)]
     for nodes, line in zip(of_nodes, usage.lines, strict=True):
-        rows += [("predicted_90", nodes, batch, *interval) for batch, interval in line.predicted.items()]
-    rows += [("out_of_memory", item.nodes, item.local_batch, None, None, None) for item in usage.out_of_memory]
+        rows += [
+            ("predicted_90", nodes, batch, *interval) for batch, interval in line.predicted.items()
+        ]
+    rows += [
+        ("out_of_memory", item.nodes, item.local_batch, None, None, None)
+        for item in usage.out_of_memory
+    ]
     rows += [("limit", None, None, usage.limit, None, None)] if usage.limit is not None else []
     for nodes, line in zip(of_nodes, usage.lines, strict=True):
-        rows += [("largest_that_fits", nodes, line.largest, None, None, None)] if line.largest else []
+        rows += (
+            [("largest_that_fits", nodes, line.largest, None, None, None)] if line.largest else []
+        )
     return Table(columns, rows)

@@ -1,6 +1,7 @@
 """Where the time of a step goes, and how well the model predicts it.
 
-How many samples a worker computes in a second, against its local batch, where it takes that at once.
+How many samples a worker computes in a second, against its local batch, where it takes that at
+once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from tula_hpc.analysis.run_contents import RunContents, find_candidate, trained_
 from tula_hpc.formatting import format_duration, format_number, format_percent
 from tula_hpc.records import Configuration, Measurement, StepTimes
 
-ROW_IN = 0.17  # height of a bar with its gap
-NOTABLE = 0.05  # a part below this share of the step is no finding
-EXCHANGE = 4.0  # a rest up to so many times as long as the bare all-reduce may be that, slowed down by other work
+# height of a bar with its gap
+ROW_IN = 0.17
+# a part below this share of the step is no finding
+NOTABLE = 0.05
+# a rest up to so many times as long as the bare all-reduce may be that, slowed down by other work
+EXCHANGE = 4.0
 
 
 class Parts(NamedTuple):
@@ -42,7 +46,12 @@ PART_COLOURS = (style.DATA, style.COMPUTE, style.OPTIMIZER, style.SYNC)
 def parts_of(times: StepTimes) -> Parts:
     """Exposed synchronization = step − data − compute − optimizer, at least 0: what overlap does not hide."""
     known = times.data_time_s + times.compute_time_s + times.optimizer_time_s
-    return Parts(times.data_time_s, times.compute_time_s, times.optimizer_time_s, max(0.0, times.step_time_s - known))
+    return Parts(
+        times.data_time_s,
+        times.compute_time_s,
+        times.optimizer_time_s,
+        max(0.0, times.step_time_s - known),
+    )
 
 
 class Bar(NamedTuple):
@@ -80,7 +89,9 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
         if any(bar.allreduce_s for bar in bars):
             keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
         style.legend(axes, keys, columns=3, left=-0.22)
-    return Drawing("step_breakdown", title, _breakdown_caption(bars), figure, _breakdown_table(bars))
+    return Drawing(
+        "step_breakdown", title, _breakdown_caption(bars), figure, _breakdown_table(bars)
+    )
 
 
 def _breakdown_caption(bars: Sequence[Bar]) -> str:
@@ -131,7 +142,10 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], sizes: list[int]) -> None:
     axes.spines["left"].set_visible(False)
     axes.set_yticks(
         [y for y, _ in placed],
-        [f"N = {bar.configuration.nodes}, B = {bar.configuration.global_batch:,}" for _, bar in placed],
+        [
+            f"N = {bar.configuration.nodes}, B = {bar.configuration.global_batch:,}"
+            for _, bar in placed
+        ],
     )
     for label, (_, bar) in zip(axes.get_yticklabels(), placed, strict=True):
         label.set_color(style.size_style(sizes, bar.configuration.nodes).colour)
@@ -153,7 +167,12 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
             markeredgewidth=0.7,
         )
     axes.annotate(
-        format_duration(bar.step_s), (1, y), xycoords=("axes fraction", "data"), ha="right", va="center", size=8
+        format_duration(bar.step_s),
+        (1, y),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="center",
+        size=8,
     )
 
 
@@ -198,7 +217,9 @@ def _calm_title(bars: Sequence[Bar], share: str) -> str:
     """Where no named part takes more than that share of a step."""
     if all(bar.share(3) < NOTABLE for bar in bars):
         return f"Computing fills every step: no other part takes more than {share}"
-    exchange = " nor exchanging gradients" if any(bar.configuration.world_size > 1 for bar in bars) else ""
+    exchange = (
+        " nor exchanging gradients" if any(bar.configuration.world_size > 1 for bar in bars) else ""
+    )
     return f"Neither data nor the optimizer{exchange} takes more than {share} of a step"
 
 
@@ -256,11 +277,15 @@ class Error(NamedTuple):
 def draw_prediction_error(run: RunContents) -> Drawing | Missing:
     """Relative error of the predicted step time per configuration, by cluster size, and of the training's epochs."""
     if run.plan is None:
-        return Missing("prediction_error", "prediction error", "there are no predictions before the plan")
+        return Missing(
+            "prediction_error", "prediction error", "there are no predictions before the plan"
+        )
     steps = list(_step_errors(run))
     trainings = list(_training_errors(run))
     if not steps and not trainings:
-        return Missing("prediction_error", "prediction error", "no candidate of the plan has been measured")
+        return Missing(
+            "prediction_error", "prediction error", "no candidate of the plan has been measured"
+        )
     title = _error_title(steps, trainings)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
@@ -272,7 +297,9 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
     )
     if trainings:
         caption += "The star compares an epoch of the real training, which the model has not seen, with its prediction."
-    return Drawing("prediction_error", title, caption.strip(), figure, _error_table(steps, trainings))
+    return Drawing(
+        "prediction_error", title, caption.strip(), figure, _error_table(steps, trainings)
+    )
 
 
 def _step_errors(run: RunContents) -> Iterable[Error]:
@@ -286,10 +313,17 @@ def _training_errors(run: RunContents) -> Iterable[Error]:
     for training in run.trainings:
         candidate = trained_candidate(run, training)
         if candidate is not None and training.epoch_time_s:
-            yield Error(candidate.configuration, candidate.epoch_time_s, training.epoch_time_s, training.label)
+            yield Error(
+                candidate.configuration,
+                candidate.epoch_time_s,
+                training.epoch_time_s,
+                training.label,
+            )
 
 
-def _draw_errors(axes: Axes, steps: Sequence[Error], trainings: Sequence[Error], sizes: list[int]) -> None:
+def _draw_errors(
+    axes: Axes, steps: Sequence[Error], trainings: Sequence[Error], sizes: list[int]
+) -> None:
     groups = [[error for error in steps if error.configuration.nodes == nodes] for nodes in sizes]
     groups = [group for group in groups if group]
     axes.axhline(0, color=style.MUTED.light, linewidth=1)
@@ -319,10 +353,22 @@ def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyl
     errors = [100 * error.relative for error in group]
     if len(errors) >= 4:
         low, _, high = statistics.quantiles(errors, n=4, method="inclusive")
-        axes.bar(x, high - low, bottom=low, width=0.62, color=look.colour, alpha=0.16, linewidth=0, zorder=1)
+        axes.bar(
+            x,
+            high - low,
+            bottom=low,
+            width=0.62,
+            color=look.colour,
+            alpha=0.16,
+            linewidth=0,
+            zorder=1,
+        )
     middle = statistics.median(errors)
     axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=look.colour, linewidth=2, zorder=2)
-    spread = [x + (0.5 if len(errors) == 1 else place / (len(errors) - 1)) * 0.5 - 0.25 for place in range(len(errors))]
+    spread = [
+        x + (0.5 if len(errors) == 1 else place / (len(errors) - 1)) * 0.5 - 0.25
+        for place in range(len(errors))
+    ]
     axes.plot(
         spread,
         errors,
@@ -336,7 +382,15 @@ def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyl
 
 def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> None:
     value = 100 * error.relative
-    axes.plot([x], [value], "*", color=look.colour, markeredgecolor=style.INK.light, markeredgewidth=0.7, markersize=13)
+    axes.plot(
+        [x],
+        [value],
+        "*",
+        color=look.colour,
+        markeredgecolor=style.INK.light,
+        markeredgewidth=0.7,
+        markersize=13,
+    )
     axes.annotate(
         format_percent(error.relative, signed=True),
         (x, value),
@@ -349,7 +403,8 @@ def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> N
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
     sizes = (
-        f"{format_percent(abs(item.relative))} too {'long' if item.relative >= 0 else 'short'}" for item in trainings
+        f"{format_percent(abs(item.relative))} too {'long' if item.relative >= 0 else 'short'}"
+        for item in trainings
     )
     training = f"the training's epochs were predicted {' and '.join(sizes)}" if trainings else ""
     if not steps:
@@ -389,15 +444,18 @@ def _error_table(steps: Sequence[Error], trainings: Sequence[Error]) -> Table:
     return Table(columns, rows)
 
 
-NEARLY = 0.9  # of the highest speed: from there on larger batches gain little
+# of the highest speed: from there on larger batches gain little
+NEARLY = 0.9
 
 
 class Point(NamedTuple):
     """Forward and backward of one batch, timed without synchronization."""
 
-    configuration: Configuration  # the batch is the one that was computed
+    # the batch is the one that was computed
+    configuration: Configuration
     seconds: float
-    beside: bool  # it was timed beside a profile with a larger batch
+    # it was timed beside a profile with a larger batch
+    beside: bool
 
     @property
     def samples_per_second(self) -> float:
@@ -416,8 +474,17 @@ def draw_computation(run: RunContents) -> Drawing | Missing:
         figure, (axes,) = style.new_figure(title, 3.4)
         batches = [point.configuration.local_batch for point in points]
         style.batch_axis(axes, batches, "local batch b (samples per step and worker)")
-        style.value_axis(axes, [p.samples_per_second for p in points], label="samples per second and worker")
-        axes.plot(list(speeds), list(speeds.values()), "-", color=style.MUTED.light, linewidth=1.2, zorder=1)
+        style.value_axis(
+            axes, [p.samples_per_second for p in points], label="samples per second and worker"
+        )
+        axes.plot(
+            list(speeds),
+            list(speeds.values()),
+            "-",
+            color=style.MUTED.light,
+            linewidth=1.2,
+            zorder=1,
+        )
         _draw(axes, points, run.cluster_sizes)
         style.legend(axes, list(_keys(points, run.cluster_sizes)), columns=6)
     return Drawing("computation", title, _caption(points), figure, _table(points))
@@ -451,7 +518,9 @@ def _by_batch(points: Sequence[Point]) -> dict[int, float]:
     count = Counter(nodes for nodes, _ in batches)
     where = min(count, key=lambda nodes: (-count[nodes], nodes), default=0)
     return medians_by_batch(
-        (p.configuration.local_batch, p.samples_per_second) for p in points if p.configuration.nodes == where
+        (p.configuration.local_batch, p.samples_per_second)
+        for p in points
+        if p.configuration.nodes == where
     )
 
 
@@ -498,6 +567,7 @@ def _table(points: Sequence[Point]) -> Table:
         "beside_a_larger_batch",
     )
     rows: list[tuple[Cell, ...]] = [
-        (*point.configuration, point.seconds, point.samples_per_second, point.beside) for point in points
+        (*point.configuration, point.seconds, point.samples_per_second, point.beside)
+        for point in points
     ]
     return Table(columns, rows)

@@ -44,15 +44,19 @@ from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import Metrics
 
 MOST_PANELS = 3
-LEGEND_CHARACTERS = 100  # in a row, with six for each entry's line and the gap after it
-LATER = 0.25  # the first quarter of the epochs may lie below the panel: the ends are compared
+# in a row, with six for each entry's line and the gap after it
+LEGEND_CHARACTERS = 100
+# the first quarter of the epochs may lie below the panel: the ends are compared
+LATER = 0.25
 
 
 def column_style(columns: Sequence[str], name: str) -> style.SizeStyle:
     """Colour and marker of a method: by its place among the others; plain training is grey."""
     if name == REFERENCE_COLUMN:
         return style.SizeStyle(style.MUTED.light, "o")
-    return style.size_style(range(len(columns)), [c for c in columns if c != REFERENCE_COLUMN].index(name))
+    return style.size_style(
+        range(len(columns)), [c for c in columns if c != REFERENCE_COLUMN].index(name)
+    )
 
 
 def line_style(columns: Sequence[str], name: str) -> Literal["-", ":"]:
@@ -63,12 +67,18 @@ def line_style(columns: Sequence[str], name: str) -> Literal["-", ":"]:
 
 def column_keys(columns: Sequence[str], names: Sequence[str]) -> list[style.Key]:
     """Entries of a legend of lines, for some of the columns."""
-    return [style.Key(n, line=line_style(columns, n), colour=column_style(columns, n).colour) for n in names]
+    return [
+        style.Key(n, line=line_style(columns, n), colour=column_style(columns, n).colour)
+        for n in names
+    ]
 
 
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Mean test accuracy against the global batch with a band of one standard deviation, and the small batch's line."""
-    lines = {name: [e for b in table.batches if (e := table.entries[name, b]).test] for name in table.columns}
+    lines = {
+        name: [e for b in table.batches if (e := table.entries[name, b]).test]
+        for name in table.columns
+    }
     lines = {name: entries for name, entries in lines.items() if entries}
     if not lines:
         return Missing("study_accuracy", "accuracy against batch", no_result(table))
@@ -76,8 +86,12 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.9)
         beside, longest = labels.have_room(list(lines)), max(map(len, lines))
-        style.batch_axis(axes, table.batches, "global batch B", right=0.06 + 0.0145 * longest if beside else 0.05)
-        accuracy_axis(axes, heights([*(e for entries in lines.values() for e in entries), table.reference]))
+        style.batch_axis(
+            axes, table.batches, "global batch B", right=0.06 + 0.0145 * longest if beside else 0.05
+        )
+        accuracy_axis(
+            axes, heights([*(e for entries in lines.values() for e in entries), table.reference])
+        )
         ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
         across = None
         if table.reference is not None and table.reference.test is not None:
@@ -86,7 +100,9 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
         if beside:
             labels.label_ends(axes, ends, across=across)
         else:
-            style.legend(axes, [end.key for end in ends], columns=legend_columns(list(lines)), left=-0.02)
+            style.legend(
+                axes, [end.key for end in ends], columns=legend_columns(list(lines)), left=-0.02
+            )
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, in a band (or bar) of "
         "one standard deviation to each side. The dashed line is plain training with the small batch. All have seen "
@@ -116,13 +132,30 @@ def _draw_line(axes: Axes, entries: Sequence[Entry], columns: Sequence[str]) -> 
     means = np.array([100 * entry.test.mean for entry in entries if entry.test])
     deviations = np.array([100 * (entry.test.deviation or 0.0) for entry in entries if entry.test])
     axes.plot(batches, means, line, marker=look.marker, color=look.colour, zorder=3)
-    partial = [(entry.batch, mean) for entry, mean in zip(entries, means, strict=True) if entry.diverged]
-    axes.plot(*np.array(partial).reshape(-1, 2).T, look.marker, color=look.colour, markerfacecolor="white", zorder=4)
+    partial = [
+        (entry.batch, mean) for entry, mean in zip(entries, means, strict=True) if entry.diverged
+    ]
+    axes.plot(
+        *np.array(partial).reshape(-1, 2).T,
+        look.marker,
+        color=look.colour,
+        markerfacecolor="white",
+        zorder=4,
+    )
     if len(batches) > 1:
-        axes.fill_between(batches, means - deviations, means + deviations, color=look.colour, alpha=0.13, linewidth=0)
+        axes.fill_between(
+            batches,
+            means - deviations,
+            means + deviations,
+            color=look.colour,
+            alpha=0.13,
+            linewidth=0,
+        )
     else:
         axes.errorbar(batches, means, deviations, color=look.colour, capsize=3, linewidth=1.2)
-    return labels.EndLabel(batches[-1], float(means[-1]), entries[0].column, look.colour, look.marker, line)
+    return labels.EndLabel(
+        batches[-1], float(means[-1]), entries[0].column, look.colour, look.marker, line
+    )
 
 
 def _draw_small_batch(axes: Axes, small: Entry) -> None:
@@ -132,7 +165,8 @@ def _draw_small_batch(axes: Axes, small: Entry) -> None:
     axes.axhline(mean, color=style.INK.light, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"{small.column} at B = {small.batch:,}: {percent(small.test)}",
-        (0.99, mean),  # where the large batches have lost, most room is above them
+        # where the large batches have lost, most room is above them
+        (0.99, mean),
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
@@ -160,14 +194,23 @@ def _accuracy_table(lines: dict[str, list[Entry]], table: StudyTable) -> Table:
     for entry in [*small, *(entry for entries in lines.values() for entry in entries)]:
         if entry.test:
             deviation = None if entry.test.deviation is None else 100 * entry.test.deviation
-            rows.append((entry.column, entry.batch, 100 * entry.test.mean, deviation, entry.test.runs))
-    return Table(("method", "global_batch_samples", "test_accuracy_percent", "deviation_percent", "runs"), rows)
+            rows.append(
+                (entry.column, entry.batch, 100 * entry.test.mean, deviation, entry.test.runs)
+            )
+    return Table(
+        ("method", "global_batch_samples", "test_accuracy_percent", "deviation_percent", "runs"),
+        rows,
+    )
 
 
 def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Mean test accuracy after each evaluated epoch, a panel for each of the batches (three at most)."""
     shown = _spread_out(table.batches)
-    curves = {(name, batch): _mean_curve(contents, name, batch) for batch in shown for name in table.columns}
+    curves = {
+        (name, batch): _mean_curve(contents, name, batch)
+        for batch in shown
+        for name in table.columns
+    }
     curves = {place: curve for place, curve in curves.items() if curve}
     batches = [batch for batch in shown if any(b == batch for _, b in curves)]
     names = [name for name in table.columns if any(n == name for n, _ in curves)]
@@ -178,12 +221,21 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
     title = "Test accuracy over the epochs: whether the trainings were long enough to compare their ends"
     with style.styled():
-        figure, panels = style.new_figure(title, 0.6 + 2.1 * len(batches), ratios=[1] * len(batches))
+        figure, panels = style.new_figure(
+            title, 0.6 + 2.1 * len(batches), ratios=[1] * len(batches)
+        )
         for axes, batch in zip(panels, batches, strict=True):
-            _draw_curves(axes, {name: curve for (name, b), curve in curves.items() if b == batch}, small, table)
+            _draw_curves(
+                axes,
+                {name: curve for (name, b), curve in curves.items() if b == batch},
+                small,
+                table,
+            )
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
         panels[-1].set_xlabel("epochs")
-        style.legend(panels[0], _keys(table, names, bool(small)), columns=legend_columns(names), left=-0.02)
+        style.legend(
+            panels[0], _keys(table, names, bool(small)), columns=legend_columns(names), left=-0.02
+        )
     caption = (
         "Test accuracy after each epoch at which it was looked at, mean over the seeds. Dashed: plain training with "
         "the small batch. Lines that still rise at the end are trainings that were cut short."
@@ -201,23 +253,38 @@ def _spread_out(batches: Sequence[int]) -> list[int]:
 def _mean_curve(contents: StudyContents, column: str, batch: int) -> list[tuple[float, float]]:
     """(epoch, percent) at the epochs that every run has."""
     runs = contents.of(column, batch)
-    known = [{row.epoch: contents.accuracy(row) for row in run.epochs} for run in runs if run.epochs]
+    known = [
+        {row.epoch: contents.accuracy(row) for row in run.epochs} for run in runs if run.epochs
+    ]
     shared = sorted(set.intersection(*map(set, known))) if known else []
-    return [(epoch, 100 * float(np.mean([accuracies[epoch] for accuracies in known]))) for epoch in shared]
+    return [
+        (epoch, 100 * float(np.mean([accuracies[epoch] for accuracies in known])))
+        for epoch in shared
+    ]
 
 
 def _draw_curves(
-    axes: Axes, curves: dict[str, list[tuple[float, float]]], small: list[tuple[float, float]], table: StudyTable
+    axes: Axes,
+    curves: dict[str, list[tuple[float, float]]],
+    small: list[tuple[float, float]],
+    table: StudyTable,
 ) -> None:
     for name, curve in curves.items():
         colour, line = column_style(table.columns, name).colour, line_style(table.columns, name)
         axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=1.3)
     if small:
-        axes.plot(*zip(*small, strict=True), color=style.INK.light, linewidth=1, linestyle=(0, (5, 3)))
+        axes.plot(
+            *zip(*small, strict=True), color=style.INK.light, linewidth=1, linestyle=(0, (5, 3))
+        )
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     last = max(epoch for curve in curves.values() for epoch, _ in curve)
-    later = [height for curve in [*curves.values(), small] for epoch, height in curve if epoch >= LATER * last]
+    later = [
+        height
+        for curve in [*curves.values(), small]
+        for epoch, height in curve
+        if epoch >= LATER * last
+    ]
     axes.set_ylim(max(0.0, min(later) - 2.0), max(later) + 2.0)
 
 
@@ -235,11 +302,14 @@ def _keys(table: StudyTable, names: Sequence[str], small: bool) -> list[style.Ke
 
 
 def _curve_table(curves: dict[tuple[str, int], list[tuple[float, float]]]) -> Table:
-    rows: list[tuple[Cell, ...]] = [(*place, *point) for place, curve in curves.items() for point in curve]
+    rows: list[tuple[Cell, ...]] = [
+        (*place, *point) for place, curve in curves.items() for point in curve
+    ]
     return Table(("method", "global_batch_samples", "epochs", "test_accuracy_percent"), rows)
 
 
-GATED = ("ags", "static")  # methods that have a δ
+# methods that have a δ
+GATED = ("ags", "static")
 
 
 class Point(NamedTuple):
@@ -278,7 +348,11 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         if len(points := _points(group, table, batch)) > 1
     }
     if not lines:
-        return Missing("study_delta", "ablation of δ", "no two columns with results differ in training.delta alone")
+        return Missing(
+            "study_delta",
+            "ablation of δ",
+            "no two columns with results differ in training.delta alone",
+        )
     title = _delta_title(lines)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
@@ -313,7 +387,9 @@ def _draw(axes: Axes, points: list[Point], table: StudyTable, batch: int) -> lab
     means = [100 * point.entry.test.mean for point in points if point.entry.test]
     bars = [100 * (point.entry.test.deviation or 0.0) for point in points if point.entry.test]
     deltas = [point.delta for point in points]
-    axes.errorbar(deltas, means, bars, fmt=f"{look.marker}-", color=look.colour, capsize=3, elinewidth=1)
+    axes.errorbar(
+        deltas, means, bars, fmt=f"{look.marker}-", color=look.colour, capsize=3, elinewidth=1
+    )
     return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", look.colour, look.marker)
 
 
@@ -325,15 +401,25 @@ def _delta_title(lines: dict[tuple[int, int], list[Point]]) -> str:
 
 def _delta_table(lines: dict[tuple[int, int], list[Point]]) -> Table:
     rows: list[tuple[Cell, ...]] = [
-        (p.entry.column, p.delta, batch, 100 * p.entry.test.mean, 100 * (p.entry.test.deviation or 0.0))
+        (
+            p.entry.column,
+            p.delta,
+            batch,
+            100 * p.entry.test.mean,
+            100 * (p.entry.test.deviation or 0.0),
+        )
         for (_, batch), points in lines.items()
         for p in points
         if p.entry.test
     ]
-    return Table(("method", "delta", "global_batch_samples", "test_accuracy_percent", "deviation_percent"), rows)
+    return Table(
+        ("method", "delta", "global_batch_samples", "test_accuracy_percent", "deviation_percent"),
+        rows,
+    )
 
 
-LEAST_SPREAD = 1e-3  # of the scales, relative: less is one value and no density
+# of the scales, relative: less is one value and no density
+LEAST_SPREAD = 1e-3
 POINTS = 200
 
 Values = NDArray[np.float64]
@@ -347,18 +433,31 @@ def used_scales(runs: Iterable[Metrics]) -> Values:
 
 def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """A density of the scale used for each method that has one, a panel for each batch."""
-    scales = {(b, name): used_scales(contents.of(name, b)) for b in table.batches for name in table.columns}
-    scales = {place: values for place, values in scales.items() if len(values) > 1 and np.ptp(values) > 0}
+    scales = {
+        (b, name): used_scales(contents.of(name, b))
+        for b in table.batches
+        for name in table.columns
+    }
+    scales = {
+        place: values for place, values in scales.items() if len(values) > 1 and np.ptp(values) > 0
+    }
     batches = [batch for batch in table.batches if any(b == batch for b, _ in scales)]
     if not batches:
-        return Missing("study_scale", "density of the scale used", "no training logged a gradient scale that varies")
+        return Missing(
+            "study_scale",
+            "density of the scale used",
+            "no training logged a gradient scale that varies",
+        )
     title = _scale_title(scales, batches[-1])
     with style.styled():
-        figure, panels = style.new_figure(title, 0.6 + 1.7 * len(batches), ratios=[1] * len(batches))
+        figure, panels = style.new_figure(
+            title, 0.6 + 1.7 * len(batches), ratios=[1] * len(batches)
+        )
         everything = np.concatenate([*scales.values(), np.ones(1)])
         label = "factor on the gradient, mean over parameters"
         if wide := _is_wide(everything):
-            style.amount_axis(panels[-1], everything, label)  # of all panels
+            # of all panels
+            style.amount_axis(panels[-1], everything, label)
         else:
             panels[-1].set_xlabel(label)
         for axes, batch in zip(panels, batches, strict=True):
@@ -366,7 +465,9 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
             _draw_scales_of_batch(axes, here, table.columns, wide=wide)
             axes.set_ylabel(f"density\nB = {batch:,}")
         names = [name for name in table.columns if any(n == name for _, n in scales)]
-        style.legend(panels[0], column_keys(table.columns, names), columns=legend_columns(names), left=-0.02)
+        style.legend(
+            panels[0], column_keys(table.columns, names), columns=legend_columns(names), left=-0.02
+        )
     caption = (
         "How often gradients were multiplied by which factor, over all logged steps of all seeds (a Gaussian kernel "
         "density): the mean factor over all parameters and over the steps between two lines of the log, of which those "
@@ -381,7 +482,9 @@ def density(values: Values, at: Values) -> Values:
     if np.ptp(values) > LEAST_SPREAD * max(1.0, float(np.abs(values).max())):
         return np.asarray(gaussian_kde(values)(at), dtype=np.float64)
     width = max((at[-1] - at[0]) / 60, LEAST_SPREAD)
-    return np.asarray(np.exp(-0.5 * ((at - values.mean()) / width) ** 2) / (width * np.sqrt(2 * np.pi)))
+    return np.asarray(
+        np.exp(-0.5 * ((at - values.mean()) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+    )
 
 
 def _is_wide(factors: Values) -> bool:
@@ -389,14 +492,21 @@ def _is_wide(factors: Values) -> bool:
     return bool(factors.min() > 0 and factors.max() > style.LOG_RATIO * factors.min())
 
 
-def _draw_scales_of_batch(axes: Axes, scales: dict[str, Values], columns: Sequence[str], *, wide: bool) -> None:
+def _draw_scales_of_batch(
+    axes: Axes, scales: dict[str, Values], columns: Sequence[str], *, wide: bool
+) -> None:
     drawn = {name: np.log(values) if wide else values for name, values in scales.items()}
-    everything = np.concatenate([*drawn.values(), np.full(1, 0.0 if wide else 1.0)])  # where nothing is scaled
+    # where nothing is scaled
+    everything = np.concatenate([*drawn.values(), np.full(1, 0.0 if wide else 1.0)])
     margin = 0.2 * max(float(np.ptp(everything)), 0.1)
     least = everything.min() - margin
     at = np.linspace(least if wide else max(0.0, least), everything.max() + margin, POINTS)
     for name, values in drawn.items():
-        colour, heights, x = column_style(columns, name).colour, density(values, at), np.exp(at) if wide else at
+        colour, heights, x = (
+            column_style(columns, name).colour,
+            density(values, at),
+            np.exp(at) if wide else at,
+        )
         axes.plot(x, heights, line_style(columns, name), color=colour)
         axes.fill_between(x, heights, color=colour, alpha=0.12, linewidth=0)
     axes.axvline(1, color=style.MUTED.light, linewidth=1)
@@ -411,32 +521,57 @@ def _scale_title(scales: dict[tuple[int, str], Values], batch: int) -> str:
 
 def _scale_table(scales: dict[tuple[int, str], Values]) -> Table:
     rows: list[tuple[Cell, ...]] = [
-        (name, batch, len(values), float(values.mean()), *(float(q) for q in np.quantile(values, [0.05, 0.5, 0.95])))
+        (
+            name,
+            batch,
+            len(values),
+            float(values.mean()),
+            *(float(q) for q in np.quantile(values, [0.05, 0.5, 0.95])),
+        )
         for (batch, name), values in scales.items()
     ]
-    columns = ("method", "global_batch_samples", "logged_lines", "mean_scale", "low_5", "median", "high_95")
+    columns = (
+        "method",
+        "global_batch_samples",
+        "logged_lines",
+        "mean_scale",
+        "low_5",
+        "median",
+        "high_95",
+    )
     return Table(columns, rows)
 
 
 def draw_study_scale_elements(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Density of the scale over single elements at the largest batch, where training.scale_histogram counted them."""
     batch = table.batches[-1]
-    steps = {name: [row for run in contents.of(name, batch) for row in run.steps] for name in table.columns}
+    steps = {
+        name: [row for run in contents.of(name, batch) for row in run.steps]
+        for name in table.columns
+    }
     found = [used for name, rows in steps.items() if (used := histogram_of(name, rows)) is not None]
     if not found:
         why = "no training had training.scale_histogram"
-        return Missing("study_scale_elements", "density of the scale over elements", why, optional=True)
+        return Missing(
+            "study_scale_elements", "density of the scale over elements", why, optional=True
+        )
     drawing = draw_used(found[: len(style.SIZES)], "study_scale_elements")
     return drawing._replace(caption=f"At B = {batch:,}, all seeds. {drawing.caption}")
 
 
 ROW_IN = 0.6
-NAME_SHARE = 0.22  # of the width, for the methods' names
-NAME_CHARACTERS = 17  # that fit into it
-MOST_ACROSS = 5  # batches beside one another; more are in several blocks, one below the other
-ROOMY = 3  # so many batches leave each cell room for a long line
-DARKEST = 0.5  # opacity of the best
-KEYS_IN = 0.35  # height of the legend, with the margin
+# of the width, for the methods' names
+NAME_SHARE = 0.22
+# that fit into it
+NAME_CHARACTERS = 17
+# batches beside one another; more are in several blocks, one below the other
+MOST_ACROSS = 5
+# so many batches leave each cell room for a long line
+ROOMY = 3
+# opacity of the best
+DARKEST = 0.5
+# height of the legend, with the margin
+KEYS_IN = 0.35
 NOTE_ROWS = 0.6
 BACK = "back: the share of what lbt lost against the small batch that was won back; below 0 % more was lost"
 
@@ -461,7 +596,9 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         if _any_back(table):
             axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
         style.legend(axes, _mark_keys(table), left=0.0)
-    return Drawing("study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table)))
+    return Drawing(
+        "study_table", title, _caption(contents), figure, Table(CSV_COLUMNS, csv_rows(table))
+    )
 
 
 def _blocks(batches: Sequence[int]) -> list[Sequence[int]]:
@@ -470,12 +607,16 @@ def _blocks(batches: Sequence[int]) -> list[Sequence[int]]:
     return [batches[first : first + across] for first in range(0, len(batches), across)]
 
 
-def _draw_block(axes: Axes, table: StudyTable, batches: Sequence[int], top: int, across: int) -> None:
+def _draw_block(
+    axes: Axes, table: StudyTable, batches: Sequence[int], top: int, across: int
+) -> None:
     """All methods at these batches, in columns as wide as if there were `across`."""
     width = (1 - NAME_SHARE) / across
     for place, batch in enumerate(batches):
         left = NAME_SHARE + place * width
-        axes.text(left + width / 2, top + 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light)
+        axes.text(
+            left + width / 2, top + 0.6, f"B = {batch:,}", ha="center", color=style.MUTED.light
+        )
         _draw_row(axes, table.row(batch), (left, top + 1), width, roomy=across <= ROOMY)
     for place, name in enumerate(table.columns):
         text = textwrap.fill(name, NAME_CHARACTERS)
@@ -484,7 +625,11 @@ def _draw_block(axes: Axes, table: StudyTable, batches: Sequence[int], top: int,
 
 def _any_back(table: StudyTable) -> bool:
     """Whether any cell says how much came back."""
-    return any(entry.recovered is not None for entry in table.entries.values() if entry.column != REFERENCE_COLUMN)
+    return any(
+        entry.recovered is not None
+        for entry in table.entries.values()
+        if entry.column != REFERENCE_COLUMN
+    )
 
 
 def _mark_keys(table: StudyTable) -> list[style.Key]:
@@ -493,12 +638,16 @@ def _mark_keys(table: StudyTable) -> list[style.Key]:
         return []
     return [
         style.Key("darker: better at its batch", "s", colour=style.SIZES[5].light),
-        style.Key("best (bold) or within one deviation of it", "s", hollow=True, colour=style.INK.light),
+        style.Key(
+            "best (bold) or within one deviation of it", "s", hollow=True, colour=style.INK.light
+        ),
         style.Key("worst", "s", hollow=True, colour=style.ALERT.light),
     ]
 
 
-def _draw_row(axes: Axes, row: list[Entry], corner: tuple[float, float], width: float, *, roomy: bool) -> None:
+def _draw_row(
+    axes: Axes, row: list[Entry], corner: tuple[float, float], width: float, *, roomy: bool
+) -> None:
     left, top = corner
     means = [entry.test.mean for entry in row if entry.test]
     low, high = min(means, default=0.0), max(means, default=1.0)
@@ -506,7 +655,9 @@ def _draw_row(axes: Axes, row: list[Entry], corner: tuple[float, float], width: 
     for place, entry in enumerate(row):
         share = (entry.test.mean - low) / (high - low) if entry.test and high > low else 0.0
         box = (left + 0.04 * width, top + 0.06 + place), 0.92 * width, 0.88
-        axes.add_patch(Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0))
+        axes.add_patch(
+            Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0)
+        )
         leads = best is not None and within_one_deviation(entry, best)
         if leads or entry.mark == "worst":
             edge = style.INK.light if leads else style.ALERT.light
@@ -519,13 +670,25 @@ def _write(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) -> None
     colour = style.ALERT.light if entry.mark == "worst" else style.INK.light
     weight = "bold" if entry.mark == "best" else "normal"
     achieved, counts = _achieved(entry), _counts(entry)
-    lines = [line for line in (", ".join(achieved), ", ".join(counts)) if line] if roomy else [*achieved, *counts]
+    lines = (
+        [line for line in (", ".join(achieved), ", ".join(counts)) if line]
+        if roomy
+        else [*achieved, *counts]
+    )
     size = None if roomy else 8
     head, first, pitch = _rows(len(lines))
     axes.text(x, y + head, text, ha="center", va="center", color=colour, weight=weight, size=size)
     for place, line in enumerate(lines):
         height = y + first + pitch * place
-        axes.text(x, height, line, ha="center", va="center", size=7 if roomy else 6, color=style.MUTED.light)
+        axes.text(
+            x,
+            height,
+            line,
+            ha="center",
+            va="center",
+            size=7 if roomy else 6,
+            color=style.MUTED.light,
+        )
 
 
 def _rows(lines: int) -> tuple[float, float, float]:

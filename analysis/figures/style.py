@@ -22,12 +22,16 @@ from matplotlib.transforms import ScaledTranslation
 from tula_hpc.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
 
 WIDTH_IN = 6.4
-TITLE_CHARACTERS = 64  # a bold title line of this length is as wide as the figure
+# a bold title line of this length is as wide as the figure
+TITLE_CHARACTERS = 64
 TITLE_LINE_IN = 0.2
 EDGE_IN = 0.09
-LOG_RATIO = 4  # quantities that span more than this factor get a logarithmic axis
-TICK_LETTER_SHARE = 0.0136  # width of a letter below a tick, as a share of the panel
-BELOW_ZERO = 0.05  # of an axis, left free where marks lie on zero
+# quantities that span more than this factor get a logarithmic axis
+LOG_RATIO = 4
+# width of a letter below a tick, as a share of the panel
+TICK_LETTER_SHARE = 0.0136
+# of an axis, left free where marks lie on zero
+BELOW_ZERO = 0.05
 
 
 class Colour(NamedTuple):
@@ -45,7 +49,8 @@ SHADE = Colour("shade", "#eceef0", "#2a2f35")
 PAPER = Colour("paper", "#ffffff", "#16191d")
 ALERT = Colour("alert", "#b3261e", "#ff8a80")
 
-# Okabe and Ito's palette without its yellow, which vanishes on white: told apart with every common colour blindness
+# Okabe and Ito's palette without its yellow, which vanishes on white: told apart with every common
+# colour blindness
 SIZES = (
     Colour("size-1", "#0072b2", "#4fa8e0"),
     Colour("size-2", "#d55e00", "#ff8a3d"),
@@ -56,7 +61,8 @@ SIZES = (
     Colour("size-7", "#5b3f95", "#b596e0"),
     Colour("size-8", "#8b5a2b", "#c99a6b"),
 )
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven shapes on eight colours: pairs repeat only after 56 sizes
+# seven shapes on eight colours: pairs repeat only after 56 sizes
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 # parts of a step: told apart by lightness as well, and never a colour of a cluster size
 DATA = Colour("data", "#ddcc77", "#e3d58d")
@@ -67,9 +73,11 @@ SYNC = Colour("sync", "#882255", "#d2689f")
 COLOURS = (INK, MUTED, GRID, SHADE, PAPER, ALERT, *SIZES, DATA, COMPUTE, OPTIMIZER, SYNC)
 
 _SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same letters everywhere
+    # ships with matplotlib: the same letters everywhere
+    "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.parse_math": False,  # names from files may hold a dollar sign
+    # names from files may hold a dollar sign
+    "text.parse_math": False,
     "text.color": INK.light,
     "axes.edgecolor": MUTED.light,
     "axes.labelcolor": INK.light,
@@ -96,7 +104,8 @@ _SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 8,
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
-    "svg.hashsalt": "tula_hpc",  # the same numbers give the same file
+    # the same numbers give the same file
+    "svg.hashsalt": "tula_hpc",
 }
 
 
@@ -104,7 +113,8 @@ _SETTINGS: dict[Any, Any] = {
 def styled() -> Iterator[None]:
     """Draw and save inside this: matplotlib's defaults and ours instead of the user's matplotlibrc, for a while."""
     with mpl.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+")  # a name in a script that the font lacks shows as boxes
+        # a name in a script that the font lacks shows as boxes
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")
         mpl.rcdefaults()
         mpl.rcParams.update(_SETTINGS)
         yield
@@ -139,21 +149,32 @@ def _title_lines(title: str) -> list[str]:
     title = keep_units(title)
     wide = textwrap.wrap(title, TITLE_CHARACTERS) or [""]
     widths = range(TITLE_CHARACTERS // 2, TITLE_CHARACTERS)
-    return next((even for width in widths if len(even := textwrap.wrap(title, width)) == len(wide)), wide)
+    return next(
+        (even for width in widths if len(even := textwrap.wrap(title, width)) == len(wide)), wide
+    )
 
 
-def new_figure(title: str, body_in: float, ratios: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
+def new_figure(
+    title: str, body_in: float, ratios: Sequence[float] = (1,)
+) -> tuple[Figure, list[Axes]]:
     """A figure with a title and, `body_in` inches high, panels one below the other that share the x axis."""
     band = title_band_in(title)
-    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / (body_in + band)), h_pad=0.06, w_pad=EDGE_IN)
+    layout = ConstrainedLayoutEngine(
+        rect=(0, 0, 1, body_in / (body_in + band)), h_pad=0.06, w_pad=EDGE_IN
+    )
     figure = Figure(figsize=(WIDTH_IN, body_in + band), layout=layout, facecolor=PAPER.light)
     FigureCanvasAgg(figure)
     top_left = figure.transFigure + ScaledTranslation(EDGE_IN, -EDGE_IN, figure.dpi_scale_trans)
     text = "\n".join(_title_lines(title))
-    label = figure.text(0, 1, text, transform=top_left, va="top", size=10.5, weight="bold", linespacing=1.25)
-    label.set_gid("title")  # the report removes it where the title stands in the page's own text
+    label = figure.text(
+        0, 1, text, transform=top_left, va="top", size=10.5, weight="bold", linespacing=1.25
+    )
+    # the report removes it where the title stands in the page's own text
+    label.set_gid("title")
     label.set_in_layout(False)
-    panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(ratios)})
+    panels = figure.subplots(
+        len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(ratios)}
+    )
     return figure, [_bare(axes) for axes in panels[:, 0]]
 
 
@@ -166,7 +187,8 @@ def _bare(axes: Axes) -> Axes:
 def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
     """A log2 axis with plain batch numbers; `right` is the share of it left free on the right, for labels of lines."""
     ticks = sorted(set(batches))
-    left, octaves = 0.05, math.log2(ticks[-1] / ticks[0]) + 0.5  # half an octave more: one batch alone has a width too
+    # half an octave more: one batch alone has a width too
+    left, octaves = 0.05, math.log2(ticks[-1] / ticks[0]) + 0.5
     width = octaves / (1 - left - right)
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 2 ** (left * width), ticks[-1] * 2 ** (right * width))
@@ -176,7 +198,11 @@ def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float =
 
 
 def named_ticks(
-    axes: Axes, ticks: Sequence[float], write: Callable[[float], str], *, first: Sequence[float] = ()
+    axes: Axes,
+    ticks: Sequence[float],
+    write: Callable[[float], str],
+    *,
+    first: Sequence[float] = (),
 ) -> None:
     """Ticks of the x axis, ascending, as far as their names keep clear of one another; the last one before others.
 
@@ -205,12 +231,19 @@ def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) ->
 
 def _across(axes: Axes, value: float) -> float:
     """Where a value lies on the x axis, as a share of its width."""
-    left, value, right = axes.xaxis.get_transform().transform([axes.get_xlim()[0], value, axes.get_xlim()[1]])
+    left, value, right = axes.xaxis.get_transform().transform(
+        [axes.get_xlim()[0], value, axes.get_xlim()[1]]
+    )
     return float((value - left) / (right - left))
 
 
 def _seconds_ticks() -> list[float]:
-    under_a_minute = [*(step * 10.0**power for power in range(-6, 1) for step in (1, 2, 5)), 10.0, 20.0, 30.0]
+    under_a_minute = [
+        *(step * 10.0**power for power in range(-6, 1) for step in (1, 2, 5)),
+        10.0,
+        20.0,
+        30.0,
+    ]
     minutes = [MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)]
     hours = [HOUR_S * step for step in (1, 2, 5, 10)]
     days = [DAY_S * step * 10**power for power in range(4) for step in (1, 2, 5)]
@@ -218,7 +251,8 @@ def _seconds_ticks() -> list[float]:
 
 
 _DURATIONS = _seconds_ticks()
-_ROUND = (1, 2, 5)  # of each power of ten
+# of each power of ten
+_ROUND = (1, 2, 5)
 _FINE = (1, 1.5, 2, 3, 4, 5, 7)
 
 

@@ -14,20 +14,30 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis.costs.pricing import FOREVER_S
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.run_contents import Interval, RunContents, cost_at, find_candidate, measured_epoch, predicted
+from tula_hpc.analysis.run_contents import (
+    Interval,
+    RunContents,
+    cost_at,
+    find_candidate,
+    measured_epoch,
+    predicted,
+)
 from tula_hpc.formatting import format_duration, format_money, format_number, format_percent, plural
 from tula_hpc.records import Candidate, Configuration, Knee, Measurement, Plan
 
-MOST_NAMES = 14  # at the ends of lines: beside one that has no marks a name tells more than in a legend
+# at the ends of lines: beside one that has no marks a name tells more than in a legend
+MOST_NAMES = 14
 BATCH_LABEL = "global batch B (samples per step over all nodes)"
 
 
 class Quantity(NamedTuple):
     """What the y axis shows."""
 
-    name: str  # stem of the files
+    # stem of the files
+    name: str
     column: str
-    field: str  # of Candidate
+    # of Candidate
+    field: str
     label: str
     write: Callable[[float], str]
     durations: bool
@@ -69,19 +79,30 @@ class Curves(NamedTuple):
     def batches(self) -> list[int]:
         """Every global batch that occurs."""
         points = [point.configuration for point in (*self.measured, *self.predicted)]
-        return sorted({configuration.global_batch for configuration in (*points, *self.out_of_memory)})
+        return sorted(
+            {configuration.global_batch for configuration in (*points, *self.out_of_memory)}
+        )
 
 
 def draw_epoch_time(run: RunContents) -> Drawing | Missing:
     """Measured and predicted epoch time against the global batch, one line per cluster size."""
     measured = [
-        Point(item.configuration, epoch) for item in run.ok if (epoch := measured_epoch(item, run.samples_of(item)))
+        Point(item.configuration, epoch)
+        for item in run.ok
+        if (epoch := measured_epoch(item, run.samples_of(item)))
     ]
-    curves = _curves(run, measured, "epoch_time_s")._replace(knee=run.plan.knee if run.plan else None)
+    curves = _curves(run, measured, "epoch_time_s")._replace(
+        knee=run.plan.knee if run.plan else None
+    )
     if not curves.measured and not curves.predicted:
         return Missing("epoch_time", "epoch time", "no configuration has been measured yet")
     quantity = Quantity(
-        "epoch_time", "epoch_time_s", "epoch_time_s", "time of an epoch", format_duration, durations=True
+        "epoch_time",
+        "epoch_time_s",
+        "epoch_time_s",
+        "time of an epoch",
+        format_duration,
+        durations=True,
     )
     caption = (
         "Time to see every training sample once, against the number of samples that all nodes together process per "
@@ -114,8 +135,13 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
 
 
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
-    candidates = [item for item in run.plan.candidates if (item.wall_time_s or 0) < FOREVER_S] if run.plan else []
-    timed = [item for item in candidates if item.train_time_s > 0]  # an epoch of less than one full batch takes no time
+    candidates = (
+        [item for item in run.plan.candidates if (item.wall_time_s or 0) < FOREVER_S]
+        if run.plan
+        else []
+    )
+    # an epoch of less than one full batch takes no time
+    timed = [item for item in candidates if item.train_time_s > 0]
     line = [Point(item.configuration, predicted(item, field), item.feasible) for item in timed]
     return Curves(measured, line, run.plan.chosen if run.plan else None, run.out_of_memory)
 
@@ -129,7 +155,9 @@ def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
         yield Point(item.configuration, Interval(*(cost_at(candidate, pace) for pace in relative)))
 
 
-def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, caption: str) -> Drawing:
+def _draw(
+    run: RunContents, curves: Curves, quantity: Quantity, title: str, caption: str
+) -> Drawing:
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
         points = [point.interval for point in (*curves.measured, *curves.predicted)]
@@ -137,7 +165,10 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
         beside = labels.have_room([end.text for end in ends], MOST_NAMES)
         style.batch_axis(axes, curves.batches, BATCH_LABEL, right=0.13 if beside else 0.05)
         style.value_axis(
-            axes, [end for interval in points for end in interval], label=quantity.label, durations=quantity.durations
+            axes,
+            [end for interval in points for end in interval],
+            label=quantity.label,
+            durations=quantity.durations,
         )
         _shade_infeasible(axes, curves)
         _draw_knee(axes, curves.knee)
@@ -146,7 +177,11 @@ def _draw(run: RunContents, curves: Curves, quantity: Quantity, title: str, capt
         _draw_out_of_memory(axes, curves, run.cluster_sizes)
         taken = labels.label_ends(axes, ends if beside else [])
         _mark_chosen(axes, curves, quantity, taken)
-        style.legend(axes, keys if beside else [*(end.key for end in ends), *keys], columns=5 if beside else 6)
+        style.legend(
+            axes,
+            keys if beside else [*(end.key for end in ends), *keys],
+            columns=5 if beside else 6,
+        )
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
 
@@ -157,12 +192,18 @@ def _draw_size(axes: Axes, curves: Curves, nodes: int, look: style.SizeStyle) ->
         low, high = [point.interval.low for point in line], [point.interval.high for point in line]
         axes.fill_between(batches, low, high, color=look.colour, alpha=0.16, linewidth=0)
     values = [point.interval.value for point in line]
-    axes.plot(batches, values, ":", color=look.colour, linewidth=1.1, zorder=2)  # shows through where it is infeasible
-    feasible = [value if point.feasible else float("nan") for value, point in zip(values, line, strict=True)]
+    # shows through where it is infeasible
+    axes.plot(batches, values, ":", color=look.colour, linewidth=1.1, zorder=2)
+    feasible = [
+        value if point.feasible else float("nan") for value, point in zip(values, line, strict=True)
+    ]
     axes.plot(batches, feasible, "-", color=look.colour, zorder=3)
     if measured:
         x = [point.configuration.global_batch for point in measured]
-        bars = [(p.interval.value - p.interval.low, p.interval.high - p.interval.value) for p in measured]
+        bars = [
+            (p.interval.value - p.interval.low, p.interval.high - p.interval.value)
+            for p in measured
+        ]
         axes.errorbar(
             x,
             [point.interval.value for point in measured],
@@ -202,7 +243,9 @@ def _draw_knee(axes: Axes, knee: Knee | None) -> None:
         return
     if knee.interval_90 is not None:
         axes.axvspan(*knee.interval_90, color=style.MUTED.light, alpha=0.16, linewidth=0, zorder=1)
-    axes.axvline(knee.global_batch, color=style.MUTED.light, linestyle="--", linewidth=1.0, zorder=1)
+    axes.axvline(
+        knee.global_batch, color=style.MUTED.light, linestyle="--", linewidth=1.0, zorder=1
+    )
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
@@ -228,7 +271,8 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
         return
     sizes = {point.configuration.nodes for point in curves.predicted}
     lines: list[list[tuple[float, float]]] = [
-        [(point.configuration.global_batch, point.interval.value) for point in curves.of(nodes)[1]] for nodes in sizes
+        [(point.configuration.global_batch, point.interval.value) for point in curves.of(nodes)[1]]
+        for nodes in sizes
     ]
     if curves.knee is not None and curves.knee.global_batch is not None:
         lines.append([(curves.knee.global_batch, end) for end in axes.get_ylim()])
@@ -240,10 +284,14 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
 def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[labels.EndLabel]:
     for nodes in sizes:
         measured, line = curves.of(nodes)
-        last = max((*line, *measured), key=lambda point: point.configuration.local_batch, default=None)
+        last = max(
+            (*line, *measured), key=lambda point: point.configuration.local_batch, default=None
+        )
         if last is not None:
             look = style.size_style(sizes, nodes)
-            yield labels.EndLabel(last.configuration.global_batch, last.interval.value, f"N = {nodes}", *look)
+            yield labels.EndLabel(
+                last.configuration.global_batch, last.interval.value, f"N = {nodes}", *look
+            )
 
 
 def _keys(curves: Curves) -> list[style.Key]:
@@ -290,7 +338,11 @@ def _knee_in_words(knee: Knee) -> str:
     if knee.interval_90 is None:
         return f"{text}."
     low, high = knee.interval_90
-    without = f"; {format_percent(knee.share_without_knee)} of the curves have none" if knee.share_without_knee else ""
+    without = (
+        f"; {format_percent(knee.share_without_knee)} of the curves have none"
+        if knee.share_without_knee
+        else ""
+    )
     return f"{text}; its band, {low:,.0f} to {high:,.0f}, holds it with 90 % probability{without}."
 
 
@@ -299,14 +351,17 @@ def _time_title(curves: Curves) -> str:
         best = min(curves.measured, key=lambda point: point.interval.value)
         where = best.configuration
         time = format_duration(best.interval.value)
-        return (
-            f"Fastest epoch so far: {time}, measured on {plural(where.nodes, 'node')} with batch {where.global_batch:,}"
+        where_measured = (
+            f"measured on {plural(where.nodes, 'node')} with batch {where.global_batch:,}"
         )
+        return f"Fastest epoch so far: {time}, {where_measured}"
     chosen = curves.chosen
     time = format_duration(chosen.epoch_time_s)
     title = f"{plural(chosen.nodes, 'node')} with batch {chosen.global_batch:,}: an epoch in {time}"
     first = min(
-        curves.predicted, key=lambda point: (point.configuration.nodes, point.configuration.local_batch), default=None
+        curves.predicted,
+        key=lambda point: (point.configuration.nodes, point.configuration.local_batch),
+        default=None,
     )
     if first is None or first.configuration == chosen.configuration:
         return title
@@ -319,7 +374,11 @@ def _time_title(curves: Curves) -> str:
 
 def _cost_title(plan: Plan) -> str:
     chosen = plan.chosen
-    cheapest = min((item for item in plan.candidates if item.feasible), key=lambda item: item.cost, default=chosen)
+    cheapest = min(
+        (item for item in plan.candidates if item.feasible),
+        key=lambda item: item.cost,
+        default=chosen,
+    )
     price, least = (format_money(item.cost, item.currency) for item in (chosen, cheapest))
     title = f"The chosen configuration costs {price}"
     if cheapest.cost >= chosen.cost or least == price:
@@ -365,7 +424,8 @@ def _table(curves: Curves, quantity: Quantity) -> Table:
         for mark, point in marks
     ]
     rows += [
-        ("out_of_memory", *item, item.global_batch, None, None, None, False, False) for item in curves.out_of_memory
+        ("out_of_memory", *item, item.global_batch, None, None, None, False, False)
+        for item in curves.out_of_memory
     ]
     return Table(columns, rows)
 
@@ -383,8 +443,10 @@ COLUMNS = (
     "pareto",
     "chosen",
 )
-LEGEND_CHARACTERS = 90  # in a row, with six for each entry's mark and the gap after it
-TALLEST = 100  # candidates that would take or cost this many times the dearest of the front are not drawn
+# in a row, with six for each entry's mark and the gap after it
+LEGEND_CHARACTERS = 90
+# candidates that would take or cost this many times the dearest of the front are not drawn
+TALLEST = 100
 
 
 def draw_pareto(run: RunContents) -> Drawing | Missing:
@@ -398,7 +460,9 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         drawn = [item for item in plan.candidates if _is_near(item, plan)]
         times = [item.expected_time_s for item in drawn]
         style.value_axis(axes, times, label="expected time of the training", durations=True)
-        style.amount_axis(axes, [item.cost for item in drawn], f"cost of the training, {plan.chosen.currency}")
+        style.amount_axis(
+            axes, [item.cost for item in drawn], f"cost of the training, {plan.chosen.currency}"
+        )
         for name, nodes in sorted({(item.partition, item.nodes) for item in drawn}):
             alike = [item for item in drawn if (item.partition, item.nodes) == (name, nodes)]
             _draw_alike(axes, alike, _look(run, plan, alike[0]))
@@ -408,7 +472,9 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         text = f"chosen: N = {plan.chosen.nodes}, B = {plan.chosen.global_batch:,}{on}"
         here = (plan.chosen.cost, plan.chosen.expected_time_s)
         marks = [[(item.cost, item.expected_time_s)] for item in drawn]
-        labels.mark_chosen(axes, here, text, lines=[front, *marks], taken=labels.label_ends(axes, []))
+        labels.mark_chosen(
+            axes, here, text, lines=[front, *marks], taken=labels.label_ends(axes, [])
+        )
         keys = _front_keys(run, plan, drawn)
         style.legend(axes, keys, columns=_columns(keys))
     table = Table(COLUMNS, [_row(plan, item) for item in plan.candidates])
@@ -417,8 +483,12 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
 
 def _is_near(item: Candidate, plan: Plan) -> bool:
     """What never ends, or costs beyond all measure, would press all else into a corner."""
-    slowest, dearest = max(item.expected_time_s for item in plan.pareto), max(item.cost for item in plan.pareto)
-    affordable = 0 <= item.cost <= (TALLEST * dearest or math.inf)  # a front that is free bounds nothing
+    slowest, dearest = (
+        max(item.expected_time_s for item in plan.pareto),
+        max(item.cost for item in plan.pareto),
+    )
+    # a front that is free bounds nothing
+    affordable = 0 <= item.cost <= (TALLEST * dearest or math.inf)
     return affordable and 0 < item.expected_time_s <= TALLEST * slowest
 
 
@@ -437,7 +507,9 @@ def _partitions(plan: Plan) -> list[str]:
 def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
     """As in every figure; but where there are several partitions, the shape tells which, and the colour alone N."""
     look, names = style.size_style(run.cluster_sizes, item.nodes), _partitions(plan)
-    return look._replace(marker=style.partition_marker(names.index(item.partition))) if names else look
+    return (
+        look._replace(marker=style.partition_marker(names.index(item.partition))) if names else look
+    )
 
 
 def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
@@ -490,7 +562,9 @@ def _title(plan: Plan) -> str:
 
 
 def _caption(plan: Plan) -> str:
-    front = f"{'is' if len(plan.pareto) == 1 else 'are'} the {plural(len(plan.pareto), 'candidate')}"
+    front = (
+        f"{'is' if len(plan.pareto) == 1 else 'are'} the {plural(len(plan.pareto), 'candidate')}"
+    )
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each candidate"
         f"{', its shape that of its partition' if _partitions(plan) else ''}; down and to the left is better. "
@@ -504,5 +578,12 @@ def _caption(plan: Plan) -> str:
 
 
 def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
-    where = (item.partition, *item.configuration, item.global_batch, item.expected_time_s, item.cost, item.currency)
+    where = (
+        item.partition,
+        *item.configuration,
+        item.global_batch,
+        item.expected_time_s,
+        item.cost,
+        item.currency,
+    )
     return (*where, item.feasible, item.pareto, item == plan.chosen)

@@ -41,17 +41,25 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     """Test accuracy, where there is one, and losses over epochs, with what interrupted them."""
     trainings = [training for training in run.trainings if training.metrics.epochs]
     if not trainings:
-        why = "training has not finished an epoch yet" if run.trainings else "training has not started yet"
+        why = (
+            "training has not finished an epoch yet"
+            if run.trainings
+            else "training has not started yet"
+        )
         return Missing("training", "training", why)
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
     marks = list(training_marks(trainings[0].metrics, run.events))
     judged = all(_judged(training) for training in trainings)
     with style.styled():
-        figure, panels = style.new_figure(title, 5.0 if judged else 3.2, ratios=(1, 1) if judged else (1,))
+        figure, panels = style.new_figure(
+            title, 5.0 if judged else 3.2, ratios=(1, 1) if judged else (1,)
+        )
         named, ends = len(trainings) > 1, []
         for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
             losses = _draw_losses(panels[-1], training, colour.light, named=named)
-            ends.append(_draw_accuracy(panels[0], training, colour.light, named=named) if judged else losses)
+            ends.append(
+                _draw_accuracy(panels[0], training, colour.light, named=named) if judged else losses
+            )
         _dress(panels, marks)
         labels.label_ends(panels[0], ends)
     caption = (
@@ -64,16 +72,21 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         "two is overfitting. "
     )
     if marks:
-        caption += "Vertical lines mark where training was interrupted, went on, or changed its batch."
+        caption += (
+            "Vertical lines mark where training was interrupted, went on, or changed its batch."
+        )
     return Drawing("training", title, caption.strip(), figure, _training_table(trainings, marks))
 
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
     """Events of training whose place on the epoch axis is known, and changes of the batch."""
     known = [event for event in events if event.stage == "train" and event.event in EVENT_NAMES]
-    placed = [(event, seen) for event in known if isinstance(seen := event.data.get("samples_seen"), int)]
+    placed = [
+        (event, seen) for event in known if isinstance(seen := event.data.get("samples_seen"), int)
+    ]
     epochs = _epochs_of(metrics, [seen for _, seen in placed])
-    for (event, _), epoch in zip(placed, epochs, strict=False):  # none where no step is known
+    # none where no step is known
+    for (event, _), epoch in zip(placed, epochs, strict=False):
         yield Mark(epoch, EVENT_NAMES[event.event])
     for before, after in itertools.pairwise(metrics.epochs):
         if before.global_batch != after.global_batch:
@@ -83,7 +96,9 @@ def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
 def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
     """Epochs done when so many samples were seen; nothing where no line of the log tells."""
     steps = ((row.samples_seen, row.epoch) for row in metrics.steps)
-    known = sorted({(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)})
+    known = sorted(
+        {(0, 0.0), *steps, *((row.samples_seen, float(row.epoch)) for row in metrics.epochs)}
+    )
     if len(known) < 2:
         return []
     samples, epochs = zip(*known, strict=True)
@@ -92,7 +107,11 @@ def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
 
 def _judged(training: Training) -> list[tuple[int, float]]:
     """(epoch, percent) where there is an accuracy."""
-    return [(row.epoch, 100 * row.test_accuracy) for row in training.metrics.epochs if row.test_accuracy is not None]
+    return [
+        (row.epoch, 100 * row.test_accuracy)
+        for row in training.metrics.epochs
+        if row.test_accuracy is not None
+    ]
 
 
 def _draw_accuracy(axes: Axes, training: Training, colour: str, *, named: bool) -> labels.EndLabel:
@@ -124,7 +143,11 @@ def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
     loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     loss.set_xlim(left=0)
     loss.margins(x=0.03)
-    style.legend(loss, [style.Key("test", marker="o", line="-"), style.Key("training", line="--")], left=-0.01)
+    style.legend(
+        loss,
+        [style.Key("test", marker="o", line="-"), style.Key("training", line="--")],
+        left=-0.01,
+    )
     draw_marks(panels, marks)
 
 
@@ -134,17 +157,22 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
     row_ends: list[float] = []
     for place, text in _merged(marks, (right - left) / 100):
         for axes in panels:
-            axes.axvline(place, color=style.MUTED.light, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+            axes.axvline(
+                place, color=style.MUTED.light, linewidth=1, linestyle=(0, (2, 2)), zorder=1
+            )
         width = (right - left) * (0.012 * len(text) + 0.02)
         start = place - width if place > left + 0.75 * (right - left) else place
         row = next((row for row, end in enumerate(row_ends) if end < start), len(row_ends))
         if row == MAX_NAME_ROWS:
-            continue  # so many interruptions cannot all be named; their lines and the table show them
+            # so many interruptions cannot all be named; their lines and the table show them
+            continue
         row_ends[row : row + 1] = [start + width]
         _name_mark(panels[0], place, text, row, "left" if start == place else "right")
 
 
-def _name_mark(axes: Axes, place: float, text: str, row: int, side: Literal["left", "right"]) -> None:
+def _name_mark(
+    axes: Axes, place: float, text: str, row: int, side: Literal["left", "right"]
+) -> None:
     axes.annotate(
         text,
         (place, 1),
@@ -172,7 +200,9 @@ def _training_title(training: Training, planned: int | None) -> str:
     reached = format_score(last.test_accuracy, last.test_loss).capitalize()
     if training.result is None and planned and last.epoch < planned:
         return f"{reached} after {last.epoch} of {plural(planned, 'epoch')}"
-    return f"{reached} after {plural(last.epoch, 'epoch')}{_if_it_was_better(training.metrics.epochs)}"
+    return (
+        f"{reached} after {plural(last.epoch, 'epoch')}{_if_it_was_better(training.metrics.epochs)}"
+    )
 
 
 def _if_it_was_better(epochs: Sequence[EpochMetrics]) -> str:
@@ -181,21 +211,50 @@ def _if_it_was_better(epochs: Sequence[EpochMetrics]) -> str:
     if last.test_accuracy is None:
         least = min(epochs, key=lambda row: row.test_loss)
         better = last.test_loss - least.test_loss > 0.01 * abs(last.test_loss)
-        return f"; the least was {format_number(least.test_loss, 3)} after {least.epoch}" if better else ""
+        return (
+            f"; the least was {format_number(least.test_loss, 3)} after {least.epoch}"
+            if better
+            else ""
+        )
     best = max(epochs, key=lambda row: row.test_accuracy or 0.0)
     better = (best.test_accuracy or 0.0) - last.test_accuracy >= 0.005
-    return f"; the best was {format_percent(best.test_accuracy)} after {best.epoch}" if better else ""
+    return (
+        f"; the best was {format_percent(best.test_accuracy)} after {best.epoch}" if better else ""
+    )
 
 
 def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Table:
-    columns = ("mark", "epochs", "global_batch_samples", "test_accuracy_percent", "test_loss", "train_loss")
+    columns = (
+        "mark",
+        "epochs",
+        "global_batch_samples",
+        "test_accuracy_percent",
+        "test_loss",
+        "train_loss",
+    )
     rows: list[tuple[Cell, ...]] = [
-        (training.label, row.epoch, row.global_batch, in_percent(row.test_accuracy), row.test_loss, row.train_loss)
+        (
+            training.label,
+            row.epoch,
+            row.global_batch,
+            in_percent(row.test_accuracy),
+            row.test_loss,
+            row.train_loss,
+        )
         for training in trainings
         for row in training.metrics.epochs
     ]
-    left_out: tuple[Cell, ...] = (f"{len(marks) - MOST_ROWS:,} more events", None, None, None, None, None)
-    found: list[tuple[Cell, ...]] = [(f"event {mark.what}", mark.epoch, None, None, None, None) for mark in marks]
+    left_out: tuple[Cell, ...] = (
+        f"{len(marks) - MOST_ROWS:,} more events",
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+    found: list[tuple[Cell, ...]] = [
+        (f"event {mark.what}", mark.epoch, None, None, None, None) for mark in marks
+    ]
     return Table(columns, rows + ends(found, left_out))
 
 
@@ -203,7 +262,9 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
     """Δ(G) with its threshold, the gradient scale and the share of scaled steps over the plan's training."""
     training = next((item for item in run.trainings if _scaled_steps(item)), None)
     if training is None:
-        why = "training logged no gradient scale" if run.trainings else "training has not started yet"
+        why = (
+            "training logged no gradient scale" if run.trainings else "training has not started yet"
+        )
         return Missing("sensitivity", "gradient sensitivity and scale", why)
     steps = _scaled_steps(training)
     gate = _gate(run.sweep.training) if run.sweep else UNKNOWN_GATE
@@ -213,14 +274,18 @@ def draw_sensitivity(run: RunContents) -> Drawing | Missing:
         _draw_sensitivity(panels[0], steps, gate.delta)
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
-    return Drawing("sensitivity", title, _sensitivity_caption(gate), figure, _sensitivity_table(steps))
+    return Drawing(
+        "sensitivity", title, _sensitivity_caption(gate), figure, _sensitivity_table(steps)
+    )
 
 
 class _Gate(NamedTuple):
     """Which steps are scaled."""
 
-    kind: Gate | None  # None: the run's settings are not known
-    delta: float | None  # threshold of Δ(G); None where none counts, or none is known
+    # None: the run's settings are not known
+    kind: Gate | None
+    # threshold of Δ(G); None where none counts, or none is known
+    delta: float | None
 
 
 UNKNOWN_GATE = _Gate(None, None)
@@ -228,7 +293,8 @@ UNKNOWN_GATE = _Gate(None, None)
 
 def _gate(training: TrainingSpec) -> _Gate:
     options = training.ags
-    if training.method == "adascale" or options.gate == "none":  # AdaScale has no gate, whatever the keys of AGS say
+    # AdaScale has no gate, whatever the keys of AGS say
+    if training.method == "adascale" or options.gate == "none":
         return _Gate("none", None)
     return _Gate(options.gate, options.delta)
 
@@ -239,13 +305,17 @@ def _scaled_steps(training: Training) -> list[StepMetrics]:
 
 def _column(steps: Sequence[StepMetrics], field: str) -> list[float]:
     """A column of the log with NaN, which matplotlib leaves out, where it has no value."""
-    return [float("nan") if (value := getattr(row, field)) is None else float(value) for row in steps]
+    return [
+        float("nan") if (value := getattr(row, field)) is None else float(value) for row in steps
+    ]
 
 
 def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
     values = _column(steps, "sensitivity")
     at = [row.step for row in steps]
-    axes.plot(at, values, "o", color=style.SIZES[0].light, markersize=3, markeredgewidth=0, alpha=0.7)
+    axes.plot(
+        at, values, "o", color=style.SIZES[0].light, markersize=3, markeredgewidth=0, alpha=0.7
+    )
     known = [value for value in values if math.isfinite(value)]
     style.value_axis(axes, [*known, delta or 1.0], label="sensitivity Δ(G)")
     if delta is not None:
@@ -305,10 +375,17 @@ def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
 def _sensitivity_title(steps: Sequence[StepMetrics], gate: _Gate) -> str:
     known = [row.sensitivity for row in steps if row.sensitivity is not None]
     means = [row.applied_scale for row in steps if row.applied_scale is not None]
-    known_in_part = any(row.scale_share is None for row in steps)  # older files: what a step used of the scale at most
-    by = f"by {'up to ' if known_in_part else ''}{format_number(statistics.fmean(means), 3)}" if means else ""
+    # older files: what a step used of the scale at most
+    known_in_part = any(row.scale_share is None for row in steps)
+    by = (
+        f"by {'up to ' if known_in_part else ''}{format_number(statistics.fmean(means), 3)}"
+        if means
+        else ""
+    )
     if gate.delta is None or not known:
-        return f"Gradients were scaled {by} on average" if by else "Gradient sensitivity over training"
+        return (
+            f"Gradients were scaled {by} on average" if by else "Gradient sensitivity over training"
+        )
     calm = sum(value < gate.delta for value in known) / len(known)
     title = f"Gradients were calm (Δ below {format_number(gate.delta)}) in {format_percent(calm)} of the logged steps"
     return f"{title} and scaled {by} on average" if by else title
@@ -331,7 +408,9 @@ def _gate_in_words(gate: _Gate) -> str:
     if gate.delta is None:
         unknown = "Whether Δ(G) decides at which steps it is applied is not known here."
         return (
-            unknown if gate.kind is None else "After its warm-up it is applied in full at every step, whatever Δ(G) is."
+            unknown
+            if gate.kind is None
+            else "After its warm-up it is applied in full at every step, whatever Δ(G) is."
         )
     threshold = f"the dashed threshold δ = {format_number(gate.delta)}"
     if gate.kind == "smooth":

@@ -1,12 +1,13 @@
 """How large a batch still pays: the gradient's noise scale, from profiles or from training.
 
-The critical batch is taken to be the simple noise scale B_noise = tr(Σ)/|G|² (S. McCandlish et al., "An Empirical Model
-of Large-Batch Training", 2018, equation 2.9): G is the true gradient, Σ the covariance of one sample's gradient.
-Training with batch B to the same loss needs about (1 + B_noise/B) times the fewest possible steps and (1 + B/B_noise)
-times the fewest possible samples: at B = B_noise twice as many of both. Far above it a larger batch buys hardly fewer
-steps.
+The critical batch is taken to be the simple noise scale B_noise = tr(Σ)/|G|² (S. McCandlish et al.,
+"An Empirical Model of Large-Batch Training", 2018, equation 2.9): G is the true gradient, Σ the
+covariance of one sample's gradient. Training with batch B to the same loss needs about (1 +
+B_noise/B) times the fewest possible steps and (1 + B/B_noise) times the fewest possible samples: at
+B = B_noise twice as many of both. Far above it a larger batch buys hardly fewer steps.
 
-It grows in training, often tenfold and more, so that what a profile saw at the first weights is a lower guess. It is an
+It grows in training, often tenfold and more, so that what a profile saw at the first weights is a
+lower guess. It is an
 approximation: momentum, batch normalization and the learning rate are not in it.
 """
 
@@ -22,36 +23,42 @@ from tula_hpc.records import Measurement, Metrics
 
 Array = NDArray[np.float64]
 
-MIN_TERMS = 3  # fewer say nothing about how far they scatter
+# fewer say nothing about how far they scatter
+MIN_TERMS = 3
 RESAMPLES = 1000
-MAX_TERMS = 4_000  # go into the interval, or it would take gigabytes; of more it is wider than it need be
+# go into the interval, or it would take gigabytes; of more it is wider than it need be
+MAX_TERMS = 4_000
 LEVEL = 0.9
 
 
 class CriticalBatch(NamedTuple):
     """Estimate of the critical batch, in samples of a global batch, with its 90 % interval.
 
-    The interval says how far the estimate scatters with the batches that were drawn; not how the noise scale changes as
-    training goes on. `high` is infinite where the data only bound it from below.
+    The interval says how far the estimate scatters with the batches that were drawn; not how the
+    noise scale changes as training goes on. `high` is infinite where the data only bound it from
+    below.
     """
 
     batch: float
     low: float
     high: float
     source: Literal["training", "profile"]
-    samples: int  # gradients of so many samples went into it (0: not recorded)
+    # gradients of so many samples went into it (0: not recorded)
+    samples: int
 
     def extra_samples(self, global_batch: float) -> float:
         """How many times the fewest possible samples a batch needs to reach the same loss, 1 + B/B_noise."""
         return 1.0 + global_batch / self.batch
 
 
-def critical_batch(measurements: Iterable[Measurement], metrics: Metrics | None = None) -> CriticalBatch | None:
+def critical_batch(
+    measurements: Iterable[Measurement], metrics: Metrics | None = None
+) -> CriticalBatch | None:
     """Critical batch of a training, from its own metrics where they suffice, else from the profiles.
 
-    From metrics the later half of the training counts (by samples seen): the noise scale rises steeply at first, and
-    most steps are taken after that. Both |G|² and tr(Σ) are averaged before they are divided: their single estimates
-    are unbiased, that of their ratio is not.
+    From metrics the later half of the training counts (by samples seen): the noise scale rises
+    steeply at first, and most steps are taken after that. Both |G|² and tr(Σ) are averaged before
+    they are divided: their single estimates are unbiased, that of their ratio is not.
 
     Args:
         measurements: Of any configurations; those without an estimate are passed over.
@@ -61,7 +68,9 @@ def critical_batch(measurements: Iterable[Measurement], metrics: Metrics | None 
         None where nothing, too little, or only noise was measured.
     """
     found = None if metrics is None else _from_metrics(metrics)
-    return found or _from_measurements([m for m in measurements if m.status == "ok" and m.noise_samples > 0])
+    return found or _from_measurements(
+        [m for m in measurements if m.status == "ok" and m.noise_samples > 0]
+    )
 
 
 def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
@@ -80,7 +89,9 @@ def _from_measurements(measurements: Sequence[Measurement]) -> CriticalBatch | N
     terms = [term for m in measurements for term in m.noise_terms]
     weights = [m.noise_samples / len(m.noise_terms) for m in measurements for _ in m.noise_terms]
     samples = sum(m.noise_samples for m in measurements if m.noise_terms)
-    return _estimate(np.array(terms, dtype=np.float64).reshape(-1, 2), np.array(weights), "profile", samples)
+    return _estimate(
+        np.array(terms, dtype=np.float64).reshape(-1, 2), np.array(weights), "profile", samples
+    )
 
 
 def _estimate(

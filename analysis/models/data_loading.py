@@ -1,9 +1,10 @@
 """When the data loader decides how long a step takes, and how many of its processes would end that.
 
-With L processes that cannot keep up, a step lasts as long as the loader takes for a batch, step_s. They would keep up
-if they took step_s − wait_s, which takes L · step_s / (step_s − wait_s) of them, as far as there are cores: of loading
-and computing together a step without waiting takes (loader_s + worker_s) / (step_s − wait_s) cores. Processes that wait
-for a file system need none. Items are uneven, so that some more are needed than on average.
+With L processes that cannot keep up, a step lasts as long as the loader takes for a batch, step_s.
+They would keep up if they took step_s − wait_s, which takes L · step_s / (step_s − wait_s) of them,
+as far as there are cores: of loading and computing together a step without waiting takes (loader_s
++ worker_s) / (step_s − wait_s) cores. Processes that wait for a file system need none. Items are
+uneven, so that some more are needed than on average.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import StepTimes
 
-DECIDES_FROM = 0.1  # of a step; below it a faster loader changes little
+# of a step; below it a faster loader changes little
+DECIDES_FROM = 0.1
 HEADROOM = 1.2
-MOST_PROCESSES = 256  # as workload.loader_workers is bounded
+# as workload.loader_workers is bounded
+MOST_PROCESSES = 256
 
 
 def wait_share(times: StepTimes) -> float:
@@ -32,9 +35,8 @@ def loader_decides(times: StepTimes) -> bool:
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
     """Loader processes with which steps would hardly wait for data, if there are cores for them.
 
-    Args:
-        times: Of a configuration for which the loader decides.
-        loader_workers: With which it was profiled; 0: the worker loads by itself, which is its wait.
+    Args: times: Of a configuration for which the loader decides. loader_workers: With which it was
+        profiled; 0: the worker loads by itself, which is its wait.
     """
     loading_s = loader_workers * times.step_time_s if loader_workers else times.data_time_s
     # rounded: 96 must not become 97 by a last digit

@@ -16,7 +16,8 @@ from tula_hpc.errors import NotEnoughDataError
 
 Array = NDArray[np.float64]
 
-MIN_LOCAL_BATCHES = 2  # one cannot tell fixed costs from costs per sample
+# one cannot tell fixed costs from costs per sample
+MIN_LOCAL_BATCHES = 2
 REMEDY = "run the sweep again to profile what is missing"
 MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with more memory"
 
@@ -24,23 +25,33 @@ MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with m
 class UpdateTime(NamedTuple):
     """Seconds of an update of AGS's gradient scale over the number of workers; its reference batch does not vary."""
 
-    workers: Array  # ascending; empty where no update was measured
+    # ascending; empty where no update was measured
+    workers: Array
     seconds: Array
 
     def predict(self, workers: Array) -> Array:
         """Interpolated between the measured numbers of workers, constant beyond them; 0 where none was measured."""
-        return np.interp(workers, self.workers, self.seconds) if len(self.workers) else np.zeros_like(workers)
+        return (
+            np.interp(workers, self.workers, self.seconds)
+            if len(self.workers)
+            else np.zeros_like(workers)
+        )
 
 
 class Models(NamedTuple):
     """Everything that was fitted to the measurements."""
 
     step_time: StepTimeModel
-    memory: MemoryModel  # what the limit counts, per worker
-    batch_memory: MemoryModel | None  # the loader's batches on the host; None where it holds none
-    update_time_s: UpdateTime  # of AGS's gradient scale
+    # what the limit counts, per worker
+    memory: MemoryModel
+    # the loader's batches on the host; None where it holds none
+    batch_memory: MemoryModel | None
+    # of AGS's gradient scale
+    update_time_s: UpdateTime
 
-    def train_time_s(self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
+    def train_time_s(
+        self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array
+    ) -> Array:
         """Seconds to see so many samples, `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula"); not in whole steps."""
         steps = samples_seen / (nodes * workers_per_node * local_batch)
         return steps * self.step_time.predict(nodes, local_batch, workers_per_node)
@@ -64,7 +75,11 @@ class Models(NamedTuple):
 
 def _describe_memory(model: MemoryModel | None) -> dict[str, Any]:
     if model is None:
-        return {"parameters": {"fixed_bytes": 0.0, "bytes_per_sample": 0.0}, "pinned": [], "residual_median": 0.0}
+        return {
+            "parameters": {"fixed_bytes": 0.0, "bytes_per_sample": 0.0},
+            "pinned": [],
+            "residual_median": 0.0,
+        }
     return {
         "parameters": model.parameters_,
         "pinned": model.pinned_,
@@ -82,11 +97,12 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and the loader's batch memory to all configurations that ran.
 
-    Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a limit counts, on CUDA
-    what the allocator reserved on the device, on CPU the resident set of the whole process, interpreter and libraries
-    included (baseline + peak). What ran out of memory needed more than `memory_limit_bytes`, where that is known.
-    `possible` are the local batches that can be asked for and did not run out of memory: where these are measured, one
-    is enough; None: any.
+    Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a
+    limit counts, on CUDA what the allocator reserved on the device, on CPU the resident set of the
+    whole process, interpreter and libraries included (baseline + peak). What ran out of memory
+    needed more than `memory_limit_bytes`, where that is known. `possible` are the local batches
+    that can be asked for and did not run out of memory: where these are measured, one is enough;
+    None: any.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.
@@ -95,13 +111,17 @@ def fit_models(
     return models_of(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
 
 
-def models_of(summary: Summary, memory_limit_bytes: float | None, step_time: StepTimeModel) -> Models:
+def models_of(
+    summary: Summary, memory_limit_bytes: float | None, step_time: StepTimeModel
+) -> Models:
     """What was fitted already, and what is fitted beside it; at least one profile, see `fit_models`."""
     configurations = np.array([row.configuration for row in summary.profiles], dtype=np.float64)
     batches = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
     memory = fit_memory(summary, memory_limit_bytes)
     loads = batches > 0
-    batch_memory = MemoryModel().fit(configurations[loads, 2], batches[loads]) if loads.any() else None
+    batch_memory = (
+        MemoryModel().fit(configurations[loads, 2], batches[loads]) if loads.any() else None
+    )
     return Models(step_time, memory, batch_memory, update_time(summary))
 
 
@@ -119,7 +139,9 @@ def update_time(summary: Summary) -> UpdateTime:
 def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
     failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
     failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
-    because = f" ({'; '.join(failures[:4])}{'; …' if len(failures) > 4 else ''})" if failures else ""
+    because = (
+        f" ({'; '.join(failures[:4])}{'; …' if len(failures) > 4 else ''})" if failures else ""
+    )
     again = f"mend that and {REMEDY}" if summary.failed else REMEDY
     if not summary.profiles:
         remedy = again if possible or possible is None else MORE_MEMORY
@@ -127,6 +149,10 @@ def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
     seen = {row.configuration.local_batch for row in summary.profiles}
     if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
         only = f"only local batch {min(seen)} was measured{because}"
-        raise NotEnoughDataError(f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {again}")
+        raise NotEnoughDataError(
+            f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {again}"
+        )
     if summary.dataset_samples < 1:
-        raise NotEnoughDataError("plan: no measurement says how many training samples the data set has; profile again")
+        raise NotEnoughDataError(
+            "plan: no measurement says how many training samples the data set has; profile again"
+        )

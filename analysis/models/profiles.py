@@ -28,14 +28,22 @@ class Profile(NamedTuple):
     times: StepTimes
     memory: MemoryUse
     repeats: int
-    converged: bool  # at least one repeat was
-    exclusive: bool  # every repeat had its nodes to itself
-    emulated: bool  # some repeat shared one machine between "nodes"
-    backend: str = ""  # collective library: nccl, gloo, none for one worker
-    watts_per_node: float = 0.0  # median over the repeats that have it; 0: unknown
-    parts: int = 1  # in so many a step takes the local batch, one after another
-    smaller_computes: tuple[tuple[int, float], ...] = ()  # smaller batches, and seconds of forward and backward of each
-    processor: ProcessorUse | None = None  # None: no repeat has it
+    # at least one repeat was
+    converged: bool
+    # every repeat had its nodes to itself
+    exclusive: bool
+    # some repeat shared one machine between "nodes"
+    emulated: bool
+    # collective library: nccl, gloo, none for one worker
+    backend: str = ""
+    # median over the repeats that have it; 0: unknown
+    watts_per_node: float = 0.0
+    # in so many a step takes the local batch, one after another
+    parts: int = 1
+    # smaller batches, and seconds of forward and backward of each
+    smaller_computes: tuple[tuple[int, float], ...] = ()
+    # None: no repeat has it
+    processor: ProcessorUse | None = None
 
     @property
     def part_batch(self) -> float:
@@ -46,14 +54,20 @@ class Profile(NamedTuple):
 class Summary(NamedTuple):
     """All measurements of a run, independent of their order."""
 
-    profiles: tuple[Profile, ...]  # by configuration, ascending
+    # by configuration, ascending
+    profiles: tuple[Profile, ...]
     out_of_memory: tuple[Configuration, ...]
-    failed: dict[Configuration, str]  # configurations that only failed, with the last reason
-    dataset_samples: int  # D; what most measurements say, 0 if none does
-    parameters: int  # of the model; likewise
+    # configurations that only failed, with the last reason
+    failed: dict[Configuration, str]
+    # D; what most measurements say, 0 if none does
+    dataset_samples: int
+    # of the model; likewise
+    parameters: int
     warnings: tuple[str, ...]
-    test_samples: int = 0  # of an evaluation; likewise
-    start_s: float | None = None  # from the start of a job to its first step, median over the jobs that measured it
+    # of an evaluation; likewise
+    test_samples: int = 0
+    # from the start of a job to its first step, median over the jobs that measured it
+    start_s: float | None = None
 
     @property
     def parts(self) -> int:
@@ -81,38 +95,54 @@ class Summary(NamedTuple):
         bounds = (*self.out_of_memory, *self.short_of_memory)
         held = as_large(bounds, self.parts, alone=False)
         at_once, first = min(zip(held, bounds, strict=True))
-        what = "ran out of memory" if first in self.out_of_memory else "ran only after the allocator had freed memory"
+        what = (
+            "ran out of memory"
+            if first in self.out_of_memory
+            else "ran only after the allocator had freed memory"
+        )
         if self.parts == 1:
             return f"local batch {first.local_batch} {what}"
         return f"{first}, with {math.ceil(at_once)} samples at once, {what}"
 
 
-def as_large(configurations: Iterable[Configuration], parts: int, *, alone: bool) -> Iterator[float]:
+def as_large(
+    configurations: Iterable[Configuration], parts: int, *, alone: bool
+) -> Iterator[float]:
     """The local batches with which one worker, that takes them in parts, or several would hold as much at once."""
     other = parts if alone else 1.0 / parts
     for configuration in configurations:
-        yield configuration.local_batch * (1.0 if (configuration.world_size == 1) == alone else other)
+        yield configuration.local_batch * (
+            1.0 if (configuration.world_size == 1) == alone else other
+        )
 
 
 def is_out_of_memory(measurement: Measurement) -> bool:
     """Whether memory ran out, whatever noticed it."""
-    return measurement.status == "oom" or (measurement.failure is not None and measurement.failure.is_oom)
+    return measurement.status == "oom" or (
+        measurement.failure is not None and measurement.failure.is_oom
+    )
 
 
 def is_short_of_memory(measurement: Measurement) -> bool:
     """Whether it ran, but only because the allocator freed what it kept and tried again."""
-    return is_usable(measurement) and measurement.memory is not None and measurement.memory.ran_short
+    return (
+        is_usable(measurement) and measurement.memory is not None and measurement.memory.ran_short
+    )
 
 
 def summarize(measurements: Iterable[Measurement]) -> Summary:
     """Group measurements by configuration; repeats become their median: one disturbed profile does not decide."""
     usable, out, other = _sorted_by_use(measurements)
-    profiles = tuple(_profile(configuration, usable[configuration]) for configuration in sorted(usable))
+    profiles = tuple(
+        _profile(configuration, usable[configuration]) for configuration in sorted(usable)
+    )
     out_of_memory = tuple(sorted(out))
     settled = usable.keys() | out.keys()
     failed = {key: _last_reason(other[key]) for key in sorted(other) if key not in settled}
     samples, parameters, tests = (
-        Counter(value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0)
+        Counter(
+            value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0
+        )
         for field in ("dataset_samples", "parameters", "test_samples")
     )
     summary = Summary(
@@ -143,7 +173,9 @@ def _sorted_by_use(measurements: Iterable[Measurement]) -> tuple[Groups, Groups,
     for row in measurements:
         kind = 0 if is_usable(row) else 1 if is_out_of_memory(row) else 2
         groups[kind][row.nodes, row.workers_per_node, row.local_batch].append(row)
-    usable, out, other = ({Configuration(*key): rows for key, rows in part.items()} for part in groups)
+    usable, out, other = (
+        {Configuration(*key): rows for key, rows in part.items()} for part in groups
+    )
     return usable, out, other
 
 
@@ -158,9 +190,13 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         exclusive=all(row.exclusive for row in rows),
         emulated=any(row.emulated for row in rows),
         backend=rows[0].backend,
-        watts_per_node=median([row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]),
+        watts_per_node=median(
+            [row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]
+        ),
         parts=min(row.parts for row in rows),
-        smaller_computes=tuple(medians_by_batch(pair for row in rows for pair in row.smaller_computes).items()),
+        smaller_computes=tuple(
+            medians_by_batch(pair for row in rows for pair in row.smaller_computes).items()
+        ),
         processor=_medians(used, ProcessorUse, float) if used else None,
     )
 
@@ -176,12 +212,16 @@ def medians_by_batch(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
 Fields = TypeVar("Fields", bound=Record)
 
 
-def _medians(rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]) -> Fields:
+def _medians(
+    rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]
+) -> Fields:
     if len(rows) == 1:
         return rows[0]
     names = tuple(kind.model_fields)
     columns = zip(*map(attrgetter(*names), rows), strict=True)
-    values: dict[str, Any] = {name: _median(column, convert) for name, column in zip(names, columns, strict=True)}
+    values: dict[str, Any] = {
+        name: _median(column, convert) for name, column in zip(names, columns, strict=True)
+    }
     return cast(Fields, kind.model_construct(None, **values))
 
 
@@ -207,7 +247,9 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
     if len(samples) > 1:
         sizes = ", ".join(f"{value:,}" for value in sorted(samples))
         used = f"{_most_common(samples):,}"
-        found.append(f"measurements over data sets of different size are mixed ({sizes} samples); {used} is used")
+        found.append(
+            f"measurements over data sets of different size are mixed ({sizes} samples); {used} is used"
+        )
     if len(parameters) > 1:
         sizes = ", ".join(f"{value:,}" for value in sorted(parameters))
         found.append(f"measurements of models of different size are mixed ({sizes} parameters)")
@@ -221,4 +263,6 @@ def _contradictions(summary: Summary) -> list[str]:
     beyond = [str(where) for where in ran if where.local_batch >= bounds[where.world_size == 1]]
     if not beyond:
         return []
-    return [f"{summary.oom_reason} once, but {', '.join(beyond)} ran: the bound is kept, to be safe"]
+    return [
+        f"{summary.oom_reason} once, but {', '.join(beyond)} ran: the bound is kept, to be safe"
+    ]

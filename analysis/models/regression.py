@@ -1,8 +1,9 @@
 """Robust fits on relative error with bounded coefficients, and intervals around them; for time and memory.
 
-The residual of a row is `weight × (predicted / observed − 1)`: errors of 10 ms and of 10 s count by their share. The
-loss is soft L1, so that a single disturbed measurement does not drag the model along. What is believed of a coefficient
-beforehand counts like a row of its own, `belief × (coefficient − believed)`, squared.
+The residual of a row is `weight × (predicted / observed − 1)`: errors of 10 ms and of 10 s count by
+their share. The loss is soft L1, so that a single disturbed measurement does not drag the model
+along. What is believed of a coefficient beforehand counts like a row of its own, `belief ×
+(coefficient − believed)`, squared.
 """
 
 from __future__ import annotations
@@ -18,46 +19,67 @@ from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
 
-ROBUST_FROM = 0.05  # relative residuals above this count linearly, not squared
-# What is believed of the relative error before any residual is seen, weighing as much as two measurements: a standard
-# deviation of 10 %, that is a median error of 7 %, where such models with few measurements end up (the paper's partial
-# search: 7.5–14 %). With no degrees of freedom left the interval is this belief; with many it is forgotten.
+# relative residuals above this count linearly, not squared
+ROBUST_FROM = 0.05
+# What is believed of the relative error before any residual is seen, weighing as much as two
+# measurements: a standard deviation of 10 %, that is a median error of 7 %, where such models with
+# few measurements end up (the paper's partial search: 7.5–14 %). With no degrees of freedom left
+# the interval is this belief; with many it is forgotten.
 PRIOR_ERROR = 0.1
 PRIOR_ROWS = 2.0
-TOLERANCE = 1e-8  # relative, of cost, coefficients and gradient: where a search ends
-OUTLIER_FROM = 2.0  # in standard deviations: larger residuals count as this large in the spread, not in full
-MEDIAN_OF_NORMAL = 0.6745  # median of |x| for a standard normal x
-PLAUSIBLE = 0.05  # a coefficient's own uncertainty is at most 1 / this times the spread, where it explains a whole row
-IDENTIFIED_FROM = 1e-3  # share of a column that the other columns must leave unexplained
+# relative, of cost, coefficients and gradient: where a search ends
+TOLERANCE = 1e-8
+# in standard deviations: larger residuals count as this large in the spread, not in full
+OUTLIER_FROM = 2.0
+# median of |x| for a standard normal x
+MEDIAN_OF_NORMAL = 0.6745
+# a coefficient's own uncertainty is at most 1 / this times the spread, where it explains a whole
+# row
+PLAUSIBLE = 0.05
+# share of a column that the other columns must leave unexplained
+IDENTIFIED_FROM = 1e-3
 
 
 class Scatter(NamedTuple):
     """What is believed of the relative error of a single row before any residual is seen."""
 
-    error: float  # standard deviation
-    rows: float  # as many measurements would outweigh it
+    # standard deviation
+    error: float
+    # as many measurements would outweigh it
+    rows: float
 
 
 class Fit(NamedTuple):
     """Fitted coefficients and what their uncertainty needs."""
 
-    coefficients: Array  # (p,), pinned ones included
-    residuals: Array  # (n,), predicted / observed − 1, without weights
-    leverage: Array  # (n,), how much each row draws its own prediction, 0 to 1
-    covariance: Array  # (p, p), per unit of relative variance; zero for pinned coefficients
-    cost: float = 0.0  # half the sum of what is minimized
+    # (p,), pinned ones included
+    coefficients: Array
+    # (n,), predicted / observed − 1, without weights
+    residuals: Array
+    # (n,), how much each row draws its own prediction, 0 to 1
+    leverage: Array
+    # (p, p), per unit of relative variance; zero for pinned coefficients
+    covariance: Array
+    # half the sum of what is minimized
+    cost: float = 0.0
 
 
 class Problem(NamedTuple):
     """A model to be fitted; `evaluate(p)` gives predictions (n,) and their gradients (n, p)."""
 
     evaluate: Callable[[Array], tuple[Array, Array]]
-    observed: Array  # (n,), positive
-    weights: Array  # (n,)
-    upper: Array  # (p,), largest value of each coefficient
-    lower: Array | None = None  # (p,), smallest value; None: 0
-    believed: Array | None = None  # (p,), what is believed beforehand; None: nothing is
-    belief: Array | None = None  # (p,), how firmly: typical residual / standard deviation; 0: not at all
+    # (n,), positive
+    observed: Array
+    # (n,)
+    weights: Array
+    # (p,), largest value of each coefficient
+    upper: Array
+    # (p,), smallest value; None: 0
+    lower: Array | None = None
+    # (p,), what is believed beforehand; None: nothing is
+    believed: Array | None = None
+    # (p,), how firmly: typical residual / standard deviation; 0: not at all
+    belief: Array | None = None
 
 
 def as_columns(*values: ArrayLike) -> list[Array]:
@@ -106,9 +128,11 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
-    plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])  # bounds what no row can tell
+    # bounds what no row can tell
+    plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])
     jacobian = np.concatenate([jacobian, plausible])
-    inverse = np.linalg.pinv(jacobian)  # J⁺; leverage is the diagonal of J J⁺, covariance J⁺ J⁺ᵀ
+    # J⁺; leverage is the diagonal of J J⁺, covariance J⁺ J⁺ᵀ
+    inverse = np.linalg.pinv(jacobian)
     covariance = np.zeros((len(free), len(free)))
     covariance[np.ix_(free, free)] = inverse @ inverse.T
     leverage = np.einsum("ij,ji->i", jacobian, inverse)[: len(problem.observed)]
@@ -139,7 +163,8 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         return start, np.zeros((len(rows), 0)), 0.5 * float(np.sum(residuals(start[free]) ** 2))
     lower = np.zeros(len(scale)) if problem.lower is None else problem.lower[free] / scale
     upper = problem.upper[free] / scale
-    margin = 1e-6 * np.where(np.isfinite(upper), upper - lower, 1.0)  # the method needs a start inside the bounds
+    # the method needs a start inside the bounds
+    margin = 1e-6 * np.where(np.isfinite(upper), upper - lower, 1.0)
     first = np.clip(start[free] / scale, lower + margin, upper - margin)
     end = least_squares(
         residuals,
@@ -153,7 +178,8 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         gtol=TOLERANCE,
         max_nfev=200,
     )
-    shares = np.where((end.x < 1e-9) & (lower == 0.0), 0.0, end.x)  # the method stops just inside the bounds
+    # the method stops just inside the bounds
+    shares = np.where((end.x < 1e-9) & (lower == 0.0), 0.0, end.x)
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
 
 
@@ -213,17 +239,15 @@ def relative_spread(
 ) -> Array:
     """Half-width, in logarithms, of the interval that holds a new measurement with probability `level`.
 
-    `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave, σ from their
-    residuals and the prior belief (inverse gamma), g the gradient of the prediction's logarithm (m, p), C the
-    covariance of the fit.
+    `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave,
+    σ from their residuals and the prior belief (inverse gamma), g the gradient of the prediction's
+    logarithm (m, p), C the covariance of the fit.
 
-    Args:
-        fit: The fit.
-        rows: Which rows (n,) are of the predicted kind; only their residuals count.
+    Args: fit: The fit. rows: Which rows (n,) are of the predicted kind; only their residuals count.
         relative_gradients: (m, p), the gradients at the new points over the predictions there.
-        level: Probability between 0 and 1.
-        unseen: (m,) or scalar, variance of what no row could tell, in units of σ².
-        prior: What is believed of σ before any residual is seen; None: `PRIOR_ERROR`, as much as `PRIOR_ROWS` rows.
+        level: Probability between 0 and 1. unseen: (m,) or scalar, variance of what no row could
+        tell, in units of σ². prior: What is believed of σ before any residual is seen; None:
+        `PRIOR_ERROR`, as much as `PRIOR_ROWS` rows.
 
     Raises:
         ValueError: `level` is not between 0 and 1.
@@ -231,8 +255,12 @@ def relative_spread(
     if not 0.0 < level < 1.0:
         raise ValueError(f"level: expected a probability between 0 and 1, got {level}")
     degrees, variance = _spread_of(fit, rows, prior or Scatter(PRIOR_ERROR, PRIOR_ROWS))
-    of_coefficients = np.einsum("ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients, optimize=True)
-    width = stdtrit(degrees, 0.5 + level / 2.0) * np.sqrt(variance * (1.0 + of_coefficients + unseen))
+    of_coefficients = np.einsum(
+        "ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients, optimize=True
+    )
+    width = stdtrit(degrees, 0.5 + level / 2.0) * np.sqrt(
+        variance * (1.0 + of_coefficients + unseen)
+    )
     return np.asarray(width, dtype=np.float64)
 
 
@@ -251,7 +279,13 @@ def spread(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> float:
 
 
 def draws(
-    fit: Fit, rows: NDArray[np.bool_], bounds: tuple[Array, Array], prior: Scatter, *, count: int, seed: int
+    fit: Fit,
+    rows: NDArray[np.bool_],
+    bounds: tuple[Array, Array],
+    prior: Scatter,
+    *,
+    count: int,
+    seed: int,
 ) -> Array:
     """Coefficients (count, p) drawn from the fit's uncertainty: Student's t around the fit, kept within the bounds."""
     random = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """How long one training step takes on N workers with local batch b: the model of step times, fitted to profiles.
 
-The law is in `step_time_law`, how its form and coefficients are found in `step_time_fit`. Fitted on relative error,
-robustly, within bounds, to whole steps and to all that the profiler measured apart.
+The law is in `step_time_law`, how its form and coefficients are found in `step_time_fit`. Fitted on
+relative error, robustly, within bounds, to whole steps and to all that the profiler measured apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tula_hpc.analysis.models.profiles import Profile
-from tula_hpc.analysis.models.regression import Array, as_columns, check_positive, draws, relative_spread, spread
+from tula_hpc.analysis.models.regression import (
+    Array,
+    as_columns,
+    check_positive,
+    draws,
+    relative_spread,
+    spread,
+)
 from tula_hpc.analysis.models.step_time_fit import (
     BELIEFS,
     EFFECT_SPREAD,
@@ -24,7 +31,15 @@ from tula_hpc.analysis.models.step_time_fit import (
     FormName,
     choose_form,
 )
-from tula_hpc.analysis.models.step_time_law import ALLREDUCE, COMPUTE, NAMES, STEP, TINY_S, Evaluation, Rows
+from tula_hpc.analysis.models.step_time_law import (
+    ALLREDUCE,
+    COMPUTE,
+    NAMES,
+    STEP,
+    TINY_S,
+    Evaluation,
+    Rows,
+)
 
 __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 
@@ -32,18 +47,21 @@ __all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
 class StepTimeModel:
     """Seconds per training step over nodes, local batch and workers per node; fit on relative error, robustly.
 
-    Args:
-        form: The collective, see `step_time_law`. "auto" takes the one with the least information criterion; the
-            backend's own unless another is clearly better. "paper" is the paper's plain sum, without what was added.
-        backend: Sets what is believed beforehand: which collective, and how much of it the computation hides.
+    Args: form: The collective, see `step_time_law`. "auto" takes the one with the least information
+        criterion; the
+            backend's own unless another is clearly better. "paper" is the paper's plain sum,
+            without what was added.
+        backend: Sets what is believed beforehand: which collective, and how much of it the
+            computation hides.
 
-    Attributes:
-        parameters_: Coefficients by name, see `step_time_law`: seconds, seconds per sample, or 1.
-        departures_: From the law, in logarithms: {"local_batch": {"32": u, …}, "nodes": {"4": v, …}}; with several
+    Attributes: parameters_: Coefficients by name, see `step_time_law`: seconds, seconds per sample,
+        or 1. departures_: From the law, in logarithms: {"local_batch": {"32": u, …}, "nodes": {"4":
+        v, …}}; with several
             workers on each node "4x2".
         form_: The collective that was chosen.
         pinned_: Coefficients that the data cannot identify: 0, or what is believed of it.
-        spread_: Relative standard deviation of a single measurement around the law, as residuals and belief tell.
+        spread_: Relative standard deviation of a single measurement around the law, as residuals
+            and belief tell.
         residual_median_: Median of |predicted / measured − 1| over the fitted steps.
     """
 
@@ -73,20 +91,19 @@ class StepTimeModel:
     ) -> Self:
         """Fit to measured steps, and to parts of steps.
 
-        Args:
-            nodes: (n,) or scalar.
-            local_batch: (n,) or scalar, samples per worker.
-            step_time_s: (n,), a whole training step; NaN where only parts are known.
-            workers_per_node: (n,) or scalar; the mean, where nodes differ.
-            compute_time_s: (n,), the step without synchronization, of the batch as a whole, measured apart; NaN or 0
+        Args: nodes: (n,) or scalar. local_batch: (n,) or scalar, samples per worker. step_time_s:
+            (n,), a whole training step; NaN where only parts are known. workers_per_node: (n,) or
+            scalar; the mean, where nodes differ. compute_time_s: (n,), the step without
+            synchronization, of the batch as a whole, measured apart; NaN or 0
                 where unknown.
-            allreduce_time_s: (n,), the bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
+            allreduce_time_s: (n,), the bare all-reduce of the gradient's bytes; NaN or 0 where
+                unknown.
 
         Returns:
             Itself.
 
-        Raises:
-            ValueError: No rows, lengths that do not fit, or values that are not positive and finite.
+        Raises: ValueError: No rows, lengths that do not fit, or values that are not positive and
+            finite.
         """
         rows = _collect(
             nodes=nodes,
@@ -112,19 +129,25 @@ class StepTimeModel:
         self.spread_ = spread(fitted.fit, self._steps, SCATTER)
         self.residual_median_ = float(np.median(np.abs(fitted.fit.residuals[self._steps])))
 
-    def predict(self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1) -> Array:
+    def predict(
+        self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
+    ) -> Array:
         """Seconds per step, in the shape that the arguments broadcast to."""
         rows, shape = _points(nodes, local_batch, workers_per_node)
         return self._fitted.law.seconds(self._fitted.fit.coefficients, rows).reshape(shape)
 
     def interval(
-        self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1, level: float = 0.9
+        self,
+        nodes: ArrayLike,
+        local_batch: ArrayLike,
+        workers_per_node: ArrayLike = 1,
+        level: float = 0.9,
     ) -> tuple[Array, Array]:
         """Lower and upper end, seconds, between which a new measurement lies with probability `level`.
 
-        From the residuals, each point's distance from the data (leverage), and, where the batch or the cluster size was
-        not measured, the departure from the law that such ones usually show, and how far forms of the law differ there
-        that the data do not tell apart; with Student's t.
+        From the residuals, each point's distance from the data (leverage), and, where the batch or
+        the cluster size was not measured, the departure from the law that such ones usually show,
+        and how far forms of the law differ there that the data do not tell apart; with Student's t.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -135,17 +158,21 @@ class StepTimeModel:
             self._steps,
             found.gradients / seconds[:, None],
             level,
-            unseen=sum(self._unseen(rows, found)) + np.mean((self._open_form(rows, found) / self.spread_) ** 2, axis=0),
+            unseen=sum(self._unseen(rows, found))
+            + np.mean((self._open_form(rows, found) / self.spread_) ** 2, axis=0),
             prior=SCATTER,
         )
         return (seconds * np.exp(-width)).reshape(shape), (seconds * np.exp(width)).reshape(shape)
 
-    def covariance(self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1) -> Array:
+    def covariance(
+        self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
+    ) -> Array:
         """How uncertain the predictions at some points are together, in units of a single measurement's variance.
 
-        Relative, without the noise of a measurement: what is known exactly has 0, and a point measured once at most 1.
-        Points of one batch or cluster size that was not measured share that one's unknown departure from the law, and
-        all of them the form of the law where the data do not tell it.
+        Relative, without the noise of a measurement: what is known exactly has 0, and a point
+        measured once at most 1. Points of one batch or cluster size that was not measured share
+        that one's unknown departure from the law, and all of them the form of the law where the
+        data do not tell it.
 
         Returns:
             (m, m), for m points after broadcasting and raveling.
@@ -159,7 +186,9 @@ class StepTimeModel:
         same_size = (rows.nodes[:, None] == rows.nodes) & (rows.per_node[:, None] == rows.per_node)
         together = relative @ fitted.fit.covariance @ relative.T
         of_form = self._open_form(rows, found) / self.spread_
-        together += of_form.T @ of_form / len(of_form) + same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
+        together += of_form.T @ of_form / len(of_form) + same_batch * np.sqrt(
+            np.outer(unseen_batch, unseen_batch)
+        )
         return np.asarray(together + same_size * np.sqrt(np.outer(unseen_size, unseen_size)))
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
@@ -174,7 +203,11 @@ class StepTimeModel:
     def _open_form(self, rows: Rows, found: Evaluation) -> Array:
         """(forms, m): by what each form would change the prediction's logarithm, while none is told from the others."""
         _, at_sizes = self._fitted.law.knots.weights(rows)
-        effect = found.by_size_effect / np.maximum(found.seconds, TINY_S) * (1.0 - np.sum(at_sizes**2, axis=1))
+        effect = (
+            found.by_size_effect
+            / np.maximum(found.seconds, TINY_S)
+            * (1.0 - np.sum(at_sizes**2, axis=1))
+        )
         return np.asarray(self._fitted.form_departures(rows) * effect)
 
     def samples(
@@ -189,8 +222,8 @@ class StepTimeModel:
 
         While the data do not tell the form of the law, each of them has one at random.
 
-        Returns:
-            (count, *shape), shape as the arguments broadcast. The same seed draws the same models for all points.
+        Returns: (count, *shape), shape as the arguments broadcast. The same seed draws the same
+            models for all points.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
         law, fit = self._fitted.law, self._fitted.fit
@@ -198,15 +231,18 @@ class StepTimeModel:
         seconds = np.stack([law.seconds(coefficients, rows) for coefficients in drawn])
         if self._fitted.told_at is not None:
             of_form = self._open_form(rows, law.evaluate(fit.coefficients, rows))
-            seconds *= np.exp(of_form[np.random.default_rng(seed).integers(len(of_form), size=count)])
+            seconds *= np.exp(
+                of_form[np.random.default_rng(seed).integers(len(of_form), size=count)]
+            )
         return seconds.reshape((count, *shape))
 
 
 def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepTimeModel:
     """The model of a run's step times.
 
-    What is known apart as "compute" is the step without synchronization, that is waiting for data, forward and
-    backward, and the optimizer together; of batches as a whole, where a step takes its own in parts.
+    What is known apart as "compute" is the step without synchronization, that is waiting for data,
+    forward and backward, and the optimizer together; of batches as a whole, where a step takes its
+    own in parts.
     """
     nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(
         [columns for profile in profiles for columns in _observations(profile)], dtype=np.float64
@@ -222,11 +258,21 @@ def _observations(profile: Profile) -> Iterator[tuple[float, ...]]:
     whole_s = beside_s + times.compute_time_s if profile.parts == 1 else math.nan
     yield nodes, per_node, batch, times.step_time_s, whole_s, times.allreduce_time_s
     for smaller, seconds in profile.smaller_computes:
-        waits_s = times.data_time_s * smaller / batch  # a loader that is too slow is so for each sample
-        yield nodes, per_node, smaller, math.nan, waits_s + times.optimizer_time_s + seconds, math.nan
+        # a loader that is too slow is so for each sample
+        waits_s = times.data_time_s * smaller / batch
+        yield (
+            nodes,
+            per_node,
+            smaller,
+            math.nan,
+            waits_s + times.optimizer_time_s + seconds,
+            math.nan,
+        )
 
 
-def _points(nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike) -> tuple[Rows, tuple[int, ...]]:
+def _points(
+    nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike
+) -> tuple[Rows, tuple[int, ...]]:
     per_node, count, batch = as_columns(workers_per_node, nodes, local_batch)
     check_positive(nodes=count, local_batch=batch, workers_per_node=per_node)
     shape = np.broadcast_shapes(*map(np.shape, (nodes, local_batch, workers_per_node)))
@@ -246,14 +292,24 @@ def _collect(
     count, batch, steps, per_node, computes, allreduces = as_columns(
         nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s
     )
-    check_positive(nodes=count, local_batch=batch, step_time_s=steps[~np.isnan(steps)], workers_per_node=per_node)
+    check_positive(
+        nodes=count,
+        local_batch=batch,
+        step_time_s=steps[~np.isnan(steps)],
+        workers_per_node=per_node,
+    )
     kind = np.repeat([STEP, COMPUTE, ALLREDUCE], len(steps))
     seconds = np.concatenate([steps, computes, allreduces])
     rows = Rows(kind, np.tile(count, 3), np.tile(per_node, 3), np.tile(batch, 3), seconds)
-    usable = np.isfinite(rows.seconds) & (rows.seconds > 0.0) & ((kind != ALLREDUCE) | (rows.workers > 1.0))
+    usable = (
+        np.isfinite(rows.seconds)
+        & (rows.seconds > 0.0)
+        & ((kind != ALLREDUCE) | (rows.workers > 1.0))
+    )
     rows = rows.only(usable)
     rows = _medians(rows) if len(rows.kind) > MANY_ROWS else rows
-    return rows.only(np.lexsort(rows[::-1]))  # sums of floats depend on the order; the model must not
+    # sums of floats depend on the order; the model must not
+    return rows.only(np.lexsort(rows[::-1]))
 
 
 def _medians(rows: Rows) -> Rows:

@@ -1,16 +1,19 @@
 """Which form of the step-time law fits measured rows, and with which coefficients.
 
-The coefficients of the law are unknown but for their signs; of some others something is believed beforehand, and
-the data decide as far as they can:
+The coefficients of the law are unknown but for their signs; of some others something is believed
+beforehand, and the data decide as far as they can:
 
-- the overlapped share of the computation: 0.6 ± 0.3 on GPUs (the backward pass is two thirds of it), 0.1 ± 0.1 on CPUs,
-  where the collective needs the same cores (on the test cluster full fits of three networks find 0, 0 and 0.3);
+- the overlapped share of the computation: 0.6 ± 0.3 on GPUs (the backward pass is two thirds of
+  it), 0.1 ± 0.1 on CPUs, where the collective needs the same cores (on the test cluster full fits
+  of three networks find 0, 0 and 0.3);
 - contention between workers of a node: 0 ± 0.1 for each further worker;
 - straggling: 0 ± 0.05 for each doubling of the workers;
-- departures u of batches and v of cluster sizes from the law: 0 ± 10 % where the typical residual is 3 %.
+- departures u of batches and v of cluster sizes from the law: 0 ± 10 % where the typical residual
+is 3 %.
 
-The belief in departures makes this a mixed-effects model: what is measured of one batch on one cluster size says
-something of that batch on the others, and sizes that were not measured are as uncertain as the measured ones vary.
+The belief in departures makes this a mixed-effects model: what is measured of one batch on one
+cluster size says something of that batch on the others, and sizes that were not measured are as
+uncertain as the measured ones vary.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from tula_hpc.analysis.models.regression import Array, Fit, Problem, Scatter, fit_relative, identified, spread
+from tula_hpc.analysis.models.regression import (
+    Array,
+    Fit,
+    Problem,
+    Scatter,
+    fit_relative,
+    identified,
+    spread,
+)
 from tula_hpc.analysis.models.step_time_law import (
     ALLREDUCE,
     ALONE,
@@ -48,7 +59,9 @@ from tula_hpc.analysis.models.step_time_law import (
     Rows,
 )
 
-FormName = Literal["auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"]
+FormName = Literal[
+    "auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"
+]
 Backend = Literal["nccl", "gloo"]
 
 
@@ -57,29 +70,47 @@ class Belief(NamedTuple):
 
     form: str
     overlap_share: float
-    overlap_spread: float  # standard deviation of that
+    # standard deviation of that
+    overlap_spread: float
 
     @property
     def spreads(self) -> dict[int, float]:
         """Standard deviations of what is believed, by coefficient."""
-        return {OVERLAP: self.overlap_spread, CONTENTION: CONTENTION_SPREAD, STRAGGLING: STRAGGLING_SPREAD}
+        return {
+            OVERLAP: self.overlap_spread,
+            CONTENTION: CONTENTION_SPREAD,
+            STRAGGLING: STRAGGLING_SPREAD,
+        }
 
 
-BELIEFS: dict[Backend, Belief] = {"nccl": Belief("double_tree", 0.6, 0.3), "gloo": Belief("ring", 0.1, 0.1)}
+BELIEFS: dict[Backend, Belief] = {
+    "nccl": Belief("double_tree", 0.6, 0.3),
+    "gloo": Belief("ring", 0.1, 0.1),
+}
 CONTENTION_SPREAD = 0.1
 STRAGGLING_SPREAD = 0.05
-NOISE = 0.03  # typical relative residual of a step; the beliefs count in its units
+# typical relative residual of a step; the beliefs count in its units
+NOISE = 0.03
 LEAST_NOISE = 0.003
 EFFECT_SPREAD = 0.1
-SCATTER = Scatter(error=0.0385, rows=8.0)  # of a measured step, believed before any residual is seen
-MAX_KNOTS = 64  # batches, and cluster sizes, with a departure of their own; with more of them the law alone is fitted
-MANY_ROWS = 5000  # likewise with more rows; and repeated measurements become their median before the fit
-FLOOR_BATCHES = 4  # a floor needs so many batches to be told from a line
-BETTER_BY = 4.0  # another form must have an information criterion (AIC) that is lower by this
-SHARPER = 0.7  # steps that scatter less than this share of the usual are worth a second fit
-SPREAD_UNTOLD = 0.9  # a belief that the data narrow by less than this is called pinned
-# Weights of the rows: a whole step is what has to be predicted, what was measured apart guides it. The step's own
-# all-reduce differs from the bare one (it competes with the computation, in pieces), so that the bare one says less.
+# of a measured step, believed before any residual is seen
+SCATTER = Scatter(error=0.0385, rows=8.0)
+# batches, and cluster sizes, with a departure of their own; with more of them the law alone is
+# fitted
+MAX_KNOTS = 64
+# likewise with more rows; and repeated measurements become their median before the fit
+MANY_ROWS = 5000
+# a floor needs so many batches to be told from a line
+FLOOR_BATCHES = 4
+# another form must have an information criterion (AIC) that is lower by this
+BETTER_BY = 4.0
+# steps that scatter less than this share of the usual are worth a second fit
+SHARPER = 0.7
+# a belief that the data narrow by less than this is called pinned
+SPREAD_UNTOLD = 0.9
+# Weights of the rows: a whole step is what has to be predicted, what was measured apart guides it.
+# The step's own all-reduce differs from the bare one (it competes with the computation, in pieces),
+# so that the bare one says less.
 WEIGHTS = np.array([1.0, 0.5, 0.1])
 
 
@@ -93,13 +124,15 @@ class Fitted(NamedTuple):
     bounds: tuple[Array, Array]
     noise: float
     belief: Belief
-    told_at: float | None = None  # workers of the only size between nodes, where that leaves the form to the belief
+    # workers of the only size between nodes, where that leaves the form to the belief
+    told_at: float | None = None
 
     def form_departures(self, rows: Rows) -> Array:
         """(forms, n): by how much t_sync would grow with every form, over how it grows with this one; a logarithm.
 
-        From the only size that was measured on, where all agree, by the bandwidth terms, which differ most. Where the
-        data or the user chose the form, and on a single node, nothing is open: 0.
+        From the only size that was measured on, where all agree, by the bandwidth terms, which
+        differ most. Where the data or the user chose the form, and on a single node, nothing is
+        open: 0.
         """
         if self.told_at is None:
             return np.zeros((1, len(rows.batch)))
@@ -120,15 +153,21 @@ class Fitted(NamedTuple):
         """Coefficients that are not free, or of which the data tell hardly more than what was believed."""
         told = np.sqrt(np.maximum(np.diag(self.fit.covariance), 0.0)) * self.noise
         believed = {i for i, wide in self.belief.spreads.items() if told[i] > SPREAD_UNTOLD * wide}
-        return [name for index, name in enumerate(NAMES) if not self.free[index] or index in believed]
+        return [
+            name for index, name in enumerate(NAMES) if not self.free[index] or index in believed
+        ]
 
     def departures(self) -> dict[str, dict[str, float]]:
         """By what they belong to."""
         batches, sizes = self.law.knots
         values = self.fit.coefficients[len(NAMES) :].tolist()
-        names = [f"{nodes:g}" if workers == 1 else f"{nodes:g}x{workers:g}" for nodes, workers in sizes]
+        names = [
+            f"{nodes:g}" if workers == 1 else f"{nodes:g}x{workers:g}" for nodes, workers in sizes
+        ]
         return {
-            "local_batch": {f"{batch:g}": value for batch, value in zip(batches, values, strict=False)},
+            "local_batch": {
+                f"{batch:g}": value for batch, value in zip(batches, values, strict=False)
+            },
             "nodes": dict(zip(names, values[len(batches) :], strict=True)),
         }
 
@@ -137,10 +176,14 @@ class Fitted(NamedTuple):
         absent = set() if np.any(rows.kind == ALLREDUCE) else {"overhead_s"}
         absent |= set() if _tells_alone(rows) else {"alone_s"}
         absent |= set() if np.any(rows.workers > 1.0) else {"straggling"}
-        absent |= set() if np.any(rows.per_node > 1.0) else {"contention", "sharing_s", "node_sync_s"}
+        absent |= (
+            set() if np.any(rows.per_node > 1.0) else {"contention", "sharing_s", "node_sync_s"}
+        )
         absent |= set() if self.free[FLOOR] else {"compute_floor_s"}
         absent |= {"latency_s"} if self.law.form.latency is None else set()
-        return absent | ({"overlap_share", "overhead_s", "alone_s", "straggling"} if self.law.additive else set())
+        return absent | (
+            {"overlap_share", "overhead_s", "alone_s", "straggling"} if self.law.additive else set()
+        )
 
 
 def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
@@ -150,7 +193,8 @@ def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
     if wanted != "auto":
         return found
     told_at = _only_size(rows)
-    if told_at is None and found.misfit > BETTER_BY - 2.0:  # or no form can be better by so much
+    # or no form can be better by so much
+    if told_at is None and found.misfit > BETTER_BY - 2.0:
         names = [name for name in FORMS if name != belief.form]
         found = _clearly_best(found, [fit(name, noise=found.noise) for name in names])
     if _tells_floor(rows) and found.misfit >= BETTER_BY + 2.0:
@@ -195,8 +239,14 @@ def _tells_floor(rows: Rows) -> bool:
     return len(np.unique(rows.batch[rows.kind != ALLREDUCE])) >= FLOOR_BATCHES
 
 
-def _fit_form(rows: Rows, form: str, *, belief: Belief, floor: bool = False, noise: float = NOISE) -> Fitted:
-    law = Law(PAPER, _knots(rows, use=False), additive=True) if form == "paper" else Law(FORMS[form], _knots(rows))
+def _fit_form(
+    rows: Rows, form: str, *, belief: Belief, floor: bool = False, noise: float = NOISE
+) -> Fitted:
+    law = (
+        Law(PAPER, _knots(rows, use=False), additive=True)
+        if form == "paper"
+        else Law(FORMS[form], _knots(rows))
+    )
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
     free = _free(law, rows, linear, floor=floor)
@@ -228,7 +278,8 @@ def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.boo
     bare = (OVERHEAD,) if np.any(rows.kind == ALLREDUCE) and not law.additive else ()
     alone = (ALONE,) if _tells_alone(rows) and not law.additive else ()
     free = identified(linear, (PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY, *bare, SHARING, *alone))
-    free[SYNC] |= free[LATENCY]  # where only several nodes were measured, overlap tells a constant from the computation
+    # where only several nodes were measured, overlap tells a constant from the computation
+    free[SYNC] |= free[LATENCY]
     together = bool(free[SYNC] or free[NODE_SYNC])
     free[OVERLAP] = together and not law.additive
     free[CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive

@@ -64,7 +64,9 @@ def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
     powers = 2 ** np.arange(search.max_batch.bit_length(), dtype=np.int64)
     batches = sizes[:, None] * cluster.workers_per_node * powers
     size, power = np.nonzero((batches >= search.min_batch) & (batches <= search.max_batch))
-    return Grid(sizes[size], np.full(size.shape, cluster.workers_per_node, dtype=np.int64), powers[power])
+    return Grid(
+        sizes[size], np.full(size.shape, cluster.workers_per_node, dtype=np.int64), powers[power]
+    )
 
 
 Array = NDArray[np.float64]
@@ -84,19 +86,22 @@ class Why(IntEnum):
 
 
 FEASIBLE = Why.FEASIBLE
-WIDEST = 1e6  # far beyond what was measured an interval may have no upper end, which JSON cannot say
+# far beyond what was measured an interval may have no upper end, which JSON cannot say
+WIDEST = 1e6
 
 
 class Part(NamedTuple):
     """One kind of nodes, with what was measured and fitted there."""
 
-    name: str  # see `Candidate.partition`
+    # see `Candidate.partition`
+    name: str
     cluster: ClusterSpec
     summary: Summary
     models: Models
     power: NodePower | None
     evaluation: Evaluation
-    save: SaveCost | None = None  # as a training measured it
+    # as a training measured it
+    save: SaveCost | None = None
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -107,7 +112,8 @@ class Part(NamedTuple):
 class CandidateTable(NamedTuple):
     """Candidates; columns of one length."""
 
-    part: Integers  # place among the parts
+    # place among the parts
+    part: Integers
     nodes: Integers
     workers_per_node: Integers
     local_batch: Integers
@@ -120,8 +126,10 @@ class CandidateTable(NamedTuple):
     cost: Array
     energy_kwh: Array
     checkpoint_s: Array
-    evaluation_s: Array  # of wall_time_s: all evaluations,
-    saving_s: Array  # and what checkpoints cost
+    # of wall_time_s: all evaluations,
+    evaluation_s: Array
+    # and what checkpoints cost
+    saving_s: Array
     peak_bytes: Array
     why: Integers
     measured: NDArray[np.bool_]
@@ -152,8 +160,8 @@ def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTa
 def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
     """Price configurations on one kind of nodes, whose steps take so long.
 
-    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale, and `train_time_s`
-    epochs times that.
+    `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale,
+    and `train_time_s` epochs times that.
 
     Args:
         place: Of the part among all.
@@ -204,7 +212,9 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
         (Why.MEMORY, peak > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),
     ]
-    return np.select([rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)).astype(np.int64)
+    return np.select(
+        [rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)
+    ).astype(np.int64)
 
 
 def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
@@ -215,7 +225,9 @@ def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
         return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[place]
     alone = grid.nodes * grid.workers_per_node == 1
     batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
-    wanted = np.array([max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64)
+    wanted = np.array(
+        [max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64
+    )
     steps, epochs = samples // batches, training.ags.update_interval_epochs
     at_most = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
     interval = np.maximum(1, np.round(epochs * steps)) if epochs else at_most
@@ -225,23 +237,32 @@ def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
 
 
 def on_top_bytes(
-    summary: Summary, updates: UpdateTime, cluster: ClusterSpec, training: TrainingSpec, workers: Array
+    summary: Summary,
+    updates: UpdateTime,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    workers: Array,
 ) -> Array:
     """Bytes per worker that a training needs beside what was profiled.
 
-    While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a checkpoint is written from.
+    While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a
+    checkpoint is written from.
     """
-    passes = (workers == 1) & (updates.predict(workers) > 0)  # where norms are wanted for free
+    # where norms are wanted for free
+    passes = (workers == 1) & (updates.predict(workers) > 0)
     copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
     scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
     copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
-    return scaling + -(-copied // cluster.workers_per_node)  # one worker has it; the limit is the whole node's
+    # one worker has it; the limit is the whole node's
+    return scaling + -(-copied // cluster.workers_per_node)
 
 
 def checkpoint_copy(summary: Summary) -> int:
     """Bytes of host memory on the first node; see `checkpoint_copy_bytes`."""
     rows = summary.profiles
-    return checkpoint_copy_bytes([row.memory for row in rows], [row.configuration.world_size for row in rows])
+    return checkpoint_copy_bytes(
+        [row.memory for row in rows], [row.configuration.world_size for row in rows]
+    )
 
 
 def allowed_bytes(limit: int | None, margin: float) -> float:
@@ -250,14 +271,19 @@ def allowed_bytes(limit: int | None, margin: float) -> float:
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
-    rows = np.array([profile.configuration for profile in summary.profiles], dtype=np.int64).reshape(-1, 3)
+    rows = np.array(
+        [profile.configuration for profile in summary.profiles], dtype=np.int64
+    ).reshape(-1, 3)
     return np.isin(grid.keys(), Grid(*rows.T).keys())
 
 
-def as_records(table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]) -> list[Candidate]:
+def as_records(
+    table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]
+) -> list[Candidate]:
     """Candidates to be written down, with their 90 % intervals.
 
-    All intervals are that of the step time, scaled; evaluation and starts take as long whatever a step takes.
+    All intervals are that of the step time, scaled; evaluation and starts take as long whatever a
+    step takes.
 
     Args:
         table: The rows.
@@ -270,14 +296,21 @@ def as_records(table: CandidateTable, parts: Sequence[Part], front: NDArray[np.b
         if mine.any():
             rows = table.take(mine)
             with np.errstate(over="ignore"):
-                ends = part.models.step_time.interval(rows.nodes, rows.local_batch, rows.workers_per_node)
+                ends = part.models.step_time.interval(
+                    rows.nodes, rows.local_batch, rows.workers_per_node
+                )
             lows[mine], highs[mine] = ends
     relative = np.clip(np.stack([lows, highs]) / table.step_time_s, 0.0, WIDEST)
     plain = zip(*(column.tolist() for column in (*table, front, *relative)), strict=True)
-    return [_record(CandidateTable(*row), parts, pareto, (low, high)) for *row, pareto, low, high in plain]
+    return [
+        _record(CandidateTable(*row), parts, pareto, (low, high))
+        for *row, pareto, low, high in plain
+    ]
 
 
-def _record(row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]) -> Candidate:
+def _record(
+    row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]
+) -> Candidate:
     """One row; its columns hold plain numbers here."""
     part = parts[int(row.part)]
     names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
@@ -333,7 +366,9 @@ def _in_words(row: CandidateTable, part: Part) -> str:
         case Why.FOREVER:
             return "interruptions and restarts would leave no time for work"
         case Why.DEADLINE | Why.BUDGET | Why.BATCH as why:
-            return {Why.DEADLINE: "after the deadline", Why.BUDGET: "over the budget"}.get(why, "batch too large")
+            return {Why.DEADLINE: "after the deadline", Why.BUDGET: "over the budget"}.get(
+                why, "batch too large"
+            )
     return ""
 
 
@@ -341,7 +376,11 @@ def _too_much_memory(peak: float, part: Part) -> str:
     limit, share = part.memory_limit_bytes or 0, part.cluster.memory_margin
     allowed = allowed_bytes(limit, share)
     margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
-    updates = "" if peak > allowed else " and more while the gradient scale is updated and a checkpoint is written"
+    updates = (
+        ""
+        if peak > allowed
+        else " and more while the gradient scale is updated and a checkpoint is written"
+    )
     return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"
 
 
@@ -352,17 +391,20 @@ def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
         first: (n,) finite numbers.
         second: (n,) finite numbers.
 
-    Returns:
-        Indices, ascending in `first`, so that `second` falls. Of equal points the one that comes first.
+    Returns: Indices, ascending in `first`, so that `second` falls. Of equal points the one that
+        comes first.
     """
     order = np.argsort(first)
     improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
-    few = np.sort(order[improves])  # in these equal values of `first` may still be in the wrong order
+    # in these equal values of `first` may still be in the wrong order
+    few = np.sort(order[improves])
     few = few[np.lexsort((second[few], first[few]))]
     return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]
 
 
 def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Of which batches the constraints allow any, before anything is measured; all where they allow none."""
-    allowed = global_batch <= (np.inf if objective.max_global_batch is None else objective.max_global_batch)
+    allowed = global_batch <= (
+        np.inf if objective.max_global_batch is None else objective.max_global_batch
+    )
     return np.asarray(allowed | ~allowed.any())

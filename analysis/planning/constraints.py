@@ -14,17 +14,21 @@ from tula_hpc.formatting import format_duration, format_money, format_percent
 from tula_hpc.records import Candidate
 
 SECONDS_PER_HOUR = 3600.0
-CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)  # by the user; all else is impossible
+# by the user; all else is impossible
+CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
 
 
 class Constraint(NamedTuple):
     """One of the user's constraints."""
 
-    key: str  # in the sweep file
+    # in the sweep file
+    key: str
     limit: float
-    column: str  # of the table
+    # of the table
+    column: str
     why: Why
-    says: Callable[[float, Candidate], str]  # an amount in words
+    # an amount in words
+    says: Callable[[float, Candidate], str]
 
     def excess(self, table: CandidateTable) -> NDArray[np.float64]:
         """By how much of the limit each candidate is over it; 0 or less inside."""
@@ -47,11 +51,17 @@ def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     found = []
     if hours is not None:
         limit_s = hours * SECONDS_PER_HOUR
-        found.append(Constraint("objective.deadline_hours", limit_s, "wall_time_s", Why.DEADLINE, _duration))
+        found.append(
+            Constraint("objective.deadline_hours", limit_s, "wall_time_s", Why.DEADLINE, _duration)
+        )
     if budget is not None:
         found.append(Constraint("objective.budget", budget, "cost", Why.BUDGET, _money))
     if batch is not None:
-        found.append(Constraint("objective.max_global_batch", float(batch), "global_batch", Why.BATCH, _batch))
+        found.append(
+            Constraint(
+                "objective.max_global_batch", float(batch), "global_batch", Why.BATCH, _batch
+            )
+        )
     return found
 
 
@@ -90,7 +100,11 @@ def breaks(constraint: Constraint, candidate: Candidate) -> str:
     """How a candidate breaks a constraint, in words."""
     amount, limit = constraint.of(candidate), constraint.limit
     share = format_percent(amount / limit - 1.0)
-    by = share if constraint.why is Why.BATCH else f"{constraint.says(amount - limit, candidate)} ({share})"
+    by = (
+        share
+        if constraint.why is Why.BATCH
+        else f"{constraint.says(amount - limit, candidate)} ({share})"
+    )
     return f"{constraint.says(amount, candidate)}, {by} over {constraint.key} = {constraint.says(limit, candidate)}"
 
 

@@ -35,8 +35,8 @@ RARER = "use fewer nodes, or nodes that are preempted less often than pricing.pr
 def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
     """Refuse a table without any feasible candidate.
 
-    Raises:
-        InfeasibleError: Says which constraint fails by how much at the nearest candidate, or what the smallest lacks.
+    Raises: InfeasibleError: Says which constraint fails by how much at the nearest candidate, or
+        what the smallest lacks.
     """
     table = fitted.table
     if np.any(table.why == FEASIBLE):
@@ -46,9 +46,14 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
         candidate = _record(fitted, nearest)
         broken = "; ".join(_broken(candidate, objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
-        raise InfeasibleError(f"plan: none of {table.rows:,} candidates keeps the constraints; {where}")
+        raise InfeasibleError(
+            f"plan: none of {table.rows:,} candidates keeps the constraints; {where}"
+        )
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
-    smallest, advice = _record(fitted, row), _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster)
+    smallest, advice = (
+        _record(fitted, row),
+        _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster),
+    )
     why = f"{name_of(smallest)}: {smallest.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
@@ -60,9 +65,8 @@ def _advice(why: Why, cluster: ClusterSpec) -> str:
         return advice
     limit_s = 60 * cluster.train_minutes
     if cluster.signal_delay_s >= limit_s:
-        return (
-            f"{advice}; signal_delay_s = {cluster.signal_delay_s} alone leaves nothing of a time limit of {limit_s} s"
-        )
+        alone = f"signal_delay_s = {cluster.signal_delay_s} alone leaves nothing"
+        return f"{advice}; {alone} of a time limit of {limit_s} s"
     return f"{RARER}, or {advice}" if cluster.pricing.basis == "spot" else advice
 
 
@@ -82,7 +86,9 @@ def _without(
     dropped: Sequence[Constraint], fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime
 ) -> list[str]:
     """What would be chosen without some of the constraints, a sentence; none if it keeps them anyway."""
-    others = objective.model_copy(update={one.key.removeprefix("objective."): None for one in dropped})
+    others = objective.model_copy(
+        update={one.key.removeprefix("objective."): None for one in dropped}
+    )
     free = constrain(unconstrained(fitted.table), others)
     wished = int(choose(others, free, train_time_s).ranking[0])
     if fitted.table.why[wished] == FEASIBLE:
@@ -106,11 +112,15 @@ def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
     return found
 
 
-def lost_fallbacks(chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, objective: ObjectiveSpec) -> list[str]:
+def lost_fallbacks(
+    chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, objective: ObjectiveSpec
+) -> list[str]:
     """Whether the constraints leave training nothing to fall back to, should memory run out."""
     table = fitted.table
     smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
-    against = [one.key for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))]
+    against = [
+        one.key for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))
+    ]
     if fallbacks or not against:
         return []
     rules = f"{' and '.join(against)} {'rules' if len(against) == 1 else 'rule'} out every smaller local batch"
@@ -118,7 +128,9 @@ def lost_fallbacks(chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, 
 
 
 def _broken(candidate: Candidate, objective: ObjectiveSpec) -> list[str]:
-    found = [(constraint, breaks(constraint, candidate)) for constraint in constraints_of(objective)]
+    found = [
+        (constraint, breaks(constraint, candidate)) for constraint in constraints_of(objective)
+    ]
     return [text for constraint, text in found if constraint.is_broken_by(candidate)]
 
 

@@ -1,12 +1,14 @@
 """The knee of the curve of training time against global batch, and how sure the measurements make it.
 
-Larger batches shorten training ever less, while they cost memory and generalization. The knee is the batch beyond which
-more batch buys little time: with both axes normalized to 0 … 1, the point of the falling curve that lies farthest below
-the straight line between its ends (V. Satopää et al., "Finding a Kneedle in a Haystack", 2011). Axes are linear. Where
-several cluster sizes take turns the curve has several bends; the one farthest from the line is the knee.
+Larger batches shorten training ever less, while they cost memory and generalization. The knee is
+the batch beyond which more batch buys little time: with both axes normalized to 0 … 1, the point of
+the falling curve that lies farthest below the straight line between its ends (V. Satopää et al.,
+"Finding a Kneedle in a Haystack", 2011). Axes are linear. Where several cluster sizes take turns
+the curve has several bends; the one farthest from the line is the knee.
 
-The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense and without noise: on
-those the farthest point is what kneed finds (tests/test_knee.py), and NumPy finds it in all of them at once.
+The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense
+and without noise: on those the farthest point is what kneed finds (tests/test_knee.py), and NumPy
+finds it in all of them at once.
 """
 
 from __future__ import annotations
@@ -24,23 +26,31 @@ from tula_hpc.analysis.report.output import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
-# Seconds of training over place of the part, nodes, workers per node and local batch (not only whole ones): arrays of
-# one length n give (n,), or (draws, n) where the model is drawn from the fit's uncertainty.
+# Seconds of training over place of the part, nodes, workers per node and local batch (not only
+# whole ones): arrays of one length n give (n,), or (draws, n) where the model is drawn from the
+# fit's uncertainty.
 TrainTime = Callable[[int, Array, Array, Array], Array]
 
 CURVE_POINTS = 2001
-DRAWN_POINTS = 301  # of the curves drawn from the fit's uncertainty: over 7 octaves one point every 1.6 %
-MAX_LINES = 64  # cluster sizes that the curve is made of; of more, those that are fastest somewhere
-MIN_BATCHES = 3  # a curve through fewer global batches has no bend
-MIN_FALL = 0.05  # the least time must be this share below the time of the smallest batch
-MIN_BEND = 0.05  # distance from the straight line between the curve's ends, in units of its normalized axes
+# of the curves drawn from the fit's uncertainty: over 7 octaves one point every 1.6 %
+DRAWN_POINTS = 301
+# cluster sizes that the curve is made of; of more, those that are fastest somewhere
+MAX_LINES = 64
+# a curve through fewer global batches has no bend
+MIN_BATCHES = 3
+# the least time must be this share below the time of the smallest batch
+MIN_FALL = 0.05
+# distance from the straight line between the curve's ends, in units of its normalized axes
+MIN_BEND = 0.05
 
 
 class Curve(NamedTuple):
     """Least training time over the global batch."""
 
-    global_batch: Array  # (n,), ascending
-    train_time_s: Array  # (n,) or (draws, n), never rising: the least time with this batch or a smaller one
+    # (n,), ascending
+    global_batch: Array
+    # (n,) or (draws, n), never rising: the least time with this batch or a smaller one
+    train_time_s: Array
 
 
 class Lines(NamedTuple):
@@ -58,7 +68,8 @@ def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_PO
     low, high = lines.smallest.min(), lines.largest.max()
     grid = np.geomspace(low, high, points if low < high else 1)
     line, point = np.nonzero(
-        (grid >= lines.smallest[:, None] * (1 - 1e-9)) & (grid <= lines.largest[:, None] * (1 + 1e-9))
+        (grid >= lines.smallest[:, None] * (1 - 1e-9))
+        & (grid <= lines.largest[:, None] * (1 + 1e-9))
     )
     times = _evaluate(lines, line, grid[point], train_time_s)
     least = np.full((*times.shape[:-1], len(grid)), np.inf)
@@ -74,7 +85,9 @@ def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: 
     nodes, per_node = lines.nodes[line], lines.workers_per_node[line]
     local, parts = batch / (nodes * per_node), lines.part[line]
     pieces = {int(p): np.flatnonzero(parts == p) for p in np.unique(parts)}
-    found = {p: train_time_s(p, nodes[rows], per_node[rows], local[rows]) for p, rows in pieces.items()}
+    found = {
+        p: train_time_s(p, nodes[rows], per_node[rows], local[rows]) for p, rows in pieces.items()
+    }
     times = np.empty((*next(iter(found.values())).shape[:-1], len(line)))
     for p, rows in pieces.items():
         times[..., rows] = found[p]
@@ -86,10 +99,16 @@ def find_knee(curve: Curve) -> float | None:
     batches, times = curve
     if np.isnan(find_knees(curve)):
         return None
-    found = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True).all_knees
+    found = _knee_locator()(
+        batches, times, curve="convex", direction="decreasing", online=True
+    ).all_knees
     height = (times - times[-1]) / (times[0] - times[-1])
     bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
-    return max(sorted(map(float, found)), key=lambda batch: float(np.interp(batch, batches, bend)), default=None)
+    return max(
+        sorted(map(float, found)),
+        key=lambda batch: float(np.interp(batch, batches, bend)),
+        default=None,
+    )
 
 
 @cache
@@ -117,12 +136,15 @@ def find_knees(curve: Curve) -> Array:
 def lines_of(feasible: CandidateTable) -> Lines:
     """The cluster sizes of feasible candidates; where there are very many, those that are fastest for some batch."""
     key = (feasible.part << 25) | (feasible.nodes << 7) | feasible.workers_per_node
-    order = np.argsort(key, kind="stable")  # hardly more than a look where they are in order already
+    # hardly more than a look where they are in order already
+    order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     batches = feasible.global_batch[order]
     ends = (np.minimum.reduceat(batches, starts), np.maximum.reduceat(batches, starts))
     first = feasible.take(order[starts])
-    lines = Lines(*(c.astype(np.float64) for c in (first.part, first.nodes, first.workers_per_node, *ends)))
+    lines = Lines(
+        *(c.astype(np.float64) for c in (first.part, first.nodes, first.workers_per_node, *ends))
+    )
     if len(starts) <= MAX_LINES:
         return lines
     kept = np.isin(key[order][starts], key[_fastest_rows(feasible)])
@@ -159,13 +181,18 @@ def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | Non
     share = float(np.mean(np.isnan(knees)))
     if share == 1.0:
         return Knee(global_batch=at, share_without_knee=share)
-    return Knee(global_batch=at, interval_90=_interval(curves.global_batch, knees, at), share_without_knee=share)
+    return Knee(
+        global_batch=at,
+        interval_90=_interval(curves.global_batch, knees, at),
+        share_without_knee=share,
+    )
 
 
 def _interval(grid: Array, knees: Array, knee: float | None) -> tuple[float, float]:
     """Of the drawn knees, a step of their grid wider, as it is coarser than the fitted curve's; it holds the knee.
 
-    Drawn coefficients stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
+    Drawn coefficients stay within their bounds: where one is fitted at a bound, all draws lie on
+    the same side of it.
     """
     step = float(grid[-1] / grid[0]) ** (1.0 / (DRAWN_POINTS - 1))
     low, high = np.nanquantile(knees, [0.05, 0.95])
@@ -173,16 +200,22 @@ def _interval(grid: Array, knees: Array, knee: float | None) -> tuple[float, flo
     return float(min(ends[0], knee or math.inf)), float(max(ends[1], knee or 0.0))
 
 
-DRAWS = 200  # models drawn from the fit's uncertainty
-SEED = 0  # the same measurements give the same plan
+# models drawn from the fit's uncertainty
+DRAWS = 200
+# the same measurements give the same plan
+SEED = 0
 
 
 def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
     """Seconds of training by the fitted models."""
 
-    def train_time_s(place: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
+    def train_time_s(
+        place: int, nodes: Array, workers_per_node: Array, local_batch: Array
+    ) -> Array:
         part = parts[place]
-        return part.models.train_time_s(epochs * part.summary.dataset_samples, nodes, workers_per_node, local_batch)
+        return part.models.train_time_s(
+            epochs * part.summary.dataset_samples, nodes, workers_per_node, local_batch
+        )
 
     return train_time_s
 
@@ -190,7 +223,9 @@ def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
 def drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
     """The same by models drawn from the uncertainty of each fit."""
 
-    def train_time_s(place: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
+    def train_time_s(
+        place: int, nodes: Array, workers_per_node: Array, local_batch: Array
+    ) -> Array:
         part = parts[place]
         steps = epochs * part.summary.dataset_samples / (nodes * workers_per_node * local_batch)
         model = part.models.step_time

@@ -21,8 +21,10 @@ from tula_hpc.records import MemoryUse
 class SeenMemory(NamedTuple):
     """What profiles saw of the devices."""
 
-    total_bytes: int  # the least of any
-    other_bytes: int  # the most that lay outside of torch's allocator
+    # the least of any
+    total_bytes: int
+    # the most that lay outside of torch's allocator
+    other_bytes: int
 
 
 def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
@@ -50,7 +52,9 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
     if stated is not None and stated < seen.total_bytes:
         of = f"the {format_bytes(stated)} of device_memory_gb"
     other = f"{format_bytes(seen.other_bytes)} outside of torch's allocator"
-    return [f"the memory limit is {limit}: {of}, less {other} (CUDA context, NCCL, cuDNN) in profiles"]
+    return [
+        f"the memory limit is {limit}: {of}, less {other} (CUDA context, NCCL, cuDNN) in profiles"
+    ]
 
 
 def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> SeenMemory | None:

@@ -1,8 +1,9 @@
 """Which of the feasible candidates to train with: least time, least cost, both weighed, or the knee.
 
-"weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall time, C the cost.
-Units and sizes of both do not matter: a candidate that takes twice as long must cost less than `2^(−a/b)` times as much
-to be preferred. a = b = 1 makes time × cost least, b = 0 is "time", a = 0 is "cost".
+"weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall
+time, C the cost. Units and sizes of both do not matter: a candidate that takes twice as long must
+cost less than `2^(−a/b)` times as much to be preferred. a = b = 1 makes time × cost least, b = 0 is
+"time", a = 0 is "cost".
 """
 
 from __future__ import annotations
@@ -20,32 +21,43 @@ from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
 
-NEAR_LEAST_TIME = 1.1  # without a knee: the smallest batch within 10 % of the least time
-RANKED = 4096  # so many are ranked; of a million candidates nobody asks for the last
-TINY_COST = 1e-12  # what is free is worth no infinite detour
+# without a knee: the smallest batch within 10 % of the least time
+NEAR_LEAST_TIME = 1.1
+# so many are ranked; of a million candidates nobody asks for the last
+RANKED = 4096
+# what is free is worth no infinite detour
+TINY_COST = 1e-12
 
 
 class Choice(NamedTuple):
     """Feasible candidates, best first, and why."""
 
-    ranking: NDArray[np.intp]  # rows of the table, at least one, at most about `RANKED`
-    reason: str  # one sentence
-    knee: Knee | None  # None for other objectives, and with too few batches for one
+    # rows of the table, at least one, at most about `RANKED`
+    ranking: NDArray[np.intp]
+    # one sentence
+    reason: str
+    # None for other objectives, and with too few batches for one
+    knee: Knee | None
     warnings: tuple[str, ...]
 
 
 def choose(
-    objective: ObjectiveSpec, table: CandidateTable, train_time_s: TrainTime, drawn: TrainTime | None = None
+    objective: ObjectiveSpec,
+    table: CandidateTable,
+    train_time_s: TrainTime,
+    drawn: TrainTime | None = None,
 ) -> Choice:
     """Rank the feasible candidates.
 
-    "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal costs, as where all is
-    free, the fastest; ties in both go to fewer nodes, then to the smaller batch. "knee" takes the candidate whose
-    global batch is nearest, in octaves, to the knee of the fitted curve; of equal batches the fastest, then the
-    cheapest, then the one with fewer nodes. Where a smaller batch is as fast and as cheap as that, or better, it is
-    taken instead. The curve is the workload's: constraints decide what is nearest to its knee, not where that lies. A
-    curve without a knee is said to have none; then the smallest global batch whose expected time is within 10 % of the
-    least is taken, on as few nodes as possible, of those the fastest, then the cheapest.
+    "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal
+    costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the smaller
+    batch. "knee" takes the candidate whose global batch is nearest, in octaves, to the knee of the
+    fitted curve; of equal batches the fastest, then the cheapest, then the one with fewer nodes.
+    Where a smaller batch is as fast and as cheap as that, or better, it is taken instead. The curve
+    is the workload's: constraints decide what is nearest to its knee, not where that lies. A curve
+    without a knee is said to have none; then the smallest global batch whose expected time is
+    within 10 % of the least is taken, on as few nodes as possible, of those the fastest, then the
+    cheapest.
 
     Args:
         objective: Kind and weights.
@@ -87,7 +99,9 @@ def _product(objective: ObjectiveSpec) -> str:
     return f"{power('time', objective.time_weight)} × {power('cost', objective.cost_weight)}"
 
 
-def ranked(table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]) -> NDArray[np.intp]:
+def ranked(
+    table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]
+) -> NDArray[np.intp]:
     """Rows of the mask by the keys, first one first, then by nodes and batch; about `RANKED` of them."""
     rows = np.flatnonzero(mask)
     if len(rows) > RANKED:
@@ -97,28 +111,44 @@ def ranked(table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ..
     return rows[np.lexsort([key[rows] for key in (*keys, *last)][::-1])]
 
 
-def _by_knee(table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None) -> Choice:
+def _by_knee(
+    table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None
+) -> Choice:
     knee = knee_of(table.take(np.flatnonzero(unconstrained(table).why == FEASIBLE)), nominal, drawn)
     if knee is None:
-        return _near_least_time(table, feasible, None, f"no knee: it needs {MIN_BATCHES} feasible global batches")
+        return _near_least_time(
+            table, feasible, None, f"no knee: it needs {MIN_BATCHES} feasible global batches"
+        )
     if knee.global_batch is None:
         return _near_least_time(table, feasible, knee, "the curve has no knee")
-    octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(np.float64)
+    octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(
+        np.float64
+    )
     keys = (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost)
     ranking = ranked(table, feasible, keys)
-    nearest, where = int(ranking[0]), f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
+    nearest, where = (
+        int(ranking[0]),
+        f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}",
+    )
     taken = _unbeaten(table, feasible, nearest, keys)
     if taken == nearest:
-        return Choice(ranking, f"its global batch is {where}, and it is the fastest there", knee, ())
+        return Choice(
+            ranking, f"its global batch is {where}, and it is the fastest there", knee, ()
+        )
     ranking = np.concatenate([[taken], ranking[ranking != taken]])
     below = f"its global batch is below B={table.global_batch[nearest]:,}, the {where}"
-    return Choice(ranking, f"{below}, and it is neither slower nor dearer than the fastest there", knee, ())
+    return Choice(
+        ranking, f"{below}, and it is neither slower nor dearer than the fastest there", knee, ()
+    )
 
 
-def _unbeaten(table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys: tuple[Array, ...]) -> int:
+def _unbeaten(
+    table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys: tuple[Array, ...]
+) -> int:
     """The row, or where feasible ones beat it, the first of them, and so on.
 
-    One beats another where it is smaller in global batch, expected time or cost, and larger in none.
+    One beats another where it is smaller in global batch, expected time or cost, and larger in
+    none.
     """
     columns = np.stack([table.global_batch, table.wall_time_s, table.cost])
     while True:
@@ -129,10 +159,17 @@ def _unbeaten(table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys
         row = int(ranked(table, beating, keys)[0])
 
 
-def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str) -> Choice:
+def _near_least_time(
+    table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str
+) -> Choice:
     time = table.wall_time_s
     near = time <= NEAR_LEAST_TIME * time[feasible].min()
-    smallest = (table.global_batch.astype(np.float64), table.nodes.astype(np.float64), time, table.cost)
+    smallest = (
+        table.global_batch.astype(np.float64),
+        table.nodes.astype(np.float64),
+        time,
+        table.cost,
+    )
     ranking = ranked(table, feasible & near, smallest)
     ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time, table.cost))])
     rule = "the smallest global batch whose training time is within 10 % of the least"

@@ -44,12 +44,15 @@ class Trained(NamedTuple):
 
 
 def fit_parts(
-    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained | None = None
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    trained: Trained | None = None,
 ) -> Fitted:
     """Fit models for every partition that has measurements enough, and predict its candidates.
 
-    What a training measured of evaluation and checkpoints counts for all of them: of a checkpoint its cost, of
-    evaluation the ratio to what is predicted for the partition where it ran.
+    What a training measured of evaluation and checkpoints counts for all of them: of a checkpoint
+    its cost, of evaluation the ratio to what is predicted for the partition where it ran.
 
     Raises:
         NotEnoughDataError: No partition has; the message says what each of them lacks.
@@ -73,15 +76,24 @@ def fit_parts(
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
         lacks = zip(cluster.part_names(), errors, strict=True)
-        raise NotEnoughDataError(f"plan: {'; '.join(prefixed(name, _lack(error)) for name, error in lacks)}")
+        raise NotEnoughDataError(
+            f"plan: {'; '.join(prefixed(name, _lack(error)) for name, error in lacks)}"
+        )
     parts = _corrected(parts, trained)
-    tables = [_predicted(place, part, grid, sweep) for place, (part, grid) in enumerate(zip(parts, grids, strict=True))]
+    tables = [
+        _predicted(place, part, grid, sweep)
+        for place, (part, grid) in enumerate(zip(parts, grids, strict=True))
+    ]
     return Fitted(tuple(parts), stacked(tables), tuple(warnings))
 
 
 def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
     """With the ratio of measured evaluations to those predicted; as they are where nobody knows which part trained."""
-    names = {str(e.data.get("partition") or "") for e in trained.events if (e.event, e.stage) == ("submitted", "train")}
+    names = {
+        str(e.data.get("partition") or "")
+        for e in trained.events
+        if (e.event, e.stage) == ("submitted", "train")
+    }
     where = next((part for part in parts if not part.name or names == {part.name}), None)
     if trained.metrics is None or where is None:
         return parts
@@ -98,14 +110,20 @@ def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
     possible = {nodes for part in cluster.parts() for nodes in cluster_sizes(sweep.search, part)}
     names = ", ".join(f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes not in possible)
     most = max(part.max_nodes for part in cluster.parts())
-    return [f"left out of search.cluster_sizes: {names}, more than max_nodes = {most}"] if names else []
+    return (
+        [f"left out of search.cluster_sizes: {names}, more than max_nodes = {most}"]
+        if names
+        else []
+    )
 
 
 def _predicted(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     try:
         return predict(place, part, grid, sweep)
     except InputError as error:
-        raise InputError(str(error), source=f"partition {part.name}" if part.name else None) from None
+        raise InputError(
+            str(error), source=f"partition {part.name}" if part.name else None
+        ) from None
 
 
 def of_part(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
@@ -124,17 +142,25 @@ def name_of(candidate: Candidate) -> str:
 
 
 def _fit(
-    name: str, sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], trained: Trained
+    name: str,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    trained: Trained,
 ) -> Part:
     summary = summarize(measurements)
     grid = candidate_grid(sweep.search, cluster)
-    wanted = {int(batch) for batch in grid.local_batch[conceivable(sweep.objective, grid.global_batch)]}
+    wanted = {
+        int(batch) for batch in grid.local_batch[conceivable(sweep.objective, grid.global_batch)]
+    }
     if not wanted:
         raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
     bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
-    return part_of(name, sweep, cluster, summary, models)._replace(save=measured_cost(trained.events))
+    return part_of(name, sweep, cluster, summary, models)._replace(
+        save=measured_cost(trained.events)
+    )
 
 
 def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
@@ -142,19 +168,29 @@ def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
     sizes = cluster_sizes(search, cluster)
     if not sizes:
         return f"max_nodes = {cluster.max_nodes} is below every cluster size"
-    workers = " to ".join(str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)}))
+    workers = " to ".join(
+        str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)})
+    )
     return f"no batch {_bounds(search)} gives each of {workers} workers a power of two; widen the bounds"
 
 
 def _bounds(search: SearchSpec) -> str:
-    return f"between search.min_batch = {search.min_batch} and search.max_batch = {search.max_batch}"
+    return (
+        f"between search.min_batch = {search.min_batch} and search.max_batch = {search.max_batch}"
+    )
 
 
-def part_of(name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models) -> Part:
+def part_of(
+    name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models
+) -> Part:
     """One kind of nodes before any training: models, and what profiles and files say beside them."""
-    evaluation = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples)
+    evaluation = evaluation_of(
+        summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
+    )
     priced = with_start(cluster, summary.start_s)
-    return Part(name, priced, summary, models, node_power(summary.profiles, cluster.pricing), evaluation)
+    return Part(
+        name, priced, summary, models, node_power(summary.profiles, cluster.pricing), evaluation
+    )
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
@@ -177,7 +213,9 @@ def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
         )
     left = sorted({int(nodes) for nodes in np.unique(wanted.nodes)} - sizes)
     names = ", ".join(f"N={nodes}" for nodes in left)
-    return kept, [f"only N={min(sizes)} was measured: nothing can be said about {names}"] if left else []
+    return kept, [
+        f"only N={min(sizes)} was measured: nothing can be said about {names}"
+    ] if left else []
 
 
 def _not_planned(nodes: int, search: SearchSpec, cluster: ClusterSpec) -> str:

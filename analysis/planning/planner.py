@@ -1,8 +1,10 @@
 """From measurements to a plan: models, predictions, prices, constraints, choice.
 
-Whatever computes with NumPy is imported late: `plan --help` and a mistake in its arguments are answered at once.
+Whatever computes with NumPy is imported late: `plan --help` and a mistake in its arguments are
+answered at once.
 
-Which candidates a plan holds: all of them up to some thousands, beyond that those that someone may ask for.
+Which candidates a plan holds: all of them up to some thousands, beyond that those that someone may
+ask for.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ def make_plan(
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
-    With measurements of a single cluster size, only that size is planned: one size says nothing about another. The
-    order of the measurements does not matter; `skipped_lines`, how many could not be read, goes into the warnings,
-    and so does the error of the memory estimates by partition, `footprints`, where it is large. `metrics` of a training
-    tell more of the critical batch than the first weights, which profiles see, and how long evaluation takes; `events`
-    of the run tell what a checkpoint costs, and on which partition was trained. `how_to_profile` is the advice where
-    the search wants more.
+    With measurements of a single cluster size, only that size is planned: one size says nothing
+    about another. The order of the measurements does not matter; `skipped_lines`, how many could
+    not be read, goes into the warnings, and so does the error of the memory estimates by partition,
+    `footprints`, where it is large. `metrics` of a training tell more of the critical batch than
+    the first weights, which profiles see, and how long evaluation takes; `events` of the run tell
+    what a checkpoint costs, and on which partition was trained. `how_to_profile` is the advice
+    where the search wants more.
 
     Raises:
         NotEnoughDataError: Too few measurements; the message says what is missing.
@@ -76,7 +79,9 @@ def make_plan(
     return with_estimates(plan.model_copy(update=remarks), fitted, footprints or {})
 
 
-def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critical: CriticalBatch | None) -> list[str]:
+def _doubts(
+    plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critical: CriticalBatch | None
+) -> list[str]:
     """Doubts about the choice."""
     from tula_hpc.analysis.planning import warnings as cautions
     from tula_hpc.analysis.planning.feasibility import lost_fallbacks, narrowly_kept
@@ -98,7 +103,11 @@ def _doubts_about_parts(
 ) -> list[str]:
     from tula_hpc.analysis.planning.warnings import about_part
 
-    return [text for part in fitted.parts for text in about_part(part, sweep, measurements, how_to_profile)]
+    return [
+        text
+        for part in fitted.parts
+        for text in about_part(part, sweep, measurements, how_to_profile)
+    ]
 
 
 def _remarks(
@@ -122,7 +131,15 @@ def _all_notes(parts: Sequence[Part]) -> list[str]:
     notes = {part.name: _notes(part) for part in parts}
     first, *others = notes.values()
     shared = [note for note in first if all(note in other for other in others)]
-    return [*shared, *(prefixed(name, note) for name, own in notes.items() for note in own if note not in shared)]
+    return [
+        *shared,
+        *(
+            prefixed(name, note)
+            for name, own in notes.items()
+            for note in own
+            if note not in shared
+        ),
+    ]
 
 
 def _notes(part: Part) -> list[str]:
@@ -135,12 +152,23 @@ def _notes(part: Part) -> list[str]:
     from tula_hpc.formatting import format_bytes
 
     copy = format_bytes(checkpoint_copy(part.summary))
-    counted = "which is reckoned with" if part.cluster.device == "cpu" else "beside what loads the data"
-    said = f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
+    counted = (
+        "which is reckoned with" if part.cluster.device == "cpu" else "beside what loads the data"
+    )
+    said = (
+        f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}"
+    )
     costs = checkpoints.describe(part.save, part.cluster.pricing)
     begins = starts.describe(part.summary.start_s, part.cluster.pricing)
     limit = describe_limit(part.cluster, part.summary.memory_uses)
-    return [*assumptions(part.cluster, part.power), part.evaluation.describe(), costs, begins, said, *limit]
+    return [
+        *assumptions(part.cluster, part.power),
+        part.evaluation.describe(),
+        costs,
+        begins,
+        said,
+        *limit,
+    ]
 
 
 def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
@@ -170,11 +198,16 @@ def _written(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     )
 
 
-WRITTEN = 4096  # candidates up to which all are written
-BEST = 256  # beyond that: so many of the best,
-NEIGHBOURS = 64  # so many on the chosen one's nodes and with its batch,
-FALLBACKS = 256  # fallbacks,
-FRONT = 512  # and of the Pareto front, evenly
+# candidates up to which all are written
+WRITTEN = 4096
+# beyond that: so many of the best,
+BEST = 256
+# so many on the chosen one's nodes and with its batch,
+NEIGHBOURS = 64
+# fallbacks,
+FALLBACKS = 256
+# and of the Pareto front, evenly
+FRONT = 512
 
 
 def front_rows(table: CandidateTable) -> NDArray[np.intp]:
@@ -186,10 +219,14 @@ def front_rows(table: CandidateTable) -> NDArray[np.intp]:
 def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     """Smaller local batches, should memory run out: the next smaller on as many nodes, then all others by rank.
 
-    All on the kind of nodes that was chosen: that is where training's checkpoints and environment are.
+    All on the kind of nodes that was chosen: that is where training's checkpoints and environment
+    are.
     """
     chosen, ranked = choice.ranking[0], choice.ranking
-    mine = ranked[(table.local_batch[ranked] < table.local_batch[chosen]) & (table.part[ranked] == table.part[chosen])]
+    mine = ranked[
+        (table.local_batch[ranked] < table.local_batch[chosen])
+        & (table.part[ranked] == table.part[chosen])
+    ]
     as_many = table.nodes[mine] == table.nodes[chosen]
     same, others = mine[as_many], mine[~as_many]
     same = same[np.argsort(-table.local_batch[same], kind="stable")]
@@ -204,7 +241,9 @@ def written_records(fitted: Fitted, choice: Choice, fallbacks: list[int]) -> dic
     if table.rows > WRITTEN:
         few = front[np.linspace(0, len(front) - 1, min(FRONT, len(front))).astype(np.intp)]
         near = _neighbours(table, int(choice.ranking[0]))
-        rows = np.unique(np.concatenate([choice.ranking[:BEST], few, near, np.array(fallbacks, dtype=np.intp)]))
+        rows = np.unique(
+            np.concatenate([choice.ranking[:BEST], few, near, np.array(fallbacks, dtype=np.intp)])
+        )
     records = as_records(table.take(rows), fitted.parts, np.isin(rows, front))
     return dict(zip(rows.tolist(), records, strict=True))
 
@@ -214,4 +253,6 @@ def _neighbours(table: CandidateTable, chosen: int) -> NDArray[np.intp]:
     same_nodes = (table.nodes == table.nodes[chosen]) & (table.part == table.part[chosen])
     same_batch = np.flatnonzero(table.global_batch == table.global_batch[chosen])
     nearest = np.argsort(np.abs(table.nodes[same_batch] - table.nodes[chosen]), kind="stable")
-    return np.concatenate([np.flatnonzero(same_nodes)[:NEIGHBOURS], same_batch[nearest[:NEIGHBOURS]]])
+    return np.concatenate(
+        [np.flatnonzero(same_nodes)[:NEIGHBOURS], same_batch[nearest[:NEIGHBOURS]]]
+    )

@@ -14,7 +14,8 @@ from tula_hpc.records import Candidate, Configuration, Drift, Plan, StepParts
 
 CURVE_POINTS = 401
 
-Parts = Callable[[Configuration], StepParts]  # what the profiles say of a configuration
+# what the profiles say of a configuration
+Parts = Callable[[Configuration], StepParts]
 
 
 def choose_again(
@@ -29,11 +30,12 @@ def choose_again(
 ) -> Candidate | None:
     """The best feasible candidate on the planned nodes, now that a part of the step takes another time.
 
-    The drifted part is changed in every candidate, see `drifted_step_s`; the time of steps follows in proportion, and
-    expected time, cost and intervals with it, see `slowed`. Constraints of the objective count unless no candidate
-    keeps them any more. The batch moves by the factor by which the objective's choice among the candidates of these
-    nodes moves, or their knee: the plan had others to choose from as well (its knee is that of all cluster sizes), and
-    without a drift its choice has to stand.
+    The drifted part is changed in every candidate, see `drifted_step_s`; the time of steps follows
+    in proportion, and expected time, cost and intervals with it, see `slowed`. Constraints of the
+    objective count unless no candidate keeps them any more. The batch moves by the factor by which
+    the objective's choice among the candidates of these nodes moves, or their knee: the plan had
+    others to choose from as well (its knee is that of all cluster sizes), and without a drift its
+    choice has to stand.
 
     Args:
         plan: Whose candidates are ranked anew.
@@ -44,12 +46,14 @@ def choose_again(
         partition: Of the planned nodes.
         below: A local batch that ran out of memory; only smaller ones are candidates.
 
-    Returns:
-        The candidate with the step time that it will have; None where the drift has no name or no candidate is left.
+    Returns: The candidate with the step time that it will have; None where the drift has no name or
+        no candidate is left.
     """
     if drift.part == "unknown":
         return None
-    there = [c for c in _candidates(plan, planned, partition) if below is None or c.local_batch < below]
+    there = [
+        c for c in _candidates(plan, planned, partition) if below is None or c.local_batch < below
+    ]
     if not there:
         return None
     evaluation = _computing(drift) if drift.part == "compute" else 1.0
@@ -60,7 +64,9 @@ def choose_again(
     return min(kept, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
 
 
-def _moved(objective: ObjectiveSpec, before: Sequence[Candidate], after: Sequence[Candidate]) -> float:
+def _moved(
+    objective: ObjectiveSpec, before: Sequence[Candidate], after: Sequence[Candidate]
+) -> float:
     """Factor from the batch that was best to the one that is; of knees their own, lest a hair moves it by an octave."""
     if objective.kind == "knee":
         then, now = knee_batch(before), knee_batch(after)
@@ -89,8 +95,9 @@ def _candidates(plan: Plan, planned: Configuration, partition: str) -> list[Cand
 def drifted_step_s(candidate: Candidate, drift: Drift, expected: StepParts) -> float:
     """Seconds per step of a candidate, after the drift.
 
-    The all-reduce takes longer by the same time for every batch, the wait for the loader by a time in proportion to the
-    local batch, and computing by the factor that was measured. What is hidden behind computing stays hidden.
+    The all-reduce takes longer by the same time for every batch, the wait for the loader by a time
+    in proportion to the local batch, and computing by the factor that was measured. What is hidden
+    behind computing stays hidden.
 
     Args:
         candidate: As planned.
@@ -120,11 +127,14 @@ def _extra(measured_s: float | None, expected_s: float | None) -> float:
 def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Candidate:
     """A candidate whose steps take `factor` times as long, with what that makes of all that is paid by time.
 
-    Checkpoints and repeated work follow the steps; evaluations take `evaluation` times as long, starts as long as
-    before. Where the plan does not tell these parts, all its time is that of steps.
+    Checkpoints and repeated work follow the steps; evaluations take `evaluation` times as long,
+    starts as long as before. Where the plan does not tell these parts, all its time is that of
+    steps.
     """
     own = {"evaluation": evaluation, "starts": 1.0}
-    parts = {name: seconds * own.get(name, factor) for name, seconds in candidate.wall_parts_s.items()}
+    parts = {
+        name: seconds * own.get(name, factor) for name, seconds in candidate.wall_parts_s.items()
+    }
     before_s = sum(candidate.wall_parts_s.values())
     whole = sum(parts.values()) / before_s if before_s > 0 else factor
     factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
@@ -132,7 +142,9 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     values = {name: value for name in factors if (value := getattr(candidate, name)) is not None}
     changes = {name: value * factors[name] for name, value in values.items()}
     intervals = {
-        name: tuple(changes[name] + factor * (end - values[name]) for end in ends) if name in values else ends
+        name: tuple(changes[name] + factor * (end - values[name]) for end in ends)
+        if name in values
+        else ends
         for name, ends in candidate.interval_90.items()
     }
     return candidate.model_copy(update=changes | {"interval_90": intervals, "wall_parts_s": parts})
@@ -140,14 +152,21 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
 
 def _keeps(candidate: Candidate, objective: ObjectiveSpec) -> bool:
     """Whether the candidate is within deadline and budget; a bound on the batch is in `feasible` already."""
-    in_time = objective.deadline_hours is None or candidate.expected_time_s <= 3600 * objective.deadline_hours
+    in_time = (
+        objective.deadline_hours is None
+        or candidate.expected_time_s <= 3600 * objective.deadline_hours
+    )
     return in_time and (objective.budget is None or candidate.cost <= objective.budget)
 
 
-def _score(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
+def _score(
+    objective: ObjectiveSpec, candidates: Sequence[Candidate]
+) -> Callable[[Candidate], tuple[float, ...]]:
     """What is to be least, as in the plan."""
     if objective.kind != "knee":
-        return lambda c: tuple(map(float, least_keys(objective, np.array(c.expected_time_s), np.array(c.cost))))
+        return lambda c: tuple(
+            map(float, least_keys(objective, np.array(c.expected_time_s), np.array(c.cost)))
+        )
     knee = knee_batch(candidates)
     if knee is not None:
         return lambda c: (abs(math.log2(c.global_batch / knee)),)
@@ -161,5 +180,9 @@ def knee_batch(candidates: Iterable[Candidate]) -> float | None:
     batches, times = np.array(points, dtype=np.float64).T
     dense = np.geomspace(batches[0], batches[-1], CURVE_POINTS) if len(points) > 1 else batches
     curve = np.exp(np.interp(np.log(dense), np.log(batches), np.log(times)))
-    knee = float(find_knees(Curve(dense, np.minimum.accumulate(curve)))) if len(points) >= MIN_BATCHES else math.nan
+    knee = (
+        float(find_knees(Curve(dense, np.minimum.accumulate(curve))))
+        if len(points) >= MIN_BATCHES
+        else math.nan
+    )
     return None if math.isnan(knee) else knee

@@ -24,9 +24,12 @@ from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, sweep_for
 from tula_hpc.formatting import format_number, format_percent, in_samples, plural
 from tula_hpc.records import Candidate, Configuration, Footprint, Measurement, Plan
 
-DROPPED_SHARE = 0.1  # of the samples
-BOUND_SHARE = 0.05  # of the expected time, lost because saves may cost only so much
-CONTRADICTS_FROM = 1.5  # measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
+# of the samples
+DROPPED_SHARE = 0.1
+# of the expected time, lost because saves may cost only so much
+BOUND_SHARE = 0.05
+# measured over fitted step time, or the reverse; single runs of real clusters reach 1.4
+CONTRADICTS_FROM = 1.5
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed what it kept and tried again, which is slow and may fail in training, so "
     'that no local batch as large is planned; where PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in '
@@ -47,7 +50,10 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
         *summary.warnings,
         *_listed(unsettled, "stopped before the step time had settled"),
         *_listed([p for p in profiles if not p.exclusive], "shared their nodes with other jobs"),
-        *_listed([p for p in profiles if p.emulated], "shared one machine between their nodes; real nodes will differ"),
+        *_listed(
+            [p for p in profiles if p.emulated],
+            "shared one machine between their nodes; real nodes will differ",
+        ),
         *_listed([p for p in profiles if p.memory.ran_short], SHORT_OF_MEMORY),
         *_other_workers(profiles, workers_per_node),
         *_slow_loader(profiles, sweep.workload.loader_workers),
@@ -62,10 +68,19 @@ def about_missing(
     how_to_profile: str,
 ) -> list[str]:
     """What should be there and is not, and how to get it."""
-    wanted = (c for c in summary.failed if c.nodes in sweep.search.cluster_sizes and _within_bounds(c, sweep.search))
-    found = [f"{configuration} was not measured: {summary.failed[configuration]}" for configuration in wanted]
+    wanted = (
+        c
+        for c in summary.failed
+        if c.nodes in sweep.search.cluster_sizes and _within_bounds(c, sweep.search)
+    )
+    found = [
+        f"{configuration} was not measured: {summary.failed[configuration]}"
+        for configuration in wanted
+    ]
     mine = sweep_for(sweep, cluster)
-    pending = [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
+    pending = (
+        [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
+    )
     if pending:
         found.append(f"not yet profiled: {_names(pending)}; {how_to_profile}")
     return found
@@ -77,7 +92,9 @@ def _within_bounds(configuration: Configuration, search: SearchSpec) -> bool:
 
 def about_model(part: Part) -> list[str]:
     """Measurements that the model of all of them contradicts."""
-    nodes, per_node, batch = np.array([row.configuration for row in part.summary.profiles], dtype=np.float64).T
+    nodes, per_node, batch = np.array(
+        [row.configuration for row in part.summary.profiles], dtype=np.float64
+    ).T
     predicted_s = part.models.step_time.predict(nodes, batch, per_node).tolist()
     found = [
         f"{row.configuration} ({format_number(row.times.step_time_s / expected_s, 2)} times)"
@@ -88,11 +105,15 @@ def about_model(part: Part) -> list[str]:
     return [f"{what}: {', '.join(found)}"] if found else []
 
 
-def about_part(part: Part, sweep: SweepSpec, measurements: Sequence[Measurement], how_to_profile: str) -> list[str]:
+def about_part(
+    part: Part, sweep: SweepSpec, measurements: Sequence[Measurement], how_to_profile: str
+) -> list[str]:
     """Doubts about the measurements on one kind of nodes, and what is missing of them."""
     doubts = about_measurements(part.summary, sweep, part.cluster.workers_per_node)
     doubts += about_model(part)
-    doubts += about_missing(part.summary, sweep, part.cluster, of_part(measurements, part.name), how_to_profile)
+    doubts += about_missing(
+        part.summary, sweep, part.cluster, of_part(measurements, part.name), how_to_profile
+    )
     return [prefixed(part.name, doubt) for doubt in doubts]
 
 
@@ -115,9 +136,12 @@ def about_method(sweep: SweepSpec) -> list[str]:
     """What of the method predictions do not know; and whether factors cancel out, as Adam divides by their size."""
     if sweep.training.method == "polo":
         what = (
-            "times and costs are those of an all-reduce in each step, and post-local SGD has few after its first epochs"
+            "times and costs are those of an all-reduce in each step, "
+            "and post-local SGD has few after its first epochs"
         )
-        return [f"{what}: several workers are faster and cheaper than predicted, and more of them may be worth while"]
+        return [
+            f"{what}: several workers are faster and cheaper than predicted, and more of them may be worth while"
+        ]
     scales = sweep.training.method in ("ags", "static")
     if not scales or sweep.workload.optimizer != "adamw" or sweep.scale_applies_to == "update":
         return []
@@ -133,7 +157,11 @@ def about_batch(chosen: Candidate, critical: CriticalBatch | None) -> list[str]:
     beyond = f"lies beyond the critical batch of {in_samples(critical.batch)}"
     what = f"the chosen global batch of {chosen.global_batch:,} {beyond}"
     meaning = f"the gradient's noise scale, where twice the fewest samples are needed; here {extra:.1f} times"
-    least = "; it grows in training, often tenfold, so that this is its least" if critical.source == "profile" else ""
+    least = (
+        "; it grows in training, often tenfold, so that this is its least"
+        if critical.source == "profile"
+        else ""
+    )
     return [f"{what} ({meaning}){least}"]
 
 
@@ -145,7 +173,11 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
     preemptions = math.ceil(expected_preemptions(cluster.pricing, nodes, row.wall_time_s)[0])
     if requeues + preemptions <= allowed:
         return []
-    causes = [f"{plural(requeues, 'requeue')} under train_minutes = {cluster.train_minutes}"] if requeues else []
+    causes = (
+        [f"{plural(requeues, 'requeue')} under train_minutes = {cluster.train_minutes}"]
+        if requeues
+        else []
+    )
     causes += [plural(preemptions, "preemption")] if preemptions else []
     often = f"restart about {plural(requeues + preemptions, 'time')} ({', '.join(causes)})"
     return [f"training has to {often}, more than training.max_requeues = {allowed} allows"]
@@ -160,20 +192,31 @@ def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str
         return []
     nodes, per_node = row.nodes.astype(np.float64), row.workers_per_node.astype(np.float64)
     save_s = part.save.seconds if part.save else pricing.checkpoint_write_s
-    minutes = float(f"{best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0] / 60.0:.2g}")
+    minutes = float(
+        f"{best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0] / 60.0:.2g}"
+    )
     often = training.model_copy(update={"checkpoint_minutes": minutes})
-    usage = Usage(nodes, per_node, row.train_time_s, row.peak_bytes, row.evaluation_s, sweep.workload.epochs)
-    spared = 1.0 - float(bill(usage, part.cluster, often, part.power, part.save).wall_time_s[0] / row.wall_time_s[0])
+    usage = Usage(
+        nodes, per_node, row.train_time_s, row.peak_bytes, row.evaluation_s, sweep.workload.epochs
+    )
+    spared = 1.0 - float(
+        bill(usage, part.cluster, often, part.power, part.save).wall_time_s[0] / row.wall_time_s[0]
+    )
     if spared < BOUND_SHARE:
         return []
-    why = (
-        f"checkpoints are {row.checkpoint_s[0] / 60.0:.2g} minutes apart, so that saving costs at most 3 % of training"
-    )
-    return [f"{why}; training.checkpoint_minutes = {minutes:g} would take {format_percent(spared)} less in all"]
+    apart = f"{row.checkpoint_s[0] / 60.0:.2g} minutes apart"
+    why = f"checkpoints are {apart}, so that saving costs at most 3 % of training"
+    return [
+        f"{why}; training.checkpoint_minutes = {minutes:g} would take {format_percent(spared)} less in all"
+    ]
 
 
 def _listed(profiles: Sequence[Profile], what: str) -> list[str]:
-    return [f"measurements that {what}: {_names(p.configuration for p in profiles)}"] if profiles else []
+    return (
+        [f"measurements that {what}: {_names(p.configuration for p in profiles)}"]
+        if profiles
+        else []
+    )
 
 
 def _names(configurations: Iterable[Configuration], shown: int = 6) -> str:
@@ -195,7 +238,9 @@ def _slow_loader(profiles: Sequence[Profile], loader_workers: int) -> list[str]:
     return [describe_slow_loader(worst, loader_workers)]
 
 
-def _extrapolated(chosen: int, place: int, table: CandidateTable, profiles: Sequence[Profile]) -> list[str]:
+def _extrapolated(
+    chosen: int, place: int, table: CandidateTable, profiles: Sequence[Profile]
+) -> list[str]:
     """Candidates of a part outside the rectangle of node counts and local batches that were profiled there."""
     nodes = [profile.configuration.nodes for profile in profiles]
     batches = [profile.configuration.local_batch for profile in profiles]
@@ -205,20 +250,29 @@ def _extrapolated(chosen: int, place: int, table: CandidateTable, profiles: Sequ
     beyond, of = int(np.sum(feasible & ~inside)), int(np.sum(feasible))
     if not beyond:
         return []
-    profiled = f"the profiled range (N {min(nodes)} to {max(nodes)}, b {min(batches)} to {max(batches)})"
-    mine = ", the chosen one among them," if table.part[chosen] == place and not inside[chosen] else ""
+    profiled = (
+        f"the profiled range (N {min(nodes)} to {max(nodes)}, b {min(batches)} to {max(batches)})"
+    )
+    mine = (
+        ", the chosen one among them," if table.part[chosen] == place and not inside[chosen] else ""
+    )
     verb = "lies" if beyond == 1 else "lie"
-    return [f"{beyond:,} of {of:,} feasible candidates{mine} {verb} beyond {profiled}: extrapolated"]
+    return [
+        f"{beyond:,} of {of:,} feasible candidates{mine} {verb} beyond {profiled}: extrapolated"
+    ]
 
 
 def _dropped(global_batch: int, samples: int) -> list[str]:
     share = samples % global_batch / samples
     if share <= DROPPED_SHARE:
         return []
-    return [f"full batches of {global_batch:,} leave out {share:.0%} of the {samples:,} samples in every epoch"]
+    return [
+        f"full batches of {global_batch:,} leave out {share:.0%} of the {samples:,} samples in every epoch"
+    ]
 
 
-NOTEWORTHY_ERROR = 0.3  # above it the estimate is not to be relied on for the next sweep of this workload
+# above it the estimate is not to be relied on for the next sweep of this workload
+NOTEWORTHY_ERROR = 0.3
 
 
 def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprint]) -> Plan:
@@ -241,8 +295,14 @@ def with_estimates(plan: Plan, fitted: Fitted, footprints: Mapping[str, Footprin
         if name == plan.chosen.partition:
             models = _noted(models, error)
         if name in models.get("partitions", {}):
-            models["partitions"] = models["partitions"] | {name: _noted(models["partitions"][name], error)}
-    warnings = [prefixed(name, _warning(error)) for name, error in errors.items() if error > NOTEWORTHY_ERROR]
+            models["partitions"] = models["partitions"] | {
+                name: _noted(models["partitions"][name], error)
+            }
+    warnings = [
+        prefixed(name, _warning(error))
+        for name, error in errors.items()
+        if error > NOTEWORTHY_ERROR
+    ]
     return plan.model_copy(update={"models": models, "warnings": [*plan.warnings, *warnings]})
 
 

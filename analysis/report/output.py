@@ -41,7 +41,9 @@ def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, 
     files: dict[str, bytes] = {}
     for drawing, svg in zip(drawings, svgs, strict=True):
         forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
-        files |= {f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)}
+        files |= {
+            f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)
+        }
     return files
 
 
@@ -56,7 +58,8 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     if reason := mistrust(folder):
         raise RunDirectoryError(reason, source=folder)
     for name in {f"{figure}.{suffix}" for figure in figures for suffix in SUFFIXES} - set(files):
-        (folder / name).unlink(missing_ok=True)  # it would seem to belong to this report
+        # it would seem to belong to this report
+        (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
@@ -74,7 +77,11 @@ def _environment() -> jinja2.Environment:
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["keep_units"] = keep_units
     return environment

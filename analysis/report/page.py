@@ -1,6 +1,7 @@
 """`tula report RUN`: figures, tables and the report of a run or study, from its files alone.
 
-Works at any stage: over measurements alone, over a plan, during training and after it, on any machine.
+Works at any stage: over measurements alone, over a plan, during training and after it, on any
+machine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.report.output import figure_files, loaded_elsewhere, render_page, replace_files
+from tula_hpc.analysis.report.output import (
+    figure_files,
+    loaded_elsewhere,
+    render_page,
+    replace_files,
+)
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
@@ -38,7 +44,8 @@ TEMPLATE = "report_template.html"
 def write_report(run: RunDirectory) -> list[Path]:
     """Write RUN/report anew: report.html, report.pdf, and each figure as SVG, PNG and CSV; of a study its own report.
 
-    Figures that have no data yet are left out, and the report says so. Every file is replaced as a whole.
+    Figures that have no data yet are left out, and the report says so. Every file is replaced as a
+    whole.
 
     Returns:
         The files, report.html (study.html) first.
@@ -48,7 +55,8 @@ def write_report(run: RunDirectory) -> list[Path]:
         OSError: The folder cannot be written.
     """
     if holds_study(run):
-        from tula_hpc.analysis.study import write_study_report  # which imports this module
+        # which imports this module
+        from tula_hpc.analysis.study import write_study_report
 
         return write_study_report(run)
     # matplotlib takes half a second; the tables do without
@@ -82,7 +90,11 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "answer": answer(contents),
         "about_plan": about_plan(contents),
         "warnings": warnings(contents),
-        "figures": [(drawing, Markup(svg)) for drawing, svg in zip(drawn.drawings, inline, strict=True)],  # noqa: S704 - our XML
+        "figures": [
+            # the figures' own SVG
+            (drawing, Markup(svg))  # noqa: S704
+            for drawing, svg in zip(drawn.drawings, inline, strict=True)
+        ],
         "missing": drawn.missing,
         "colours": COLOURS,
         "facts": how_measured(contents),
@@ -100,8 +112,11 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
 def _summary(contents: RunContents) -> list[SummaryRow]:
     if contents.plan is None:
         return []
-    here = (None, contents.plan.chosen.partition)  # the table is about that partition alone
-    done = next((item for item in contents.trainings if item.result and item.partition in here), None)
+    # the table is about that partition alone
+    here = (None, contents.plan.chosen.partition)
+    done = next(
+        (item for item in contents.trainings if item.result and item.partition in here), None
+    )
     trained = (done.result, done.epoch_time_s) if done else (None, None)
     return summary_rows(contents.plan, contents.measurements, *trained)
 
@@ -115,6 +130,8 @@ def _subtitle(contents: RunContents) -> str:
 def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> TitlePage:
     from tula_hpc.analysis.figures.drawing import TitlePage
 
-    table = TextTable(SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary])
+    table = TextTable(
+        SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
+    )
     head = (page["title"], page["subtitle"], page["answer"])
     return TitlePage(*head, *table, page["about_plan"], page["warnings"])

@@ -25,7 +25,8 @@ from tula_hpc.formatting import plural
 from tula_hpc.records import EpochMetrics, Metrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
-TRAINED_OUT = 0.01  # accuracy that the small batch may still gain in about the last tenth of its epochs
+# accuracy that the small batch may still gain in about the last tenth of its epochs
+TRAINED_OUT = 0.01
 
 
 def verdicts(table: StudyTable) -> list[str]:
@@ -40,14 +41,26 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
         yield _best(table.leaders(batch), row)
         if near := [e.column for e in row if e.mark != "best" and within_one_deviation(e, best)]:
             yield f"Within one standard deviation of it: {listed(near)}."
-    shares = [(e.column, e.recovered) for e in row if e.recovered is not None and e.column != REFERENCE_COLUMN]
+    shares = [
+        (e.column, e.recovered)
+        for e in row
+        if e.recovered is not None and e.column != REFERENCE_COLUMN
+    ]
     if shares:
-        words = [f"{column} {signed(share)}" for column, share in sorted(shares, key=lambda item: -item[1])]
+        words = [
+            f"{column} {signed(share)}"
+            for column, share in sorted(shares, key=lambda item: -item[1])
+        ]
         yield f"Recovered of that loss: {', '.join(words)}."
-    worst = [entry for entry in row if entry.mark == "worst" and entry.test is not None and not entry.diverged]
+    worst = [
+        entry
+        for entry in row
+        if entry.mark == "worst" and entry.test is not None and not entry.diverged
+    ]
     if worst:
         yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
-    diverged = (entry for entry in row if entry.diverged and entry.column != REFERENCE_COLUMN)  # of that `_loss` tells
+    # of that `_loss` tells
+    diverged = (entry for entry in row if entry.diverged and entry.column != REFERENCE_COLUMN)
     yield from (f"{entry.column} {_diverged(entry)}." for entry in diverged)
 
 
@@ -65,7 +78,9 @@ def _loss(table: StudyTable, batch: int) -> str:
     elif plain.test is None:
         said.append(_alone(small))
     else:
-        said.append(f"{who} ({percent(plain.test)}) {_against(plain.test, small, table.test_samples)}")
+        said.append(
+            f"{who} ({percent(plain.test)}) {_against(plain.test, small, table.test_samples)}"
+        )
     return f"{'; '.join(said)}."
 
 
@@ -97,7 +112,11 @@ def _are(equals: Sequence[Entry]) -> str:
 
 def _best(leaders: Sequence[Entry], row: Sequence[Entry]) -> str:
     best = leaders[0]
-    others = [entry for entry in row if entry.mark != "best" and entry.test is not None and not entry.diverged]
+    others = [
+        entry
+        for entry in row
+        if entry.mark != "best" and entry.test is not None and not entry.diverged
+    ]
     text = f"Best {_are(leaders)} with {percent(best.test)}"
     if not others or best.test is None:
         return f"{text}."
@@ -113,7 +132,12 @@ def _diverged(entry: Entry) -> str:
 
 def cautions(contents: StudyContents, table: StudyTable) -> list[str]:
     """What keeps the table from being the last word."""
-    found = [*_incomplete(table), *_few_seeds(contents), *_not_trained_out(contents), *_edge_rates(contents)]
+    found = [
+        *_incomplete(table),
+        *_few_seeds(contents),
+        *_not_trained_out(contents),
+        *_edge_rates(contents),
+    ]
     return [*found, *_all_diverged(table), *_all_guess(contents), *_scaled_nothing(contents)]
 
 
@@ -134,7 +158,10 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
     if not contents.study.small_batch:
         return
     epochs = contents.sweep.workload.epochs
-    pairs = [_late_pair(metrics, epochs) for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch)]
+    pairs = [
+        _late_pair(metrics, epochs)
+        for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch)
+    ]
     known = [pair for pair in pairs if pair is not None]
     gains = [contents.accuracy(last) - contents.accuracy(earlier) for earlier, last in known]
     if gains and (gain := sum(gains) / len(gains)) > TRAINED_OUT:
@@ -165,7 +192,11 @@ def _all_diverged(table: StudyTable) -> Iterator[str]:
     small, settled = table.reference, [entry for entry in table.entries.values() if entry.settled]
     if small is not None and small.diverged:
         yield f"The small batch itself {_diverged(small)}: {SMALLER_RATES}."
-    elif (small is None or small.test is None) and settled and not any(entry.test for entry in settled):
+    elif (
+        (small is None or small.test is None)
+        and settled
+        and not any(entry.test for entry in settled)
+    ):
         yield f"Every training that came to an end diverged: {SMALLER_RATES}."
 
 
@@ -188,7 +219,11 @@ def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
     study = contents.study
     for column in study.columns:
         logged = {batch: contents.of(column, batch) for batch in study.batches}
-        idle = [batch for batch, runs in logged.items() if runs and all(metrics.scaled_nothing for metrics in runs)]
+        idle = [
+            batch
+            for batch, runs in logged.items()
+            if runs and all(metrics.scaled_nothing for metrics in runs)
+        ]
         if idle:
             batches = listed([f"{batch:,}" for batch in idle])
             yield f"{column} at B = {batches}: {SCALED_NOTHING}."
@@ -197,7 +232,10 @@ def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
 def table_cells(table: StudyTable) -> TextTable:
     """For reading: a line for each method, a column for each batch; test accuracy, train accuracy and remarks below."""
     columns = ("method", *(f"B = {batch:,}" for batch in table.batches))
-    rows = [(name, *(_cell(table.entries[name, batch]) for batch in table.batches)) for name in table.columns]
+    rows = [
+        (name, *(_cell(table.entries[name, batch]) for batch in table.batches))
+        for name in table.columns
+    ]
     return TextTable(columns, [*_reference_row(table), *rows])
 
 
@@ -205,7 +243,13 @@ def _reference_row(table: StudyTable) -> list[tuple[str, ...]]:
     small = table.reference
     if small is None:
         return []
-    return [(f"small batch\n{small.column}, B = {small.batch:,}", _cell(small), *[""] * (len(table.batches) - 1))]
+    return [
+        (
+            f"small batch\n{small.column}, B = {small.batch:,}",
+            _cell(small),
+            *[""] * (len(table.batches) - 1),
+        )
+    ]
 
 
 def _cell(entry: Entry) -> str:
@@ -214,7 +258,11 @@ def _cell(entry: Entry) -> str:
         lines.append(f"train {percent(entry.train)}")
     if entry.recovered is not None and entry.column != REFERENCE_COLUMN:
         lines.append(f"{signed(entry.recovered)} recovered")
-    counts = [f"{getattr(entry, name)} {name}" for name in ("diverged", "failed", "missing") if getattr(entry, name)]
+    counts = [
+        f"{getattr(entry, name)} {name}"
+        for name in ("diverged", "failed", "missing")
+        if getattr(entry, name)
+    ]
     return "\n".join([*lines, *counts])
 
 
@@ -224,13 +272,18 @@ def plain_text(table: StudyTable) -> str:
     rows = [cells.columns, *([_one_line(cell) for cell in row] for row in cells.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(cells.columns))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 
 def _one_line(cell: str) -> str:
     first, *others = cell.split("\n")
-    kept = [line for line in others if line.endswith(("diverged", "failed", "missing")) or line.startswith("lbt,")]
+    kept = [
+        line
+        for line in others
+        if line.endswith(("diverged", "failed", "missing")) or line.startswith("lbt,")
+    ]
     return ", ".join([first, *kept])
 
 
@@ -255,7 +308,10 @@ def _latex_rows(table: StudyTable, name: str) -> Iterator[str]:
     entries = [table.entries[name, batch] for batch in table.batches]
     yield " & ".join([_escaped(name), *map(_latex_cell, entries)]) + r" \\"
     if any(entry.train for entry in entries):
-        yield " & ".join(["", *(rf"\footnotesize {_latex_number(entry.train)}" for entry in entries)]) + r" \\"
+        yield (
+            " & ".join(["", *(rf"\footnotesize {_latex_number(entry.train)}" for entry in entries)])
+            + r" \\"
+        )
 
 
 def _latex_reference(table: StudyTable) -> Iterator[str]:
@@ -270,7 +326,8 @@ def _latex_reference(table: StudyTable) -> Iterator[str]:
 def _latex_cell(entry: Entry) -> str:
     text = _latex_number(entry.test) if entry.test else "diverged" if entry.diverged else "--"
     if entry.test and entry.diverged:
-        text += rf"$^{{{entry.diverged}\times}}$"  # that many runs diverged
+        # that many runs diverged
+        text += rf"$^{{{entry.diverged}\times}}$"
     return {"best": rf"\textbf{{{text}}}", "worst": rf"\underline{{{text}}}", "": text}[entry.mark]
 
 

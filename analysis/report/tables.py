@@ -7,7 +7,14 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from tula_hpc.analysis.planning.partitions import of_part
-from tula_hpc.analysis.run_contents import MOST_ROWS, Interval, cut, ends, measured_epochs, predicted
+from tula_hpc.analysis.run_contents import (
+    MOST_ROWS,
+    Interval,
+    cut,
+    ends,
+    measured_epochs,
+    predicted,
+)
 from tula_hpc.formatting import (
     UNKNOWN,
     format_bytes,
@@ -23,18 +30,27 @@ from tula_hpc.records import Candidate, Configuration, Event, Measurement, Plan,
 class SummaryRow(NamedTuple):
     """The chosen configuration or one of its neighbours: prediction against measurement."""
 
-    role: str  # "chosen", "smaller batch", "larger batch", "same batch, 2 nodes"
+    # "chosen", "smaller batch", "larger batch", "same batch, 2 nodes"
+    role: str
     configuration: Configuration
     feasible: bool
-    predicted_epoch_s: Interval  # with its 90 % interval, as far as the plan has one
-    measured_epoch_s: float | None  # from the profile
-    relative_error: float | None  # predicted / measured − 1
-    train_time_s: float  # predicted, all epochs
-    cost: float  # predicted, all epochs
+    # with its 90 % interval, as far as the plan has one
+    predicted_epoch_s: Interval
+    # from the profile
+    measured_epoch_s: float | None
+    # predicted / measured − 1
+    relative_error: float | None
+    # predicted, all epochs
+    train_time_s: float
+    # predicted, all epochs
+    cost: float
     currency: str
-    peak_memory_bytes: int  # predicted, per worker
-    trained_epoch_s: float | None  # median of the real training, where it ran at this configuration
-    test_accuracy: float | None  # of that training
+    # predicted, per worker
+    peak_memory_bytes: int
+    # median of the real training, where it ran at this configuration
+    trained_epoch_s: float | None
+    # of that training
+    test_accuracy: float | None
     test_loss: float | None
 
 
@@ -50,15 +66,22 @@ SUMMARY_COLUMNS = (
 
 
 def summary_rows(
-    plan: Plan, measurements: Sequence[Measurement], result: TrainResult | None, trained_epoch_s: float | None = None
+    plan: Plan,
+    measurements: Sequence[Measurement],
+    result: TrainResult | None,
+    trained_epoch_s: float | None = None,
 ) -> list[SummaryRow]:
     """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N.
 
-    All on the partition that was chosen, where there are several: the same configuration on another is something else.
-    `trained_epoch_s` is the training's own time of an epoch, see `report_data.median_epoch_s`.
+    All on the partition that was chosen, where there are several: the same configuration on another
+    is something else. `trained_epoch_s` is the training's own time of an epoch, see
+    `report_data.median_epoch_s`.
     """
     measured = measured_epochs(of_part(measurements, plan.chosen.partition), plan.dataset_samples)
-    return [_summary_row(role, item, measured, result, trained_epoch_s) for role, item in _chosen_and_neighbours(plan)]
+    return [
+        _summary_row(role, item, measured, result, trained_epoch_s)
+        for role, item in _chosen_and_neighbours(plan)
+    ]
 
 
 def _chosen_and_neighbours(plan: Plan) -> Iterator[tuple[str, Candidate]]:
@@ -85,7 +108,11 @@ def _summary_row(
     trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    trained = result if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch) else None
+    trained = (
+        result
+        if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch)
+        else None
+    )
     return SummaryRow(
         role=role,
         configuration=item.configuration,
@@ -168,7 +195,9 @@ def _reached(row: SummaryRow) -> str:
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
     """Every candidate with what the models say of it, partition by partition where there are several."""
     names = sorted({item.partition for item in plan.candidates})
-    measured = {name: measured_epochs(of_part(measurements, name), plan.dataset_samples) for name in names}
+    measured = {
+        name: measured_epochs(of_part(measurements, name), plan.dataset_samples) for name in names
+    }
     columns = (
         *(("partition",) if any(names) else ()),
         "nodes",
@@ -182,7 +211,9 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "note",
     )
     ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
-    return TextTable(columns, [_candidate_cells(item, measured[item.partition]) for item in ordered])
+    return TextTable(
+        columns, [_candidate_cells(item, measured[item.partition]) for item in ordered]
+    )
 
 
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
@@ -223,7 +254,13 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
 
 
 def _failure_cells(item: Measurement) -> tuple[str, ...]:
-    return (str(item.configuration), item.status, str(item.failure or UNKNOWN), cut(item.detail), item.job_id)
+    return (
+        str(item.configuration),
+        item.status,
+        str(item.failure or UNKNOWN),
+        cut(item.detail),
+        item.job_id,
+    )
 
 
 def event_table(events: Sequence[Event]) -> TextTable:

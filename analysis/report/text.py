@@ -35,7 +35,8 @@ from tula_hpc.formatting import (
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, TrainResult
 
 SECONDS_PER_HOUR = 3600
-LISTED = 16  # hosts and the like: so many by name, then a count
+# hosts and the like: so many by name, then a count
+LISTED = 16
 
 
 def answer(run: RunContents) -> str:
@@ -43,7 +44,10 @@ def answer(run: RunContents) -> str:
     if run.plan is None:
         return " ".join(_without_plan(run))
     return " ".join(
-        [*_advice(run.plan), *(sentence for training in run.trainings for sentence in _outcome(run, training))]
+        [
+            *_advice(run.plan),
+            *(sentence for training in run.trainings for sentence in _outcome(run, training)),
+        ]
     )
 
 
@@ -59,7 +63,9 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     epochs = {
         (name, configuration): seconds
         for name in sorted({item.partition for item in run.ok})
-        for configuration, seconds in measured_epochs((i for i in run.ok if i.partition == name), 0).items()
+        for configuration, seconds in measured_epochs(
+            (i for i in run.ok if i.partition == name), 0
+        ).items()
     }
     if epochs:
         name, best = min(epochs, key=lambda place: epochs[place])
@@ -82,7 +88,9 @@ def _advice(plan: Plan) -> Iterator[str]:
     chosen = plan.chosen
     time = predicted(chosen, "train_time_s")
     between = (
-        f" (90 % interval {format_duration(time.low)} to {format_duration(time.high)})" if time.low < time.high else ""
+        f" (90 % interval {format_duration(time.low)} to {format_duration(time.high)})"
+        if time.low < time.high
+        else ""
     )
     limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
     yield (
@@ -109,7 +117,11 @@ def about_plan(run: RunContents) -> list[str]:
     if run.plan is None:
         return []
     outdated = _outdated_notes(run)
-    return background(run.plan.model_copy(update={"notes": [note for note in run.plan.notes if note not in outdated]}))
+    return background(
+        run.plan.model_copy(
+            update={"notes": [note for note in run.plan.notes if note not in outdated]}
+        )
+    )
 
 
 def _outdated_notes(run: RunContents) -> set[str]:
@@ -167,7 +179,9 @@ def _in_words(relative: float) -> str:
 def warnings(run: RunContents) -> list[str]:
     """Everything that limits what the numbers are worth."""
     doubts = run.plan.warnings if run.plan else _doubts_before_plan(run)
-    names = {item.partition for item in run.measurements} | set(run.cluster.part_names() if run.cluster else ())
+    names = {item.partition for item in run.measurements} | set(
+        run.cluster.part_names() if run.cluster else ()
+    )
     said = [_sentence(doubt, names) for doubt in doubts]
     of_trainings = [*_off_prediction(run), *_learned_nothing(run), *_scaled_nothing(run)]
     return [*said, *_mixed_devices(run), *of_trainings, *run.notes]
@@ -195,7 +209,10 @@ def _off_prediction(run: RunContents) -> Iterator[str]:
         if candidate is None or training.epoch_time_s is None:
             continue
         foreseen = predicted(candidate, "epoch_time_s")
-        if foreseen.low < foreseen.high and not foreseen.low <= training.epoch_time_s <= foreseen.high:
+        if (
+            foreseen.low < foreseen.high
+            and not foreseen.low <= training.epoch_time_s <= foreseen.high
+        ):
             between = f"{format_duration(foreseen.low)} to {format_duration(foreseen.high)}"
             took = f"Epochs of the training took {format_duration(training.epoch_time_s)}"
             yield f"{took}, outside of the {between} that were expected with 90 % confidence; see events and drift."
@@ -206,7 +223,9 @@ def _learned_nothing(run: RunContents) -> Iterator[str]:
     if run.sweep is None:
         return
     for training in run.trainings:
-        if training.result is not None and (why := learned_nothing(training.metrics, run.sweep.workload)):
+        if training.result is not None and (
+            why := learned_nothing(training.metrics, run.sweep.workload)
+        ):
             yield f"Training {training.label}: {why}; {SMALLER_STEPS}."
 
 
@@ -228,7 +247,9 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
 def _sentence(text: str, partitions: Iterable[str] = ()) -> str:
     """With a full stop and a capital, which the name of a partition at its beginning keeps out."""
     named = text.startswith(tuple(prefixed(name, "") for name in partitions if name))
-    return (text if named else text[:1].upper() + text[1:]) + ("" if text.endswith((".", "!", "?")) else ".")
+    return (text if named else text[:1].upper() + text[1:]) + (
+        "" if text.endswith((".", "!", "?")) else "."
+    )
 
 
 def how_measured(run: RunContents) -> list[tuple[str, str]]:
@@ -242,9 +263,18 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
         ("hosts", _listed(host for item in run.measurements for host in item.hosts)),
         ("device", _listed(item.device for item in run.measurements)),
         ("backend", _listed(item.backend for item in run.measurements)),
-        ("versions", _listed(f"{name} {version}" for item in ok for name, version in item.versions.items())),
-        ("parameters of the model", _listed(f"{item.parameters:,}" for item in ok if item.parameters)),
-        ("training samples", _listed(f"{item.dataset_samples:,}" for item in ok if item.dataset_samples)),
+        (
+            "versions",
+            _listed(f"{name} {version}" for item in ok for name, version in item.versions.items()),
+        ),
+        (
+            "parameters of the model",
+            _listed(f"{item.parameters:,}" for item in ok if item.parameters),
+        ),
+        (
+            "training samples",
+            _listed(f"{item.dataset_samples:,}" for item in ok if item.dataset_samples),
+        ),
         ("timed steps", _steps(ok)),
         ("memory", f"{run.memory_kinds}, its peak, per worker"),
         ("what profiling cost", profiling_cost(run)),
@@ -256,9 +286,8 @@ def profiling_cost(run: RunContents) -> str:
     """Node-seconds of all profile jobs, and their price where nodes are paid by the hour."""
     used = _used_by_profiling(run)
     node_seconds = sum(used.values())
-    text = (
-        f"{format_number(node_seconds)} node-seconds ({format_number(node_seconds / SECONDS_PER_HOUR, 2)} node-hours)"
-    )
+    node_hours = format_number(node_seconds / SECONDS_PER_HOUR, 2)
+    text = f"{format_number(node_seconds)} node-seconds ({node_hours} node-hours)"
     prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
     if used and all(name in prices for name in used):
         text += f", {format_money(sum(seconds / SECONDS_PER_HOUR * prices[name] for name, seconds in used.items()))}"
@@ -273,7 +302,9 @@ def _used_by_profiling(run: RunContents) -> dict[str, float]:
     used = [(where.get(job.job_id, ""), job.node_seconds) for job in runs]
     if not used:
         profiles = [item for item in run.measurements if item.stage == "profile"]
-        used = [(item.partition, item.node_seconds or item.elapsed_s * item.nodes) for item in profiles]
+        used = [
+            (item.partition, item.node_seconds or item.elapsed_s * item.nodes) for item in profiles
+        ]
     total: dict[str, float] = {}
     for name, node_seconds in used:
         total[name] = total.get(name, 0.0) + node_seconds
@@ -282,8 +313,13 @@ def _used_by_profiling(run: RunContents) -> dict[str, float]:
 
 def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
     """By name of the partition, of those whose nodes are paid by the hour."""
-    prices = [(name, part.pricing) for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)]
-    return {name: pricing.usd_per_node_hour for name, pricing in prices if pricing.basis == "node-hour"}
+    prices = [
+        (name, part.pricing)
+        for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
+    ]
+    return {
+        name: pricing.usd_per_node_hour for name, pricing in prices if pricing.basis == "node-hour"
+    }
 
 
 def _counts(measurements: Sequence[Measurement], ok: Sequence[Measurement]) -> str:

@@ -1,20 +1,22 @@
 """The adaptive search: profile where it changes the decision or the model is least sure, stop when the decision stands.
 
-It starts at cheap corners: the smallest and the largest local batch on the fewest nodes, and the smallest on the most.
-On the fewest nodes a profile also times the computation of the batches in between.
-From then on the model's own uncertainty decides (D. MacKay, "Information-based objective functions for active data
-selection", 1992): of every candidate that was not measured, by how much would its measurement narrow the predictions
-that matter, for each node-second it costs? With Σ the covariance of all predictions, in units of a measurement's
-variance,
+It starts at cheap corners: the smallest and the largest local batch on the fewest nodes, and the
+smallest on the most. On the fewest nodes a profile also times the computation of the batches in
+between. From then on the model's own uncertainty decides (D. MacKay, "Information-based objective
+functions for active data selection", 1992): of every candidate that was not measured, by how much
+would its measurement narrow the predictions that matter, for each node-second it costs? With Σ the
+covariance of all predictions, in units of a measurement's variance,
 
     gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)        cost_j = N_j × (steps × t_j + start, on other nodes)
 
-w_i is how often candidate i belongs to the decision in predictions drawn from that uncertainty, plus a little for all.
-The decision is the plan's own (`aim`): what memory, the largest batch, deadline and budget rule out in every draw
-weighs nothing and is not measured. The search ends when those draws agree on the decision and the chosen step time is
-known well enough, or when `max_profiles` configurations were measured.
+w_i is how often candidate i belongs to the decision in predictions drawn from that uncertainty,
+plus a little for all. The decision is the plan's own (`aim`): what memory, the largest batch,
+deadline and budget rule out in every draw weighs nothing and is not measured. The search ends when
+those draws agree on the decision and the chosen step time is known well enough, or when
+`max_profiles` configurations were measured.
 
-Everything is a pure function of the measurements: replayed over recorded ones, it proposes the same again.
+Everything is a pure function of the measurements: replayed over recorded ones, it proposes the same
+again.
 """
 
 from __future__ import annotations
@@ -31,18 +33,28 @@ from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.search.decision import Aim, Judged
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-START_S = 20.0  # start of Python and torch and the rendezvous, when the nodes are not the last job's
-STEPS = 80.0  # of about one step's length that one profile takes, where none tells
+# start of Python and torch and the rendezvous, when the nodes are not the last job's
+START_S = 20.0
+# of about one step's length that one profile takes, where none tells
+STEPS = 80.0
 DRAWS = 200
 SEED = 0
-AT_LEAST = 3  # measurements, where there are so many candidates
-REGRET = 0.36  # mean loss of the decision over the draws below which it stands: of time or cost, in spreads of a
-LEAST_REGRET = 0.01  # measurement, and relative: what no measurement could tell apart is not worth one
-OCTAVES = 0.5  # likewise of the knee's batch
-KNOWN = 0.07  # largest relative standard deviation of the decision's own step time
-BASELINE = 0.1  # weight of a candidate that no draw decides for
-NEAR = 0.03  # candidates within this share of a draw's best belong to the decision
-MOST_POINTS = 400  # candidates that are looked at; of more, an even choice
+# measurements, where there are so many candidates
+AT_LEAST = 3
+# mean loss of the decision over the draws below which it stands: of time or cost, in spreads of a
+REGRET = 0.36
+# measurement, and relative: what no measurement could tell apart is not worth one
+LEAST_REGRET = 0.01
+# likewise of the knee's batch
+OCTAVES = 0.5
+# largest relative standard deviation of the decision's own step time
+KNOWN = 0.07
+# weight of a candidate that no draw decides for
+BASELINE = 0.1
+# candidates within this share of a draw's best belong to the decision
+NEAR = 0.03
+# candidates that are looked at; of more, an even choice
+MOST_POINTS = 400
 
 
 class AdaptiveSearch:
@@ -110,13 +122,17 @@ def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
 class _View:
     """What the model says of all candidates together, and how sure it is."""
 
-    def __init__(self, points: Sequence[Configuration], summary: Summary, model: StepTimeModel, aim: Aim) -> None:
+    def __init__(
+        self, points: Sequence[Configuration], summary: Summary, model: StepTimeModel, aim: Aim
+    ) -> None:
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
         self.spread = model.spread_
         draws = _draws(self.covariance) * self.spread
-        every_s = np.concatenate([self.step_s[None], self.step_s * np.exp(np.clip(draws, -3.0, 3.0))])
+        every_s = np.concatenate(
+            [self.step_s[None], self.step_s * np.exp(np.clip(draws, -3.0, 3.0))]
+        )
         judged = aim.judge(points, every_s, model, summary)
         self.eligible, self.hopeless = judged.eligible.any(axis=0), judged.hopeless
         self.decision = _Decision(self, judged, aim.kind)
@@ -125,7 +141,9 @@ class _View:
     def decided(self) -> bool:
         """Whether the draws agree on the decision, and its own time is known; or that there is nothing to decide."""
         known = self.spread * np.sqrt(self.covariance[self.decision.chosen, self.decision.chosen])
-        return self.hopeless or bool(self.decision.regret <= self.decision.enough and known <= KNOWN)
+        return self.hopeless or bool(
+            self.decision.regret <= self.decision.enough and known <= KNOWN
+        )
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:
         """(m,), see the module's equation."""
@@ -149,13 +167,16 @@ class _Decision:
         values = judged.allowed_value
         self.chosen = int(np.argmin(values[0]))
         self.regret = float(np.mean(judged.loss(self.chosen)))
-        self.belongs = np.mean(values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR), axis=0)
+        self.belongs = np.mean(
+            values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR), axis=0
+        )
 
     def _knee(self, judged: Judged, global_batch: Array) -> None:
         """The knee is the whole curve's; chosen is the nearest batch that is allowed, as in the plan."""
         batches, column = np.unique(global_batch, return_inverse=True)
         columns = [column == place for place in range(len(batches))]
-        possible = judged.possible | ~judged.possible.any(axis=1, keepdims=True)  # where nothing can run: of them all
+        # where nothing can run: of them all
+        possible = judged.possible | ~judged.possible.any(axis=1, keepdims=True)
         knees = knee_columns(batches, _fastest(judged.value, possible, columns))
         time_s, fastest = judged.allowed_value, _fastest(judged.value, judged.eligible, columns)
         away = np.abs(np.log2(batches / batches[knees][:, None]))
@@ -178,7 +199,8 @@ def _fastest(time_s: Array, of: NDArray[np.bool_], columns: Sequence[NDArray[np.
 def knee_columns(batches: Array, times: Array) -> NDArray[np.intp]:
     """For each row of times (n, m) over ascending batches (m,): the column farthest below the chord of its envelope.
 
-    Infinite times are of batches that cannot be chosen: the chord joins the first and the last of the others.
+    Infinite times are of batches that cannot be chosen: the chord joins the first and the last of
+    the others.
     """
     finite, rows = np.isfinite(times), np.arange(len(times))
     first, last = np.argmax(finite, axis=1), len(batches) - 1 - np.argmax(finite[:, ::-1], axis=1)
@@ -205,7 +227,9 @@ def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
 
 def _steps_per_profile(usable: Sequence[Measurement]) -> float:
     """How many of its steps a profile lasts, by those that were taken."""
-    lasted = [row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0]
+    lasted = [
+        row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
+    ]
     return float(np.median(lasted)) if lasted else STEPS
 
 

@@ -1,7 +1,8 @@
 """What the search aims at: the choice that the plan will make, with its prices and its constraints.
 
-The plan's own functions say what a candidate costs and what rules it out (`table.priced`, `constraints.constrain`);
-here they judge the candidates under many predictions at once: the nominal one and draws from its uncertainty.
+The plan's own functions say what a candidate costs and what rules it out (`table.priced`,
+`constraints.constrain`); here they judge the candidates under many predictions at once: the nominal
+one and draws from its uncertainty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from tula_hpc.analysis.costs.pricing import NodePower
 from tula_hpc.analysis.models.fitted import models_of
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Grid, Part, conceivable, priced
+from tula_hpc.analysis.planning.candidates import (
+    FEASIBLE,
+    CandidateTable,
+    Grid,
+    Part,
+    conceivable,
+    priced,
+)
 from tula_hpc.analysis.planning.constraints import CONSTRAINED, constrain, excess
 from tula_hpc.analysis.planning.objective import weighted_score
 from tula_hpc.analysis.planning.partitions import fitting_limit, part_of
@@ -25,16 +33,21 @@ from tula_hpc.records import Configuration
 
 Array = NDArray[np.float64]
 
-IMPOSSIBLE = 1.0  # excess of what is ruled out by memory, samples or time limits, not by the user
-SOME_POWER = NodePower(1.0, False)  # where none is known energy is compared, not told
+# excess of what is ruled out by memory, samples or time limits, not by the user
+IMPOSSIBLE = 1.0
+# where none is known energy is compared, not told
+SOME_POWER = NodePower(1.0, False)
 
 
 class Judged(NamedTuple):
     """Candidates (m,) under several predictions (k, m); the first is the nominal one."""
 
-    value: Array  # what the objective makes least; of "knee" the time of an epoch, up to a factor
-    excess: Array  # by how much of a limit each breaks the constraints; 0 or less: it is allowed
-    possible: NDArray[np.bool_]  # what can run, whatever the user allows
+    # what the objective makes least; of "knee" the time of an epoch, up to a factor
+    value: Array
+    # by how much of a limit each breaks the constraints; 0 or less: it is allowed
+    excess: Array
+    # what can run, whatever the user allows
+    possible: NDArray[np.bool_]
 
     @property
     def eligible(self) -> NDArray[np.bool_]:
@@ -61,31 +74,46 @@ class Judged(NamedTuple):
 class Aim(NamedTuple):
     """What the decision will be made by."""
 
-    kind: str = "knee"  # knee, time, cost or weighted
-    sweep: SweepSpec | None = None  # with its constraints; None: there are none, and cost is node-seconds
-    cluster: ClusterSpec | None = None  # with prices and limits; None: likewise
+    # knee, time, cost or weighted
+    kind: str = "knee"
+    # with its constraints; None: there are none, and cost is node-seconds
+    sweep: SweepSpec | None = None
+    # with prices and limits; None: likewise
+    cluster: ClusterSpec | None = None
 
     def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """Those whose batch the constraints allow, before anything is measured; all where none is."""
         if self.sweep is None:
             return list(candidates)
-        allowed = conceivable(self.sweep.objective, np.array([c.global_batch for c in candidates], dtype=np.int64))
+        allowed = conceivable(
+            self.sweep.objective, np.array([c.global_batch for c in candidates], dtype=np.int64)
+        )
         return [candidate for candidate, one in zip(candidates, allowed, strict=True) if one]
 
-    def judge(self, points: Sequence[Configuration], step_s: Array, model: StepTimeModel, summary: Summary) -> Judged:
+    def judge(
+        self, points: Sequence[Configuration], step_s: Array, model: StepTimeModel, summary: Summary
+    ) -> Judged:
         """The points (m,) with their predicted step times (k, m), as the plan would see them."""
         grid = Grid(*np.array(points, dtype=np.int64).T)
         per_sample_s = step_s / grid.global_batch
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
             workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node
             power = 0.5 if self.kind == "weighted" else 1.0
-            return Judged(per_sample_s * workers**power, np.zeros_like(step_s), np.ones(step_s.shape, dtype=bool))
-        judged = _as_planned(self.sweep, _part(self.sweep, self.cluster, summary, model), grid, step_s)
+            return Judged(
+                per_sample_s * workers**power,
+                np.zeros_like(step_s),
+                np.ones(step_s.shape, dtype=bool),
+            )
+        judged = _as_planned(
+            self.sweep, _part(self.sweep, self.cluster, summary, model), grid, step_s
+        )
         return judged._replace(value=per_sample_s) if self.kind == "knee" else judged
 
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
-    part = part_of("", sweep, cluster, summary, models_of(summary, fitting_limit(cluster, summary), model))
+    part = part_of(
+        "", sweep, cluster, summary, models_of(summary, fitting_limit(cluster, summary), model)
+    )
     return part._replace(power=part.power or SOME_POWER)
 
 
@@ -100,6 +128,11 @@ def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> Judg
 
 def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:
     if objective.kind == "weighted":
-        return np.asarray(np.exp(weighted_score(objective, table) / (objective.time_weight + objective.cost_weight)))
-    free = not table.cost.any()  # then the plan takes the fastest
+        return np.asarray(
+            np.exp(
+                weighted_score(objective, table) / (objective.time_weight + objective.cost_weight)
+            )
+        )
+    # then the plan takes the fastest
+    free = not table.cost.any()
     return table.cost if objective.kind == "cost" and not free else table.wall_time_s

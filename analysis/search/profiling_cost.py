@@ -1,9 +1,10 @@
 """What profiling cost, in node-seconds and, apart from them, in time spent waiting for nodes.
 
-Told from the notes that profile jobs leave, by their own clock: from the start of the allocation to their last word.
-The scheduler's accounting knows a second or two more, in which the processes end. Beside it stands an estimate of what
-a full search would have cost with one job for each configuration, `Σ N·(s + e(c))` over the candidates c: s is the
-median of the measured start-ups, e(c) the time that c takes to measure, predicted where c was not measured.
+Told from the notes that profile jobs leave, by their own clock: from the start of the allocation to
+their last word. The scheduler's accounting knows a second or two more, in which the processes end.
+Beside it stands an estimate of what a full search would have cost with one job for each
+configuration, `Σ N·(s + e(c))` over the candidates c: s is the median of the measured start-ups,
+e(c) the time that c takes to measure, predicted where c was not measured.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from tula_hpc.records import Configuration, JobNote, Measurement, is_usable
 class ProfilingCost(NamedTuple):
     """What the profile jobs of a run cost."""
 
-    jobs: int  # runs, requeued ones counted again
+    # runs, requeued ones counted again
+    jobs: int
     node_seconds: float
-    startup_node_seconds: float  # part of node_seconds
-    measuring_node_seconds: float  # part of node_seconds; the rest went into proposals and changes of the group
-    queue_s: float  # in which at least one job waited and none ran
-    configurations: int  # measured
+    # part of node_seconds
+    startup_node_seconds: float
+    # part of node_seconds; the rest went into proposals and changes of the group
+    measuring_node_seconds: float
+    # in which at least one job waited and none ran
+    queue_s: float
+    # measured
+    configurations: int
 
 
 class FullSearch(NamedTuple):
@@ -50,12 +56,17 @@ def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]
         startup_node_seconds=sum(run.nodes * run.startup_s for run in runs),
         measuring_node_seconds=sum(row.node_seconds for row in profiles),
         queue_s=only_waiting_s(runs),
-        configurations=len({(row.partition, row.configuration) for row in profiles if is_usable(row)}),
+        configurations=len(
+            {(row.partition, row.configuration) for row in profiles if is_usable(row)}
+        ),
     )
 
 
 def full_search(
-    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    notes: Sequence[JobNote],
 ) -> FullSearch | None:
     """The estimate of a full search over all candidates that memory allows; None where nothing was measured.
 
@@ -76,18 +87,22 @@ def full_search(
             continue
         elapsed_s = elapsed_times(own, wanted)
         jobs += len(wanted)
-        node_seconds += sum(c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True))
+        node_seconds += sum(
+            c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True)
+        )
     return FullSearch(jobs, node_seconds) if jobs else None
 
 
-def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configuration]) -> list[float]:
+def elapsed_times(
+    measurements: Iterable[Measurement], wanted: Sequence[Configuration]
+) -> list[float]:
     """Seconds that measuring each configuration takes: as measured, else from a line through what was measured.
 
     Without other candidates' batches beside it, which a full search measures for themselves.
 
-    A measurement takes a number of steps, and a step has compute that is affine in the local batch b and a
-    synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with coefficients at least 0, fit
-    to relative errors.
+    A measurement takes a number of steps, and a step has compute that is affine in the local batch
+    b and a synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with
+    coefficients at least 0, fit to relative errors.
     """
     usable = (row for row in measurements if is_usable(row) and row.elapsed_s > row.beside_s)
     known = {row.configuration: row.elapsed_s - row.beside_s for row in usable}
@@ -99,12 +114,17 @@ def elapsed_times(measurements: Iterable[Measurement], wanted: Sequence[Configur
     return [known.get(c, float(s)) for c, s in zip(wanted, predicted, strict=True)]
 
 
-def _design(configurations: Sequence[Configuration]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _design(
+    configurations: Sequence[Configuration],
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     return np.array([[1.0, c.local_batch, 1.0 - 1.0 / c.world_size] for c in configurations])
 
 
 def describe(
-    sweep: SweepSpec, cluster: ClusterSpec, measurements: Sequence[Measurement], notes: Sequence[JobNote]
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    notes: Sequence[JobNote],
 ) -> str:
     """One sentence: what profiling cost, and what a full search would have; empty where no job left notes.
 

@@ -1,6 +1,7 @@
 """Which configurations are candidates, and which of them to profile next.
 
-Everything is a pure function of the measurements so far: replayed over recorded ones, a search proposes the same again.
+Everything is a pure function of the measurements so far: replayed over recorded ones, a search
+proposes the same again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 
 
-TELL_MEMORY = 2  # local batches that must have been measured to say what larger ones need
-ATTEMPTS = 2  # a configuration that fails so often, for other reasons than memory, is given up
+# local batches that must have been measured to say what larger ones need
+TELL_MEMORY = 2
+# a configuration that fails so often, for other reasons than memory, is given up
+ATTEMPTS = 2
 
 
 def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
@@ -42,17 +45,17 @@ def propose(
 ) -> list[Configuration]:
     """Configurations to profile next; none when the search is done.
 
-    Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the fewest and on the most
-    nodes, "adaptive" what the model needs to decide, see `adaptive`. Memory does not depend on the number of nodes, so
-    that a local batch that ran out of memory rules out itself and all larger ones everywhere; corners then move to the
-    next smaller one. So they do from batches that surely need more memory than there is, by what smaller ones used, as
-    each would cost a job. A configuration that failed for another reason is proposed once more, then given up.
+    Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the
+    fewest and on the most nodes, "adaptive" what the model needs to decide, see `adaptive`. Memory
+    does not depend on the number of nodes, so that a local batch that ran out of memory rules out
+    itself and all larger ones everywhere; corners then move to the next smaller one. So they do
+    from batches that surely need more memory than there is, by what smaller ones used, as each
+    would cost a job. A configuration that failed for another reason is proposed once more, then
+    given up.
 
-    Args:
-        sweep: Bounds and mode.
-        cluster: Workers on each node, and their memory.
-        measurements: All measurements so far, in any order.
-        trusted_batch: Largest local batch that an estimate lets fit before anything was measured; None: any.
+    Args: sweep: Bounds and mode. cluster: Workers on each node, and their memory. measurements: All
+        measurements so far, in any order. trusted_batch: Largest local batch that an estimate lets
+        fit before anything was measured; None: any.
     """
     search = sweep.search
     fitting = believed_to_fit(search, cluster, measurements)
@@ -73,8 +76,11 @@ def believed_to_fit(
     return _within_memory(below, cluster, measurements)
 
 
-def _adaptive(sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]) -> AdaptiveSearch:
-    from tula_hpc.analysis.search.adaptive import AdaptiveSearch  # late: it pulls in the numeric libraries
+def _adaptive(
+    sweep: SweepSpec, cluster: ClusterSpec, fitting: Sequence[Configuration]
+) -> AdaptiveSearch:
+    # late: it pulls in the numeric libraries
+    from tula_hpc.analysis.search.adaptive import AdaptiveSearch
     from tula_hpc.analysis.search.decision import Aim
 
     aim = Aim(sweep.objective.kind, sweep, cluster)
@@ -86,17 +92,28 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     known = {
         row.configuration
         for row in measurements
-        # on record is a broken device only after the last attempt, see `tula_hpc.records.broken_hosts`
-        if is_usable(row) or row.failure is Failure.DEVICE_FAILED or (row.failure and row.failure.is_the_users)
+        # on record is a broken device only after the last attempt, see
+        # `tula_hpc.records.broken_hosts`
+        if is_usable(row)
+        or row.failure is Failure.DEVICE_FAILED
+        or (row.failure and row.failure.is_the_users)
     }
     attempts = Counter(row.configuration for row in measurements)
     return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
 
 
-def _below_bound(wanted: Iterable[Configuration], measurements: Sequence[Measurement]) -> list[Configuration]:
-    out = [row.configuration for row in measurements if is_out_of_memory(row) or is_short_of_memory(row)]
+def _below_bound(
+    wanted: Iterable[Configuration], measurements: Sequence[Measurement]
+) -> list[Configuration]:
+    out = [
+        row.configuration
+        for row in measurements
+        if is_out_of_memory(row) or is_short_of_memory(row)
+    ]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
-    bounds = {alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)}
+    bounds = {
+        alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)
+    }
     return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
 
 
@@ -113,7 +130,8 @@ def _within_memory(
     larger = [c for c in wanted if c.local_batch > largest]
     if not larger:
         return wanted
-    from tula_hpc.analysis.models.memory import fit_memory  # late: it pulls in the numeric libraries
+    # late: it pulls in the numeric libraries
+    from tula_hpc.analysis.models.memory import fit_memory
     from tula_hpc.analysis.models.profiles import summarize
 
     model = fit_memory(summarize(measurements), limit)
@@ -126,5 +144,8 @@ def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:
     """Smallest and largest local batch on the fewest and on the most nodes that have any, each once, ascending."""
     sizes = [configuration.nodes for configuration in fitting]
     ends = {min(sizes), max(sizes)} if sizes else set()
-    rows = [[configuration for configuration in fitting if configuration.nodes == nodes] for nodes in ends]
+    rows = [
+        [configuration for configuration in fitting if configuration.nodes == nodes]
+        for nodes in ends
+    ]
     return sorted({corner for row in rows for corner in (row[0], row[-1])})

@@ -8,7 +8,8 @@ profile and training jobs are. Verdicts come from `check_verdicts` and `check_ra
     cluster, exit_code
     logs         folder of the job's logs, where it did not end well; else empty
     partitions   for each: partition ("" without [[partitions]]), verdicts (topic, level, found, remedy, hosts),
-                 site (what Slurm said, see `check_site.Site`), job_id, ranks (see `check_job.RankReport`)
+                 site (what Slurm said, see `check_site.Site`), job_id, ranks (see
+                 `check_job.RankReport`)
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _run(options: argparse.Namespace) -> int:
     cluster, workload = _load_inputs(options)
     run = _make_run_directory()
     checks = [
-        _Check(name, part, workload, run) for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
+        _Check(name, part, workload, run)
+        for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
     ]
     try:
         for check in checks:
@@ -139,7 +141,9 @@ def _make_run_directory() -> RunDirectory:
 class _Check:
     """The check of one partition, or of a cluster without [[partitions]]."""
 
-    def __init__(self, partition: str, cluster: ClusterSpec, workload: WorkloadSpec, run: RunDirectory) -> None:
+    def __init__(
+        self, partition: str, cluster: ClusterSpec, workload: WorkloadSpec, run: RunDirectory
+    ) -> None:
         from tula_hpc.check.job import CheckJob
         from tula_hpc.config import JOB_NAMES
         from tula_hpc.launch.launcher import Launcher
@@ -248,7 +252,9 @@ class _Check:
 
 def _for_check(cluster: ClusterSpec) -> ClusterSpec:
     """Return the cluster with nccl's own account of the network that it takes."""
-    telling = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
+    telling = (
+        {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
+    )
     own = {"environment": {**telling, **cluster.environment}, "signal_delay_s": SIGNAL_DELAY_S}
     return cluster.model_copy(update=own)
 
@@ -303,7 +309,9 @@ class _Watch:
         from tula_hpc.check.job import Probe, Requeue
 
         self.reports = [
-            each.model_copy(update={"requeue": Requeue(refused=""), "finished": True, "at_work_on": None})
+            each.model_copy(
+                update={"requeue": Requeue(refused=""), "finished": True, "at_work_on": None}
+            )
             if each.at_work_on is Probe.REQUEUE
             else each
             for each in self.reports
@@ -315,7 +323,9 @@ class _Watch:
         self.launcher.cancel([self.job])
         (end,) = self.launcher.wait([self.job])
         last = end.log_tail.strip().rpartition("\n")[2]
-        found = f"ended early ({end.failure.value.replace('_', ' ')})" + (f": {last}" if last else "")
+        found = f"ended early ({end.failure.value.replace('_', ' ')})" + (
+            f": {last}" if last else ""
+        )
         return failed(Topic.JOB, found, f"see {end.log_file or self.job.folder}")
 
 
@@ -323,9 +333,13 @@ def _not_started(why: str, wait_s: float, *, stuck: bool) -> Verdict:
     from tula_hpc.check.site_verdicts import Topic, failed
 
     if stuck:
-        return failed(Topic.JOB, f"will not start: {why}", "change what it waits for and run the check again")
+        return failed(
+            Topic.JOB, f"will not start: {why}", "change what it waits for and run the check again"
+        )
     found = f"did not start within {wait_s / 60:g} minutes: {why}"
-    return failed(Topic.JOB, found, "run the check again when nodes are free, or with more --wait-minutes")
+    return failed(
+        Topic.JOB, found, "run the check again when nodes are free, or with more --wait-minutes"
+    )
 
 
 # nccl writes "NCCL INFO Using network Socket", newer ones with more in between
@@ -356,7 +370,9 @@ def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
             lines += ["", f"partition {check.partition}"]
         lines += [line for verdict in check.verdicts for line in _table_lines(verdict, width)]
     counts = Counter(verdict.level.value for check in checks for verdict in check.verdicts)
-    summary = ", ".join(f"{counts[level]} {level}" for level in ("failed", "warning", "ok") if counts[level])
+    summary = ", ".join(
+        f"{counts[level]} {level}" for level in ("failed", "warning", "ok") if counts[level]
+    )
     lines += ["", summary]
     if logs:
         lines.append(f"logs: {logs}")

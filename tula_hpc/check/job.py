@@ -65,11 +65,13 @@ class Host(Record):
     node_cores: int
     memory_bytes: int
     available_bytes: int
-    memlock_bytes: int | None  # None: unlimited
+    # None: unlimited
+    memlock_bytes: int | None
     open_files: int
     shm_free_bytes: int
     interfaces: tuple[Interface, ...]
-    wanted_interface: str = ""  # value of the variable that names it for the collectives
+    # value of the variable that names it for the collectives
+    wanted_interface: str = ""
 
     def lacks_interface(self, backend: str) -> bool:
         """Whether the variable asks for interfaces of which this node has none."""
@@ -81,7 +83,8 @@ class Host(Record):
     def chosen_interfaces(self, backend: str) -> list[Interface]:
         """Interfaces that collectives over sockets may use, by the libraries' own rules.
 
-        gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after "^".
+        gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after
+        "^".
         """
         sockets = [each for each in self.interfaces if not each.infiniband]
         value = self.wanted_interface
@@ -136,7 +139,8 @@ class Signal(Record):
     """Whether USR2, sent through Slurm to the whole job, reached this worker."""
 
     arrived: bool
-    refused: str = ""  # words of scancel, on the worker that asked
+    # words of scancel, on the worker that asked
+    refused: str = ""
 
 
 class Data(Record):
@@ -186,7 +190,8 @@ class RankReport(Record):
     local_rank: int
     world_size: int
     hostname: str
-    visible_gpus: tuple[str, ...] = ()  # Slurm's names of them; none outside Slurm
+    # Slurm's names of them; none outside Slurm
+    visible_gpus: tuple[str, ...] = ()
     host: Host | None = None
     device: Device | None = None
     meeting: Meeting | None = None

@@ -1,7 +1,8 @@
 """What the workers of `tula_hpc.check` measure on their nodes.
 
 No probe may hide what another one finds: each is limited in time, its error is part of the report,
-and the report is on disk before the next one begins. Those that can kill the job, or end it on purpose, come last.
+and the report is on disk before the next one begins. Those that can kill the job, or end it on
+purpose, come last.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
 from tula_hpc.ddp.agreement import StopRequest
-from tula_hpc.ddp.process_group import backend_of, check_kernels, pick_device, place_among, process_group
+from tula_hpc.ddp.process_group import (
+    backend_of,
+    check_kernels,
+    pick_device,
+    place_among,
+    process_group,
+)
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
 from tula_hpc.errors import InputError, LaunchError
@@ -98,7 +105,9 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
         reporter.attempt(Probe.DATA, lambda: look_into(folder))
     peers.wait()
     reporter.attempt(Probe.LOADER, lambda: time_loader(job, place))
-    reporter.attempt(Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers))
+    reporter.attempt(
+        Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers)
+    )
     if Probe.COLLECTIVES in reporter.report.errors:
         # The others may wait for this worker in a collective: srun -K1 ends them.
         raise SystemExit(1)
@@ -107,8 +116,11 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
         peers.leave()
         return
     peers.leave()
-    # This ends the job where it is granted; what is reported afterwards has KillWait to reach the disk.
-    reporter.attempt(Probe.REQUEUE, lambda: Requeue(refused=slurm.requeue(slurm_job_id() or "") or ""))
+    # This ends the job where it is granted; what is reported afterwards has KillWait to reach the
+    # disk.
+    reporter.attempt(
+        Probe.REQUEUE, lambda: Requeue(refused=slurm.requeue(slurm_job_id() or "") or "")
+    )
     reporter.finish()
 
 
@@ -381,7 +393,9 @@ def await_signal(place: WorkerEnvironment, stop: StopRequest) -> Signal:
 
 def look_into(folder: Path) -> Data:
     """See whether this node sees the data folder and may read it."""
-    return Data(folder=str(folder), readable=folder.is_dir() and os.access(folder, os.R_OK | os.X_OK))
+    return Data(
+        folder=str(folder), readable=folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+    )
 
 
 def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
@@ -419,7 +433,9 @@ def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
     )
 
 
-def time_collectives(job: CheckJob, place: WorkerEnvironment, report: RankReport, peers: Peers) -> Collectives:
+def time_collectives(
+    job: CheckJob, place: WorkerEnvironment, report: RankReport, peers: Peers
+) -> Collectives:
     """Time all-reduces among all workers, and within and between nodes that have several."""
     backend = backend_of(job.cluster)
     skipped = why_skipped(backend, place, report, peers)
@@ -433,7 +449,9 @@ def time_collectives(job: CheckJob, place: WorkerEnvironment, report: RankReport
     return Collectives(backend=backend, timed=(every, *nested))
 
 
-def why_skipped(backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers) -> Skip | None:
+def why_skipped(
+    backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers
+) -> Skip | None:
     """Agree on whether a collective can succeed, or the others would wait for who cannot."""
     if place.world_size == 1:
         return Skip.SINGLE_WORKER
@@ -453,7 +471,9 @@ def why_skipped(backend: str, place: WorkerEnvironment, report: RankReport, peer
     return Skip.SHARED_DEVICE if len(set(devices)) < len(devices) else None
 
 
-def _time_by_node(job: CheckJob, place: WorkerEnvironment, device: torch.device, peers: Peers) -> Sequence[AllReduce]:
+def _time_by_node(
+    job: CheckJob, place: WorkerEnvironment, device: torch.device, peers: Peers
+) -> Sequence[AllReduce]:
     nodes, each = job.nodes, place.world_size // job.nodes
     if nodes == 1 or each == 1:
         return []
@@ -469,7 +489,9 @@ def _time_by_node(job: CheckJob, place: WorkerEnvironment, device: torch.device,
     return timed
 
 
-def time_all_reduce(scope: Scope, device: torch.device, group: dist.ProcessGroup | None, workers: int) -> AllReduce:
+def time_all_reduce(
+    scope: Scope, device: torch.device, group: dist.ProcessGroup | None, workers: int
+) -> AllReduce:
     """Time all-reduces of one bucket; all workers of the group take the same number of them."""
     bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
 

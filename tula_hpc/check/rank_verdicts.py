@@ -9,7 +9,17 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tula_hpc.check.job import AllReduce, Collectives, Device, Host, Interface, Probe, RankReport, Scope, Skip
+from tula_hpc.check.job import (
+    AllReduce,
+    Collectives,
+    Device,
+    Host,
+    Interface,
+    Probe,
+    RankReport,
+    Scope,
+    Skip,
+)
 from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.formatting import format_bytes, format_number, plural
@@ -98,7 +108,8 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         if not report.finished and last is not None and last not in report.errors:
             found[last, "the worker ended in the middle of this"].append(report.hostname)
     for (probe, text), hosts in found.items():
-        # trainings wait for longer: a tree of images that is listed for the first time takes minutes
+        # trainings wait for longer: a tree of images that is listed for the first time takes
+        # minutes
         late = probe is Probe.LOADER and text.startswith(TimeoutError.__name__)
         make = warning if late else failed
         yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
@@ -166,7 +177,9 @@ def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 def _same_device(host: str, name: str, owners: Sequence[RankReport]) -> Verdict:
     who = ", ".join(str(report.rank) for report in owners)
-    remedy = 'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node, and see gpu_bind'
+    remedy = (
+        'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node, and see gpu_bind'
+    )
     return failed(Topic.DEVICES, f"ranks {who} on {host} have the same GPU {name}", remedy, [host])
 
 
@@ -179,7 +192,9 @@ def _judge_kernels(known: Known) -> Iterator[Verdict]:
         remedy = f"it is built for {built_for}; install a build that has them, see constraints.txt"
         yield failed(Topic.KERNELS, found, remedy, [report.hostname for report, _ in lacking])
         return
-    yield ok(Topic.KERNELS, f"torch has them for capability {first.capability} (built for {built_for})")
+    yield ok(
+        Topic.KERNELS, f"torch has them for capability {first.capability} (built for {built_for})"
+    )
 
 
 def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict]:
@@ -197,7 +212,9 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
         yield warning(Topic.DEVICE_MEMORY, found, remedy, used)
     typed = cluster.memory_limit_bytes
     if total and typed is not None and typed > total:
-        found = f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
+        found = (
+            f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
+        )
         yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {total / 2**30:.2f}")
     elif total and not used:
         free = min((device.free_bytes for _, device in known if device.free_bytes), default=0)
@@ -209,14 +226,18 @@ def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
     return [(report, report.host) for report in reports if report.host is not None]
 
 
-def _judge_cores(cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
+def _judge_cores(
+    cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport]
+) -> Iterator[Verdict]:
     known = _hosts(reports)
     wanted = cluster.cpus_per_worker
     fewer = [report.hostname for report, host in known if len(host.cores) < wanted]
     least = min(len(host.cores) for _, host in known)
     if fewer:
         found = f"on {_named(fewer)} a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
-        remedy = "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
+        remedy = (
+            "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
+        )
         yield failed(Topic.CORES, found, remedy, fewer)
     sharing = [report.hostname for report, host in known if _shares_cores(report, host, known)]
     if sharing:
@@ -224,11 +245,15 @@ def _judge_cores(cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence
         remedy = "see srun_args: --cpu-bind=cores gives each worker its own"
         yield failed(Topic.CORES, found, remedy, sharing)
     if workload.loader_workers >= wanted and workload.loader_workers > 0 and least == wanted:
-        found = f"{plural(workload.loader_workers, 'loader process')} and the training share {wanted}"
+        found = (
+            f"{plural(workload.loader_workers, 'loader process')} and the training share {wanted}"
+        )
         remedy = f"set cpus_per_worker = {workload.loader_workers + 1} or lower loader_workers"
         yield warning(Topic.CORES, found, remedy)
     elif not fewer and not sharing:
-        yield ok(Topic.CORES, f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}")
+        yield ok(
+            Topic.CORES, f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
+        )
 
 
 def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankReport, Host]]) -> bool:
@@ -236,7 +261,9 @@ def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankRepo
     if len(host.cores) == host.node_cores:
         return False
     others = [
-        set(each.cores) for other, each in known if other.hostname == report.hostname and other.rank != report.rank
+        set(each.cores)
+        for other, each in known
+        if other.hostname == report.hostname and other.rank != report.rank
     ]
     return any(cores & set(host.cores) for cores in others if len(cores) < host.node_cores)
 
@@ -254,11 +281,15 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
         if host.memlock_bytes is not None and any(each.infiniband for each in host.interfaces)
     ]
     if locked and cluster.device == "cuda":
-        found = f"on {_named(locked)} locked memory is limited, which InfiniBand needs without limit"
+        found = (
+            f"on {_named(locked)} locked memory is limited, which InfiniBand needs without limit"
+        )
         remedy = 'setup = ["ulimit -l unlimited"]; where that is refused, ask the site'
         yield warning(Topic.LIMITS, found, remedy, locked)
     elif not few:
-        memlock = min((h.memlock_bytes for _, h in known if h.memlock_bytes is not None), default=None)
+        memlock = min(
+            (h.memlock_bytes for _, h in known if h.memlock_bytes is not None), default=None
+        )
         shown = "unlimited" if memlock is None else format_bytes(memlock)
         yield ok(Topic.LIMITS, f"{least} open files, locked memory {shown}")
 
@@ -288,7 +319,9 @@ def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> It
         example = next(host for report, host in known if report.hostname == lacking[0])
         there = ", ".join(map(_rate, _candidates(example))) or "none that is up"
         found = f"{variable}={wanted}, but {_named(lacking)} has no interface of that name"
-        yield failed(Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking)
+        yield failed(
+            Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking
+        )
         return
     chosen = {each.name: each for _, host in known for each in host.chosen_interfaces(backend)}
     down = [
@@ -298,7 +331,9 @@ def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> It
     ]
     if down:
         found = f"{variable}={wanted}, which is down on {_named(down)}"
-        yield failed(Topic.INTERFACES, found, "use one that is up, or report the nodes to the site", down)
+        yield failed(
+            Topic.INTERFACES, found, "use one that is up, or report the nodes to the site", down
+        )
         return
     up = [each for each in chosen.values() if each.up]
     shown = ", ".join(map(_rate, up)) or "none"
@@ -347,8 +382,9 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
     """Return the ranks that are slow against the others, by repeated timings of the same work.
 
-    Three quarters of a slow rank's repeats take longer than `SLOW` times the others' median, so that neither a
-    few disturbed repeats nor a few slow ranks decide. Half of the ranks at least must be fast.
+    Three quarters of a slow rank's repeats take longer than `SLOW` times the others' median, so
+    that neither a few disturbed repeats nor a few slow ranks decide. Half of the ranks at least
+    must be fast.
     """
     if len(times) < 2:
         return set()
@@ -410,7 +446,9 @@ def _judge_collectives(cluster: ClusterSpec, reports: Sequence[RankReport]) -> I
     crossing = rates.get(Scope.BETWEEN, rates[Scope.ALL])
     if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
         found = f"{found}, {crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)} that the link is said to carry"
-        remedy = "see interfaces; look for a link that is slow or shared, and for cores that are too few"
+        remedy = (
+            "see interfaces; look for a link that is slow or shared, and for cores that are too few"
+        )
         yield warning(Topic.ALL_REDUCE, found, remedy)
         return
     yield ok(Topic.ALL_REDUCE, found)
@@ -419,7 +457,8 @@ def _judge_collectives(cluster: ClusterSpec, reports: Sequence[RankReport]) -> I
 def _bus_rates(known: Sequence[Collectives]) -> dict[Scope, float]:
     """Return the rate at which links are used, GB/s, by scope; the slowest group's.
 
-    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009), as nccl-tests' "busbw" counts.
+    A ring moves 2 (n - 1)/n of the payload over each link (Patarasuk, Yuan 2009), as nccl-tests'
+    "busbw" counts.
     """
     rates: dict[Scope, list[float]] = defaultdict(list)
     for each in known:
@@ -440,7 +479,9 @@ def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
     if len({report.hostname for report in reports}) < 2:
         return None
     # nccl prefers InfiniBand; which of several ports it takes is not known
-    if backend == "nccl" and any(each.infiniband and each.up for _, host in known for each in host.interfaces):
+    if backend == "nccl" and any(
+        each.infiniband and each.up for _, host in known for each in host.interfaces
+    ):
         return None
     chosen = [[each for each in host.chosen_interfaces(backend) if each.up] for _, host in known]
     if any(len(each) != 1 or each[0].mbit is None for each in chosen):
@@ -481,7 +522,9 @@ def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         remedy = "make Slurm's commands work in jobs: trainings ask for their requeue from there"
         yield failed(Topic.SIGNAL, f"scancel on a node: {refused}", remedy)
     elif deaf:
-        remedy = "what srun starts must hand USR2 on to Python; see setup and srun_args for wrappers"
+        remedy = (
+            "what srun starts must hand USR2 on to Python; see setup and srun_args for wrappers"
+        )
         yield failed(Topic.SIGNAL, f"USR2 did not reach {_named(deaf)}", remedy, deaf)
     else:
         yield ok(Topic.SIGNAL, "USR2 reached every worker")
@@ -509,7 +552,9 @@ def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Ite
     hosts = (host for _, host in _hosts(reports))
     ports = any(each.infiniband and each.up for host in hosts for each in host.interfaces)
     if ports and "Socket" in networks:
-        remedy = "see NCCL_IB_HCA and NCCL_IB_DISABLE, and whether the container shows /dev/infiniband"
+        remedy = (
+            "see NCCL_IB_HCA and NCCL_IB_DISABLE, and whether the container shows /dev/infiniband"
+        )
         yield warning(Topic.INTERFACES, f"{shown}, although there is InfiniBand", remedy)
         return
     yield ok(Topic.INTERFACES, shown)

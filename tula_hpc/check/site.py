@@ -26,7 +26,8 @@ class Partition(Record):
 
     name: str
     state: str
-    qos: str = ""  # whose limits hold for all jobs of the partition
+    # whose limits hold for all jobs of the partition
+    qos: str = ""
     total_nodes: int = 0
     max_nodes: int | None = None
     max_minutes: int | None = None
@@ -67,7 +68,8 @@ class Answer(Record):
     job: str
     minutes: int
     nodes: int
-    accepted: bool | None  # None: Slurm did not say
+    # None: Slurm did not say
+    accepted: bool | None
     text: str
 
 
@@ -79,7 +81,8 @@ class Site(Record):
     partition: Partition | None = None
     nodes: tuple[Nodes, ...] = ()
     enforces_accounts: bool = False
-    associations: tuple[Limits, ...] = ()  # of the user
+    # of the user
+    associations: tuple[Limits, ...] = ()
     qos: tuple[Limits, ...] = ()
     answers: tuple[Answer, ...] = ()
 
@@ -150,7 +153,9 @@ def minutes_of(text: str) -> int | None:
     """Read a time limit in minutes: 30, 1:30, 2:00:00 or 1-12:00:00; None where there is none."""
     if text in NO_LIMIT:
         return None
-    found = re.fullmatch(r"(?:(?P<days>[0-9]{1,9})-)?(?P<clock>[0-9]{1,9}(?::[0-9]{1,9}){0,2})", text)
+    found = re.fullmatch(
+        r"(?:(?P<days>[0-9]{1,9})-)?(?P<clock>[0-9]{1,9}(?::[0-9]{1,9}){0,2})", text
+    )
     if found is None:
         return None
     clock = [int(each) for each in found["clock"].split(":")]

@@ -62,8 +62,10 @@ class Verdict(Record):
     topic: Topic
     level: Level
     found: str
-    remedy: str = ""  # what to do; empty where all is well
-    hosts: tuple[str, ...] = ()  # of which it is said, where not of all
+    # what to do; empty where all is well
+    remedy: str = ""
+    # of which it is said, where not of all
+    hosts: tuple[str, ...] = ()
 
 
 def ok(topic: Topic, found: str) -> Verdict:
@@ -109,8 +111,12 @@ def _judge_partition(site: Site) -> Verdict:
     assert partition is not None  # noqa: S101 # an invariant of judge_site
     if partition.state != "UP":
         found = f"{partition.name} is {partition.state}"
-        return failed(Topic.PARTITION, found, "use another partition, or ask the site when it opens")
-    return ok(Topic.PARTITION, f"{partition.name} is up, with {plural(partition.total_nodes, 'node')}")
+        return failed(
+            Topic.PARTITION, found, "use another partition, or ask the site when it opens"
+        )
+    return ok(
+        Topic.PARTITION, f"{partition.name} is up, with {plural(partition.total_nodes, 'node')}"
+    )
 
 
 def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
@@ -122,7 +128,9 @@ def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
             yield ok(Topic.ACCOUNT, f"none is named; yours: {', '.join(known)}")
         return
     if not known:
-        yield ok(Topic.ACCOUNT, f"{cluster.account}: accounting does not say whose accounts there are")
+        yield ok(
+            Topic.ACCOUNT, f"{cluster.account}: accounting does not say whose accounts there are"
+        )
     elif cluster.account in known:
         yield ok(Topic.ACCOUNT, f"{cluster.account} is one of {site.user}'s")
     else:
@@ -161,7 +169,9 @@ def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits
     """Return each limit with the name of who sets it."""
     partition = site.partition
     assert partition is not None  # noqa: S101 # an invariant of judge_site
-    of_partition = Limits(name=partition.name, max_minutes=partition.max_minutes, max_nodes=partition.max_nodes)
+    of_partition = Limits(
+        name=partition.name, max_minutes=partition.max_minutes, max_nodes=partition.max_nodes
+    )
     limits = [(f"partition {partition.name}", of_partition)]
     names = {cluster.qos, partition.qos}
     limits += [(f"QOS {each.name}", each) for each in site.qos if each.name in names]
@@ -183,7 +193,9 @@ def _judge_time_limits(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     above = {key: minutes for key, minutes in keys.items() if minutes > most}
     for key, minutes in above.items():
         found = f"{key} = {minutes}, but {name} allows {most} minutes"
-        yield failed(Topic.TIME_LIMITS, found, f"set {key} = {most}; a training goes on in the next job")
+        yield failed(
+            Topic.TIME_LIMITS, found, f"set {key} = {most}; a training goes on in the next job"
+        )
     if not above:
         shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
         yield ok(Topic.TIME_LIMITS, f"{shown}; {name} allows {most} minutes")
@@ -193,7 +205,9 @@ def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
     fitting = [each for each in site.nodes if each.usable and not _misfits(cluster, each, site)]
     count = sum(each.count for each in fitting)
     if count == 0:
-        reasons = sorted({reason for each in site.nodes for reason in _reasons(cluster, each, site)})
+        reasons = sorted(
+            {reason for each in site.nodes for reason in _reasons(cluster, each, site)}
+        )
         found = "no node fits a job: " + ("; ".join(reasons) or "the partition shows none")
         return failed(Topic.NODES, found, "ask for what a node has, or use another partition")
     limits = _limits_in_force(cluster, site)
@@ -261,7 +275,9 @@ def _judge_host_memory(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     by_default = cluster.memory_gb is None
     if by_default and cluster.exclusive and asked < LEAST_MEMORY_SHARE * largest:
         found = f"without memory_gb a job has {shown}, by the site's default for its cores"
-        yield warning(Topic.HOST_MEMORY, found, "set memory_gb, or [sbatch] mem = 0 for the whole node")
+        yield warning(
+            Topic.HOST_MEMORY, found, "set memory_gb, or [sbatch] mem = 0 for the whole node"
+        )
         return
     yield ok(Topic.HOST_MEMORY, f"a job has {shown}")
 

@@ -1,7 +1,8 @@
 """How a training saves: its state is copied between two steps, and written while it goes on.
 
-Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk is full or a later
-restart has fenced this process out, is an error on every worker at their next look at each other.
+Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk
+is full or a later restart has fenced this process out, is an error on every worker at their next
+look at each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tula_hpc.files import HeldFolder
 class Landed(NamedTuple):
     """A write that is over."""
 
-    seconds: float = 0.0  # that it took
+    # that it took
+    seconds: float = 0.0
     error: BaseException | None = None
 
 
@@ -101,12 +103,9 @@ class OwnPart(Protocol):
 class Saving:
     """One worker's part; every worker has one. Rank 0's decides when.
 
-    Args:
-        worker: For the collective.
-        store: Of the checkpoints; None: this worker writes none.
-        own: See `OwnPart`.
-        cadence: Asked and told on the worker that writes.
-        ground: The training's folder, on the worker that writes: where it is deleted the training fails, before it
+    Args: worker: For the collective. store: Of the checkpoints; None: this worker writes none. own:
+        See `OwnPart`. cadence: Asked and told on the worker that writes. ground: The training's
+        folder, on the worker that writes: where it is deleted the training fails, before it
             could write into a later one's.
     """
 
@@ -137,7 +136,9 @@ class Saving:
         """
         if self.writer is None:
             return False
-        return self.cadence.may_save and (self.cadence.fixed_s is not None or not self.writer.is_busy)
+        return self.cadence.may_save and (
+            self.cadence.fixed_s is not None or not self.writer.is_busy
+        )
 
     @property
     def has_landed(self) -> bool:
@@ -151,12 +152,19 @@ class Saving:
             self.cadence.ended(landed.seconds)
 
     def save(
-        self, state: Callable[[], dict[str, Any]], *, samples_seen: int, restart_count: int, wait: bool = False
+        self,
+        state: Callable[[], dict[str, Any]],
+        *,
+        samples_seen: int,
+        restart_count: int,
+        wait: bool = False,
     ) -> None:
         """Begin a checkpoint, after the one before is on disk. Collective.
 
-        What other workers hold, divided optimizer states and whole states of their own, is gathered or written before
-        this returns: a thread beside the training could not exchange anything, as collectives have one order for all.
+        What other workers hold, divided optimizer states and whole states of their own, is gathered
+        or written before
+        this returns: a thread beside the training could not exchange anything, as collectives have
+        one order for all.
 
         Args:
             state: A checkpoint's content, whole on rank 0, collective. It is asked for once.
@@ -186,8 +194,8 @@ class Saving:
         Args:
             measured: Whether the training went on meanwhile, so that the write says what one costs.
 
-        Raises:
-            CheckpointError: It could not be saved, or the training's folder is gone; rank 0's says why.
+        Raises: CheckpointError: It could not be saved, or the training's folder is gone; rank 0's
+            says why.
         """
         landed = self.writer.finish() if self.writer is not None else None
         error = (landed.error if landed is not None else None) or self._lost()

@@ -1,7 +1,8 @@
 """How often a training saves: from what saving costs it, and from how often it is cut off; numbers only.
 
-The interval is that of `analysis.checkpoints`. What one save costs the training, δ, is the time for which the steps
-stand still while the state is copied, and by how much longer they take while it is written.
+The interval is that of `analysis.checkpoints`. What one save costs the training, δ, is the time for
+which the steps stand still while the state is copied, and by how much longer they take while it is
+written.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ from tula_hpc.analysis.costs import interruptions as checkpoints
 from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
 
-FIRST_S = 60.0  # the first save comes early, so that its cost is known
-WARM_UP_STEPS = 5  # slow ones, which say nothing about the steps while nothing is written
-REMEMBERED = 5  # saves; what the ones before them cost fades
-NEWS_RATIO = 1.5  # an interval that changed by so much is worth a line
+# the first save comes early, so that its cost is known
+FIRST_S = 60.0
+# slow ones, which say nothing about the steps while nothing is written
+WARM_UP_STEPS = 5
+# saves; what the ones before them cost fades
+REMEMBERED = 5
+# an interval that changed by so much is worth a line
+NEWS_RATIO = 1.5
 
 
 class Interruptions(NamedTuple):
     """How often a training is cut off without time to save, and what that is taken from."""
 
-    prior_s: float  # mean time between two of them, before any was seen
-    is_known: bool = False  # the prior is a fact, not a first guess
+    # mean time between two of them, before any was seen
+    prior_s: float
+    # the prior is a fact, not a first guess
+    is_known: bool = False
     seen: int = 0
-    over_s: float = 0.0  # of training, before this process
+    # of training, before this process
+    over_s: float = 0.0
 
     def mean_s(self, since_s: float) -> float:
         """M after so many further seconds: (prior + time) / (1 + seen), as if one more had been seen after the prior.
@@ -34,7 +42,11 @@ class Interruptions(NamedTuple):
         Args:
             since_s: Of training in this process, which has not been cut off.
         """
-        return self.prior_s if self.is_known else (self.prior_s + self.over_s + since_s) / (1 + self.seen)
+        return (
+            self.prior_s
+            if self.is_known
+            else (self.prior_s + self.over_s + since_s) / (1 + self.seen)
+        )
 
 
 def expected_interruptions(
@@ -50,7 +62,9 @@ def expected_interruptions(
         over_s: In so many seconds of training.
     """
     if pricing.basis == "spot":
-        return Interruptions(float(between_preemptions_s(pricing, np.array([float(nodes)]))[0]), is_known=True)
+        return Interruptions(
+            float(between_preemptions_s(pricing, np.array([float(nodes)]))[0]), is_known=True
+        )
     return Interruptions(training.interruption_hours * SECONDS_PER_HOUR, seen=seen, over_s=over_s)
 
 
@@ -73,9 +87,12 @@ class Work(NamedTuple):
 class Cost(NamedTuple):
     """What a save cost, seconds."""
 
-    stall_s: float  # the steps stood still
-    slowdown_s: float  # and took longer while it was written
-    write_s: float  # until it was on disk; no cost by itself
+    # the steps stood still
+    stall_s: float
+    # and took longer while it was written
+    slowdown_s: float
+    # until it was on disk; no cost by itself
+    write_s: float
 
     @property
     def total_s(self) -> float:
@@ -94,13 +111,19 @@ class Cadence:
     def __init__(self, interruptions: Interruptions, fixed_s: float | None = None) -> None:
         self.interruptions, self.fixed_s = interruptions, fixed_s
         self.work = Work()
-        self.saved = Work()  # when the last save was begun
-        self.quiet = Work(WARM_UP_STEPS)  # since when nothing is being written
-        self.step_s: float | None = None  # mean while nothing is being written
-        self.stall_s = 0.0  # of the save that is being written
+        # when the last save was begun
+        self.saved = Work()
+        # since when nothing is being written
+        self.quiet = Work(WARM_UP_STEPS)
+        # mean while nothing is being written
+        self.step_s: float | None = None
+        # of the save that is being written
+        self.stall_s = 0.0
         self.last: Cost | None = None
-        self.cost_s: float | None = None  # δ: mean over the last saves; None: not one was measured
-        self.saves, self.spent_s = 0, 0.0  # measured, and what they cost together
+        # δ: mean over the last saves; None: not one was measured
+        self.cost_s: float | None = None
+        # measured, and what they cost together
+        self.saves, self.spent_s = 0, 0.0
         self.told_s: float | None = None
 
     def worked(self, seconds: float) -> None:
@@ -146,8 +169,8 @@ class Cadence:
     def ended(self, write_s: float) -> None:
         """What was begun is on disk; call it between two steps.
 
-        The steps since then took longer than as many while nothing was written, by no more than the time of writing:
-        that counts where there is nothing to compare them with.
+        The steps since then took longer than as many while nothing was written, by no more than the
+        time of writing: that counts where there is nothing to compare them with.
 
         Args:
             write_s: From the end of the stall.
@@ -160,7 +183,8 @@ class Cadence:
         self.spent_s += self.last.total_s
         before_s = self.last.total_s if self.cost_s is None else self.cost_s
         self.cost_s = before_s + (self.last.total_s - before_s) / min(self.saves, REMEMBERED)
-        self.quiet = max(self.work, self.quiet)  # not before the end of the warm-up
+        # not before the end of the warm-up
+        self.quiet = max(self.work, self.quiet)
 
     @property
     def share(self) -> float:

@@ -1,7 +1,8 @@
 """What the payload of a checkpoint may hold: plain tensors and values, and no more of them than the file has bytes.
 
-`torch.load(weights_only=True)` executes nothing, but it builds what it is told to: a file of a few bytes can ask for a
-tensor of terabytes, or be packed. What `torch.save` writes of a training's state needs none of that.
+`torch.load(weights_only=True)` executes nothing, but it builds what it is told to: a file of a few
+bytes can ask for a tensor of terabytes, or be packed. What `torch.save` writes of a training's
+state needs none of that.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_DEPTH = 64  # of nested containers; also ends the walk through one that contains itself
-MAX_PICKLE_BYTES = 64 * 1024**2  # of names, numbers and shapes; the tensors' bytes are not in the pickle
-# A tensor and its name take some 25 instructions, so there is room for 160,000. The dearest of them, an empty
-# dictionary of one byte, takes 64 bytes of memory.
+# of nested containers; also ends the walk through one that contains itself
+MAX_DEPTH = 64
+# of names, numbers and shapes; the tensors' bytes are not in the pickle
+MAX_PICKLE_BYTES = 64 * 1024**2
+# A tensor and its name take some 25 instructions, so there is room for 160,000. The dearest of
+# them, an empty dictionary of one byte, takes 64 bytes of memory.
 MAX_INSTRUCTIONS = 4_000_000
 # Torch's loader knows them; states have none, and one byte makes more than 200.
 _SETS = {"EMPTY_SET", "FROZENSET"}
@@ -36,7 +39,8 @@ PLAIN_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-_ZIP = b"PK\x03\x04"  # torch.save's format; the older ones are not ours
+# torch.save's format; the older ones are not ours
+_ZIP = b"PK\x03\x04"
 # what such a state refers to: functions that give a storage a shape, and types of storages
 _KNOWN = re.compile(
     r"collections (OrderedDict|Counter)|torch\._utils _rebuild_(tensor_v2|parameter|parameter_with_state)|"
@@ -51,9 +55,9 @@ class PayloadError(ValueError):
 def check_archive(payload: bytes) -> None:
     """Look at a payload before it is loaded.
 
-    Raises:
-        PayloadError: It is not what `torch.save` writes of a training's state; the message says what it does or is.
-        zipfile.BadZipFile: It is no archive. Other errors of malformed archives and pickles are possible too.
+    Raises: PayloadError: It is not what `torch.save` writes of a training's state; the message says
+        what it does or is. zipfile.BadZipFile: It is no archive. Other errors of malformed archives
+        and pickles are possible too.
     """
     if not payload.startswith(_ZIP):
         raise PayloadError("does not hold what torch.save writes")
@@ -90,12 +94,13 @@ def check_loaded(state: Any, most_bytes: int) -> None:
         state: The loaded content.
         most_bytes: Size of the payload.
 
-    Raises:
-        PayloadError: A tensor claims more bytes than the payload has, or containers are nested too deeply.
+    Raises: PayloadError: A tensor claims more bytes than the payload has, or containers are nested
+        too deeply.
     """
     todo: list[tuple[Any, int]] = [(state, 0)]
     containers: set[int] = set()
-    storages: dict[int, int] = {}  # bytes by address
+    # bytes by address
+    storages: dict[int, int] = {}
     while todo:
         value, depth = todo.pop()
         if isinstance(value, Tensor):
@@ -106,7 +111,9 @@ def check_loaded(state: Any, most_bytes: int) -> None:
             if depth > MAX_DEPTH:
                 raise PayloadError(f"is nested deeper than {MAX_DEPTH} levels")
             containers.add(id(value))
-            todo += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+            todo += [
+                (item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)
+            ]
     if sum(storages.values()) > most_bytes:
         raise PayloadError("holds tensors that are larger than the file")
 

@@ -1,12 +1,12 @@
 """A copy of a training's state in host memory, taken between two steps, while the next one goes on.
 
-It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's states. Plans reckon
-with that, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
+It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's
+states. Plans reckon with that, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
 
-On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the next time, by a
-stream of its own, after all that the training's stream was asked for. Meanwhile the next step must not change them:
-they are cloned on the GPU first where at least twice as much memory is free as that takes, else the training's stream
-waits for the copy. The host waits for neither.
+On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the
+next time, by a stream of its own, after all that the training's stream was asked for. Meanwhile the
+next step must not change them: they are cloned on the GPU first where at least twice as much memory
+is free as that takes, else the training's stream waits for the copy. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Snapshot(NamedTuple):
     """A state as it was; whole once `wait` returns."""
 
     state: dict[str, Any]
-    copied: Pending | None  # None: it is whole
-    held: list[Tensor]  # clones on the device, until they are copied
+    # None: it is whole
+    copied: Pending | None
+    # clones on the device, until they are copied
+    held: list[Tensor]
 
     def wait(self) -> dict[str, Any]:
         """The state, when the last tensor has arrived; any thread may ask."""
@@ -111,7 +113,8 @@ class Snapshots:
     def take(self, state: dict[str, Any]) -> Snapshot:
         """Copy a state of tensors and plain values in dicts, lists and tuples; nothing in it is shared with the copy.
 
-        Tensors become plain ones (no parameters), and those that share their memory go on sharing it.
+        Tensors become plain ones (no parameters), and those that share their memory go on sharing
+        it.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         known: dict[tuple[object, ...], Tensor] = {}
@@ -145,7 +148,10 @@ class Snapshots:
         if place == len(self.buffers):
             self.buffers.append(device.buffer(tensor))
         old = self.buffers[place]
-        if (old.shape, old.dtype) != (tensor.shape, tensor.dtype) or old.stride() != tensor.stride():
+        if (old.shape, old.dtype) != (
+            tensor.shape,
+            tensor.dtype,
+        ) or old.stride() != tensor.stride():
             self.buffers[place] = device.buffer(tensor)
         return self.buffers[place]
 
@@ -156,7 +162,8 @@ class Snapshots:
             return []
         try:
             return [tensor.clone() for tensor in tensors]
-        except torch.OutOfMemoryError:  # of another process's doing: it is free for all
+        except torch.OutOfMemoryError:
+            # of another process's doing: it is free for all
             return []
 
 
@@ -165,7 +172,8 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        result = copy.copy(value)  # with its attributes: a model's state has the modules' versions in one
+        # with its attributes: a model's state has the modules' versions in one
+        result = copy.copy(value)
         for key, item in value.items():
             result[key] = each_tensor(item, change)
         return result

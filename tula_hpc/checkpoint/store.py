@@ -1,12 +1,13 @@
 """Checkpoints that survive being killed, damaged and tampered with.
 
-A file is a fixed header (magic, version, payload length, SHA-256 of the payload) and the bytes of `torch.save`. It is
-written under a temporary name, synced, renamed, and only then called saved; nothing is unpickled before its checksum
-matched, and then only tensors and plain values.
+A file is a fixed header (magic, version, payload length, SHA-256 of the payload) and the bytes of
+`torch.save`. It is written under a temporary name, synced, renamed, and only then called saved;
+nothing is unpickled before its checksum matched, and then only tensors and plain values.
 
-File names carry how often the job had been requeued and the samples seen, `checkpoint-r0001-000000012800.tula`: the
-order of names is the order of ages. A later restart counts before more samples, because a restart that had to go back
-to an older checkpoint abandons what was saved after it.
+File names carry how often the job had been requeued and the samples seen,
+`checkpoint-r0001-000000012800.tula`: the order of names is the order of ages. A later restart
+counts before more samples, because a restart that had to go back to an older checkpoint abandons
+what was saved after it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from tula_hpc.checkpoint.payload import MAX_DEPTH, PayloadError, check_archive, check_loaded, why_not_plain
+from tula_hpc.checkpoint.payload import (
+    MAX_DEPTH,
+    PayloadError,
+    check_archive,
+    check_loaded,
+    why_not_plain,
+)
 from tula_hpc.errors import CheckpointError
 from tula_hpc.files import in_words, make_private, mistrust
 
 MAGIC = b"TULACKPT"
 VERSION = 1
-MAX_INTEGER_BITS = 2000  # larger integers are pickled by an instruction that the safe loader lacks
+# larger integers are pickled by an instruction that the safe loader lacks
+MAX_INTEGER_BITS = 2000
 
-_HEADER = struct.Struct(">8sIQ32s")  # magic, version, payload length in bytes, SHA-256 of the payload
+# magic, version, payload length in bytes, SHA-256 of the payload
+_HEADER = struct.Struct(">8sIQ32s")
 _NAME = re.compile(r"checkpoint-r(\d{4,})-(\d{12,})\.tula")
 _TEMPORARY = re.compile(r"\.checkpoint-r(\d{4,})-\d{12,}\.tula\..+\.tmp")
 # what a payload can raise that passed its checksum but was not made by `save`
@@ -62,9 +71,11 @@ class LoadedCheckpoint(NamedTuple):
 
     state: dict[str, Any]
     path: Path
-    rejected: list[tuple[Path, str]]  # newer files that could not be used, and why
+    # newer files that could not be used, and why
+    rejected: list[tuple[Path, str]]
     samples_seen: int
-    restart_count: int  # of the job that saved it
+    # of the job that saved it
+    restart_count: int
 
 
 class CheckpointStore:
@@ -87,16 +98,16 @@ class CheckpointStore:
     def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:
         """Save durably, then delete what is older than the newest `keep` files; returns the file's path.
 
-        When this returns, the checkpoint survives a power failure; when it raises, the older ones are still there and
-        nothing half-written is.
+        When this returns, the checkpoint survives a power failure; when it raises, the older ones
+        are still there and nothing half-written is.
 
         Args:
             state: Tensors, numbers, strings and None, in lists, tuples and dicts.
             samples_seen: Samples trained on since the start; names the file.
             restart_count: How often the job had been requeued when this process started.
 
-        Raises:
-            CheckpointError: The state holds something that could not be loaded again, a later restart has already saved
+        Raises: CheckpointError: The state holds something that could not be loaded again, a later
+            restart has already saved
                 (this process is a left-over), or the file cannot be written.
         """
         path = self.folder / file_name(restart_count, samples_seen)
@@ -122,8 +133,8 @@ class CheckpointStore:
     def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None where there is no file at all.
 
-        Raises:
-            CheckpointError: There are files, but none can be used. Beginning anew would silently repeat the work.
+        Raises: CheckpointError: There are files, but none can be used. Beginning anew would
+            silently repeat the work.
         """
         rejected: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
@@ -144,8 +155,8 @@ class CheckpointStore:
     def load(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
         """Verify and load one file. Its bytes are read once, so those that are unpickled are those that were verified.
 
-        Raises:
-            CheckpointError: The file is missing, someone else's, writable by others, a link, damaged, or not made by
+        Raises: CheckpointError: The file is missing, someone else's, writable by others, a link,
+            damaged, or not made by
                 `save`.
         """
         try:
@@ -153,7 +164,9 @@ class CheckpointStore:
             payload = _read_verified(path)
         except OSError as error:
             reason = (
-                "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror or error}"
+                "is a symbolic link"
+                if error.errno == errno.ELOOP
+                else f"cannot be read: {error.strerror or error}"
             )
             raise CheckpointError(f"{path}: {reason}") from error
         return _unpickle(path, payload, map_location)
@@ -169,7 +182,9 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self.folder}: cannot be read: {error.strerror or error}"
+            ) from error
 
     def _prepare_folder(self) -> None:
         make_private(self.folder)
@@ -181,7 +196,9 @@ class CheckpointStore:
         newest = max((_age(path) for path in self.paths()), default=None)
         if newest is not None and restart_count < newest.restart_count:
             stale = f"this process of restart {restart_count} is a left-over"
-            raise CheckpointError(f"{self.folder}: restart {newest.restart_count} has already saved; {stale}")
+            raise CheckpointError(
+                f"{self.folder}: restart {newest.restart_count} has already saved; {stale}"
+            )
 
     def _remove_temporaries(self, restart_count: int) -> None:
         """Remove what killed saves left, except a later restart's: that one may be writing just now."""
@@ -195,7 +212,8 @@ class CheckpointStore:
             _write_checkpoint(file, state)
             file.flush()
             os.fsync(file.fileno())
-            self._refuse_left_over(restart_count)  # again: writing may have taken minutes
+            # again: writing may have taken minutes
+            self._refuse_left_over(restart_count)
             temporary.replace(path)
         _sync_folder(self.folder)
 
@@ -204,7 +222,8 @@ class CheckpointStore:
         usable = 0
         for path in reversed(self.paths()):
             if usable >= self.keep:
-                with contextlib.suppress(OSError):  # the new checkpoint is safe; the next save tries again
+                # the new checkpoint is safe; the next save tries again
+                with contextlib.suppress(OSError):
                     path.unlink()
             usable += path not in self._rejected
 
@@ -251,7 +270,8 @@ def _sync_folder(folder: Path) -> None:
 class _HashingWriter:
     """Passes bytes on, counts and hashes them; so a checkpoint is never held in memory a second time.
 
-    The first OSError is kept for later: torch's C++ writer calls `write` and cannot pass an exception on.
+    The first OSError is kept for later: torch's C++ writer calls `write` and cannot pass an
+    exception on.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -277,7 +297,8 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
     """Payload first, header last: without its header a half-written file cannot pass for a whole one."""
     file.write(bytes(_HEADER.size))
     writer = _HashingWriter(file)
-    torch.save(state, cast("IO[bytes]", writer))  # it needs only write and flush
+    # it needs only write and flush
+    torch.save(state, cast("IO[bytes]", writer))
     if writer.error is not None:
         raise writer.error
     file.seek(0)
@@ -286,7 +307,8 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
 
 def _read_verified(path: Path) -> bytes:
     """The payload, if everything that stands before it is right."""
-    with open(path, "rb", opener=_open_carefully) as file:  # Path.open takes no opener
+    # Path.open takes no opener
+    with open(path, "rb", opener=_open_carefully) as file:
         status = os.fstat(file.fileno())
         _check_ours(path, status)
         header = file.read(_HEADER.size)
@@ -321,14 +343,18 @@ def _check_ours(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise CheckpointError(f"{path}: belongs to user id {status.st_uid}, not to you")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CheckpointError(f"{path}: others may write to it; chmod 600 it if you trust what it holds")
+        raise CheckpointError(
+            f"{path}: others may write to it; chmod 600 it if you trust what it holds"
+        )
 
 
 def _check_header(path: Path, magic: bytes, version: int) -> None:
     if magic != MAGIC:
         raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
     if version != VERSION:
-        raise CheckpointError(f"{path}: has format version {version}; this program reads version {VERSION}")
+        raise CheckpointError(
+            f"{path}: has format version {version}; this program reads version {VERSION}"
+        )
 
 
 def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> dict[str, Any]:
@@ -337,11 +363,14 @@ def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> d
         state = torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
         check_loaded(state, len(payload))
     except torch.OutOfMemoryError:
-        raise  # says nothing about the file
+        # says nothing about the file
+        raise
     except PayloadError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except _UNLOADABLE as error:
-        raise CheckpointError(f"{path}: holds what may not be loaded: {_unloadable_reason(error)}") from error
+        raise CheckpointError(
+            f"{path}: holds what may not be loaded: {_unloadable_reason(error)}"
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a dict")
     return state
@@ -358,14 +387,18 @@ def _unloadable_reason(error: Exception) -> str:
 def _check_storable(value: Any, where: str, depth: int = 0) -> None:
     """Refuse what the safe loader would refuse, now rather than when the checkpoint is needed.
 
-    Types are compared exactly: a subclass (an enumeration, a NumPy float, a named tuple) is pickled as something else.
+    Types are compared exactly: a subclass (an enumeration, a NumPy float, a named tuple) is pickled
+    as something else.
     """
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"{where[:200]}…: is nested deeper than {MAX_DEPTH} levels, or contains itself")
+        raise CheckpointError(
+            f"{where[:200]}…: is nested deeper than {MAX_DEPTH} levels, or contains itself"
+        )
     if kind is int and value.bit_length() > MAX_INTEGER_BITS:
         raise CheckpointError(f"{where}: an integer of {value.bit_length()} bits cannot be saved")
-    if kind in (torch.Tensor, torch.nn.Parameter, OrderedDict):  # these may carry attributes, which are saved too
+    # these may carry attributes, which are saved too
+    if kind in (torch.Tensor, torch.nn.Parameter, OrderedDict):
         _check_attributes(value, where, depth)
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
@@ -385,7 +418,9 @@ def _describe(kind: type) -> str:
 
 def _check_key(key: Any, where: str) -> None:
     if type(key) not in (str, int, float, bool, type(None)):
-        raise CheckpointError(f"{where}: {_describe(type(key))} cannot be saved as a key; expected strings or numbers")
+        raise CheckpointError(
+            f"{where}: {_describe(type(key))} cannot be saved as a key; expected strings or numbers"
+        )
 
 
 def _check_attributes(value: Any, where: str, depth: int) -> None:

@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
 
 
-# Of a cluster file, or of one of its partitions, what only says how jobs are submitted: a project's hours are used up,
-# or a time limit was too short. Neither a measurement nor a training depends on it.
+# Of a cluster file, or of one of its partitions, what only says how jobs are submitted: a project's
+# hours are used up, or a time limit was too short. Neither a measurement nor a training depends on
+# it.
 OF_SUBMISSION = frozenset({
     "account", "qos", "profile_minutes", "train_minutes", "array_parallelism",
     "controller_minutes", "controller_partition", "controller_memory_gb",
 })  # fmt: skip
-SHOWN_LINES = 40  # of what differs
-NOT_SET = "not set"  # a key's value, in words
-Key = tuple[str, ...]  # as in TOML; of a partition: "partitions", its name, and the key there
-Changes = dict[Key, tuple[Any, Any]]  # its value in the run directory, and now
+# of what differs
+SHOWN_LINES = 40
+# a key's value, in words
+NOT_SET = "not set"
+# as in TOML; of a partition: "partitions", its name, and the key there
+Key = tuple[str, ...]
+# its value in the run directory, and now
+Changes = dict[Key, tuple[Any, Any]]
 
 
 def freeze(spec: SweepSpec | ClusterSpec) -> str:
@@ -47,7 +52,11 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     # an earlier version wrote a file that lacks today's new keys, and did what their defaults say
     defaults = _keys(freeze(type(inputs)(name=inputs.name))) if old else {}
     every = sorted(old.keys() | new.keys())
-    differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key, REMOVED_KEYS.get(key)))
+    differing = (
+        key
+        for key in every
+        if old.get(key, defaults.get(key)) != new.get(key, REMOVED_KEYS.get(key))
+    )
     return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 
 
@@ -89,7 +98,10 @@ def only_prices(changes: Iterable[Key]) -> bool:
 
 def in_lines(changes: Changes) -> list[str]:
     """What differs, a line for each key."""
-    lines = [shown_line(f"  {name_of(key)}: {was} there, {now} now") for key, (was, now) in changes.items()]
+    lines = [
+        shown_line(f"  {name_of(key)}: {was} there, {now} now")
+        for key, (was, now) in changes.items()
+    ]
     return [*lines[:SHOWN_LINES], "  ..."] if len(lines) > SHOWN_LINES else lines
 
 
@@ -133,7 +145,8 @@ def _flat(table: dict[str, Any], place: Key) -> Iterator[tuple[Key, Any]]:
         if isinstance(value, dict):
             yield from _flat(value, (*place, key))
         elif key == "partitions" and (named := tables_by_name(value)):
-            yield (*place, key), list(named)  # their order counts: a study runs on the first that is large enough
+            # their order counts: a study runs on the first that is large enough
+            yield (*place, key), list(named)
             yield from _flat(named, (*place, key))
         else:
             yield (*place, key), value

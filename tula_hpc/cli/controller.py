@@ -1,10 +1,11 @@
 """A sweep that carries on by itself: nothing has to stay alive on the login node.
 
-The command does what can be done at once and submits the first jobs. Then a small controller job, which Slurm starts
-when they are over (`afterany`: also when they failed), does the same: it sees to what they left, submits what comes
-next, and leaves another controller behind. Every one of them may be killed: whatever it did is on disk. Where its
-process dies, its batch script has it requeued. Where the whole job dies, a guard takes its place: another controller
-job, which waits for the end of the one that is next, and is moved on behind the next one as long as all goes well.
+The command does what can be done at once and submits the first jobs. Then a small controller job,
+which Slurm starts when they are over (`afterany`: also when they failed), does the same: it sees to
+what they left, submits what comes next, and leaves another controller behind. Every one of them may
+be killed: whatever it did is on disk. Where its process dies, its batch script has it requeued.
+Where the whole job dies, a guard takes its place: another controller job, which waits for the end
+of the one that is next, and is moved on behind the next one as long as all goes well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-TURN_S = 300.0  # for which a controller waits for another command to leave the run directory
+# for which a controller waits for another command to leave the run directory
+TURN_S = 300.0
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
@@ -37,13 +39,18 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
     Raises:
         StageError: What could be done at once failed.
     """
-    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
+    # a controller that was submitted by a command that was killed
+    sweep.launcher.find_lost()
     waiting = controllers(sweep)
     if waiting and _detached_until(sweep.run) == until:
-        print(f"already detached: job {waiting[0].job_id} carries on; see {sweep.run.status_command}")
+        print(
+            f"already detached: job {waiting[0].job_id} carries on; see {sweep.run.status_command}"
+        )
         return 0
     if cancelled := _relieve_controllers(sweep):
-        print(f"controller job {cancelled[0].job_id} is cancelled: another one carries on, until {until}")
+        print(
+            f"controller job {cancelled[0].job_id} is cancelled: another one carries on, until {until}"
+        )
     sweep.run.log_event("detached", CONTROL, data={"until": until})
     return _step(sweep._replace(detached=True), until)
 
@@ -69,10 +76,13 @@ def _step(sweep: Sweep, until: str) -> int:
 
 
 def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
-    there, _ = _on_duty(sweep)  # where a controller was requeued by Slurm after it had left another
+    # where a controller was requeued by Slurm after it had left another
+    there, _ = _on_duty(sweep)
     controller = there[0] if there else _submit_controller(sweep, jobs, until)
     what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
-    print(f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}")
+    print(
+        f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}"
+    )
     try:
         guard = _post_guard(sweep, controller, until)
         print(f"if that one is killed, or cancelled alone, job {guard} carries on")
@@ -80,19 +90,23 @@ def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
         print(f"without a guard, which would carry on if that one is killed: {error}")
 
 
-def _submit_controller(sweep: Sweep, jobs: Sequence[Submitted], until: str, role: str = "") -> Submitted:
+def _submit_controller(
+    sweep: Sweep, jobs: Sequence[Submitted], until: str, role: str = ""
+) -> Submitted:
     job = ControlJob(sweep.run.root, until, sweep.started_at)
     launcher = sweep._replace(cluster=sweep.cluster.controller(), detached=False).launcher
     data, after = [{"role": role}] if role else [], sorted({job.array_id for job in jobs})
     minutes, patient = sweep.cluster.controller_minutes, role != GUARD
-    return launcher.submit([job], stage=CONTROL, nodes=1, minutes=minutes, data=data, after=after, patient=patient)[0]
+    return launcher.submit(
+        [job], stage=CONTROL, nodes=1, minutes=minutes, data=data, after=after, patient=patient
+    )[0]
 
 
 def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
     """Have a guard wait for the end of this controller; returns its id.
 
-    Raises:
-        LaunchError: The scheduler does not want it. One that was left behind an earlier controller starts when that is
+    Raises: LaunchError: The scheduler does not want it. One that was left behind an earlier
+        controller starts when that is
             over, and puts things right.
     """
     _, idle = _on_duty(sweep)
@@ -112,7 +126,9 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
     """The same, guards apart."""
     ids = guards(sweep.run)
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
-    return [job for job in left if job.job_id not in ids], [job for job in left if job.job_id in ids]
+    return [job for job in left if job.job_id not in ids], [
+        job for job in left if job.job_id in ids
+    ]
 
 
 def run_controller(job: ControlJob) -> None:
@@ -129,13 +145,17 @@ def run_controller(job: ControlJob) -> None:
         sweep = Sweep(spec, load_cluster(run.cluster_file), run, job.started_at, detached=True)
         with _in_turn(run):
             words = _try_step(sweep, job.until)
-            _log_end(run, words)  # before another controller looks whether one is left
-    except (TulaError, OSError) as error:  # another command has it, the disk is full, a folder was deleted
+            # before another controller looks whether one is left
+            _log_end(run, words)
+    except (TulaError, OSError) as error:
+        # another command has it, the disk is full, a folder was deleted
         words = str(error)
         with contextlib.suppress(StorageError):
             _log_end(run, words)
     if words:
-        sys.exit(f"{words}\nMend the cause and run the same command again: what is done is not done again.")
+        sys.exit(
+            f"{words}\nMend the cause and run the same command again: what is done is not done again."
+        )
 
 
 @contextlib.contextmanager
@@ -170,17 +190,23 @@ def _try_step(sweep: Sweep, until: str) -> str:
 
 def _log_end(run: RunDirectory, words: str) -> None:
     failure = Failure.BUG if words else None
-    run.log_event("ended", CONTROL, job_id=slurm_job_id() or "", failure=failure, detail=words[:2000])
+    run.log_event(
+        "ended", CONTROL, job_id=slurm_job_id() or "", failure=failure, detail=words[:2000]
+    )
 
 
 def take_over(sweep: Sweep) -> None:
     """A command that stays does what a controller would have done; a waiting one is cancelled."""
     if sweep.cluster.executor != "slurm":
         return
-    sweep.launcher.find_lost()  # a controller that was submitted by a command that was killed
+    # a controller that was submitted by a command that was killed
+    sweep.launcher.find_lost()
     if cancelled := _relieve_controllers(sweep):
         print(f"controller job {cancelled[0].job_id} is cancelled: this command carries on instead")
-        print("the sweep does not go on unattended any more; for that, end this command and add --detach", flush=True)
+        print(
+            "the sweep does not go on unattended any more; for that, end this command and add --detach",
+            flush=True,
+        )
 
 
 def _relieve_controllers(sweep: Sweep) -> list[Submitted]:

@@ -41,7 +41,8 @@ class Beginning(NamedTuple):
     """What is profiled first on a part of the cluster."""
 
     part: Sweep
-    estimate: Estimate | None  # of memory, where the profile stage would make one
+    # of memory, where the profile stage would make one
+    estimate: Estimate | None
     waves: list[Wave]
 
 
@@ -52,9 +53,13 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
         StageError: It would end in that, since no batch of its plan is left.
     """
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
-    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())  # what failed before is tried again
+    # what failed before is tried again
+    sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())
     if sweep.run.train().result_file.exists():
-        return Preview([head, "the training is over: nothing is submitted, and the report is written again"], [])
+        return Preview(
+            [head, "the training is over: nothing is submitted, and the report is written again"],
+            [],
+        )
     begun = [] if training_began(sweep.run) else [_beginning(part) for part in parts_of(sweep)]
     lines = [head, *_on_their_way(sweep)]
     lines += [line for beginning in begun for line in _profiling(beginning)]
@@ -62,9 +67,16 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     chosen = None if any(each.waves for each in begun) else _chosen(sweep)
     if chosen is not None:
         there = sweep.on(chosen.partition)
-        return Preview([*lines, _planned_training(there, chosen)], [*scripts, *_train_script(there, chosen.nodes)])
+        return Preview(
+            [*lines, _planned_training(there, chosen)],
+            [*scripts, *_train_script(there, chosen.nodes)],
+        )
     parts = parts_of(sweep)
-    scripts += [script for part in parts for script in _train_script(part, max(part.spec.search.cluster_sizes))]
+    scripts += [
+        script
+        for part in parts
+        for script in _train_script(part, max(part.spec.search.cluster_sizes))
+    ]
     return Preview([*lines, *map(_training, parts)], scripts)
 
 
@@ -79,7 +91,10 @@ def _on_their_way(sweep: Sweep) -> Iterator[str]:
 def _chosen(sweep: Sweep) -> Candidate | None:
     """What would be trained by the plan that there is; None where one is made first."""
     run = sweep.run
-    changed = {**changes_of(run.sweep_file, sweep.spec), **changes_of(run.cluster_file, sweep.cluster)}
+    changed = {
+        **changes_of(run.sweep_file, sweep.spec),
+        **changes_of(run.cluster_file, sweep.cluster),
+    }
     if not plan_is_good(run) or not all(is_always_free(key) for key in changed):
         return None
     return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
@@ -167,7 +182,14 @@ def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
     for wave in waves:
         title = f"profile, N={wave.nodes}, {plural(wave.tasks, 'task')}"
         minutes = part.cluster.profile_minutes
-        yield from script_of(part.launcher, title, stage="profile", nodes=wave.nodes, minutes=minutes, tasks=wave.tasks)
+        yield from script_of(
+            part.launcher,
+            title,
+            stage="profile",
+            nodes=wave.nodes,
+            minutes=minutes,
+            tasks=wave.tasks,
+        )
 
 
 def _train_script(part: Sweep, nodes: int) -> Iterator[Script]:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tula_hpc.stages.context import Sweep
 
 
-LAST_ANSWER_S = 5.0  # so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
+# so long who interrupts a command, or mends its inputs, waits for Slurm's word on its jobs
+LAST_ANSWER_S = 5.0
 
 
 def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
@@ -53,7 +54,8 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
         if error.errno in NO_SPACE:
             raise StorageError(f"{error.filename or run.root}: {message}") from None
         raise RunDirectoryError(message, source=error.filename or run.root) from None
-    if _begins_anew(run, spec, cluster):  # a mistake in the inputs was mended
+    # a mistake in the inputs was mended
+    if _begins_anew(run, spec, cluster):
         _begin_anew(run, spec, cluster)
     _refuse_other_inputs(run, spec, cluster)
     for path, inputs in _files(run, spec, cluster):
@@ -84,7 +86,9 @@ def _refuse_other_folder(run: RunDirectory) -> None:
     if run.root.exists() and not run.root.is_dir():
         raise RunDirectoryError("is not a folder", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
-        raise RunDirectoryError("is not empty and not a run directory; choose another --run-dir", source=run.root)
+        raise RunDirectoryError(
+            "is not empty and not a run directory; choose another --run-dir", source=run.root
+        )
 
 
 def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
@@ -95,7 +99,9 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
     """
     from tula_hpc.launch.launcher import lost
 
-    changed = (key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs))
+    changed = (
+        key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs)
+    )
     if all(is_of_submission(key) for key in changed) or _has_results(run):
         return False
     return not _jobs_left(run) and not any(lost(run))
@@ -131,16 +137,21 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
     from tula_hpc.records import write_atomically
 
     with run.locked():
-        if not _begins_anew(run, spec, cluster):  # the command that was at work has submitted or measured meanwhile
+        # the command that was at work has submitted or measured meanwhile
+        if not _begins_anew(run, spec, cluster):
             return
         aside = run.set_aside()
         for path, inputs in _files(run, spec, cluster):
             write_atomically(path, freeze(inputs))
     what = f"; what came of the others is in {aside}" if aside else ""
-    sys.stderr.write(f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n")
+    sys.stderr.write(
+        f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n"
+    )
 
 
-def _files(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
+def _files(
+    run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec
+) -> list[tuple[Path, SweepSpec | ClusterSpec]]:
     return [(run.sweep_file, spec), (run.cluster_file, cluster)]
 
 
@@ -173,20 +184,26 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         if not all(is_always_free(key) for key in changes):
             run.plan_file.unlink(missing_ok=True)
     for key, (was, now) in changes.items():
-        sys.stderr.write(shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n")
+        sys.stderr.write(
+            shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n"
+        )
 
 
 def _is_fresh(root: Path) -> bool:
     """Whether a folder is empty, or as empty as a command leaves it that could not go on after making it."""
     return all(
-        path.name.startswith(".sweep.toml.") or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
+        path.name.startswith(".sweep.toml.")
+        or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
         for path in root.iterdir()
     )
 
 
 def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
     """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
-    lines = ["was made from other inputs; use another --run-dir or the same inputs:", *in_lines(changes)]
+    lines = [
+        "was made from other inputs; use another --run-dir or the same inputs:",
+        *in_lines(changes),
+    ]
     if only_prices(changes):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
         lines.append(f"To plan again over the same measurements: {again}")
@@ -203,8 +220,11 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     from tula_hpc.launch.launcher import Launcher
 
     how = ""
-    with contextlib.suppress(InputError):  # its own file may be damaged
-        how = f"; to cancel: {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+    # its own file may be damaged
+    with contextlib.suppress(InputError):
+        how = (
+            f"; to cancel: {Launcher(load_cluster(run.cluster_file), run, '').cancel_command(left)}"
+        )
     return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
 
 
@@ -233,7 +253,9 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
     """Not to work with inputs that another command has replaced since the run was opened."""
     files = _files(sweep.run, sweep.spec, sweep.cluster)
     if any(changes_of(path, inputs) for path, inputs in files):
-        raise RunDirectoryError("was given other inputs by another command just now", source=sweep.run.root)
+        raise RunDirectoryError(
+            "was given other inputs by another command just now", source=sweep.run.root
+        )
 
 
 def say_interrupted(sweep: Sweep) -> None:
@@ -245,7 +267,10 @@ def say_interrupted(sweep: Sweep) -> None:
     try:
         jobs = jobs_left(sweep, *stages, timeout_s=LAST_ANSWER_S)
     except LaunchError:
-        jobs, unless = jobs_on_record(sweep.run, *stages), ", unless they are over: Slurm does not answer"
+        jobs, unless = (
+            jobs_on_record(sweep.run, *stages),
+            ", unless they are over: Slurm does not answer",
+        )
     if jobs:
         cancel = sweep.launcher.cancel_command(jobs)
         sys.stderr.write(f"jobs are left as they are{unless}; to cancel them: {cancel}\n")

@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """The sweep file, the cluster file, the run directory, and single keys."""
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml")
+    parser.add_argument(
+        "sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml"
+    )
     parser.add_argument(
         "--cluster",
         type=Path,
         metavar="CLUSTER.toml",
         help="where to run; see slurm_templates/ (default: this machine)",
     )
-    parser.add_argument("--run-dir", type=Path, metavar="RUN", help="where results go (default: runs/NAME)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="RUN", help="where results go (default: runs/NAME)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -66,7 +70,9 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     if dry:
         _warn_of_paths(options)
     if getattr(options, "detach", False) and cluster.executor != "slurm":
-        raise InputError('needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach")
+        raise InputError(
+            'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
+        )
     return spec, cluster
 
 
@@ -75,7 +81,8 @@ def _warn_of_paths(options: argparse.Namespace) -> None:
 
     try:
         load_together(options.sweep, options.cluster, options.set)
-    except InputError as error:  # all else was right before
+    except InputError as error:
+        # all else was right before
         sys.stderr.write(f"warning: {error}\n")
 
 

@@ -1,6 +1,7 @@
 """What the commands carry out in an open run directory: a sweep's stages, or a study; in one go or step by step.
 
-The end of a sweep: the chosen configuration and its neighbours, predicted against measured; what profiling cost.
+The end of a sweep: the chosen configuration and its neighbours, predicted against measured; what
+profiling cost.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from tula_hpc.stages.context import Sweep
 
 
-SUMMARY_WIDTH = 140  # columns where the output is no terminal
-SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}  # left out first: the largest
-NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}  # where lines may end in cells
+# columns where the output is no terminal
+SUMMARY_WIDTH = 140
+# left out first: the largest
+SPARE = {"memory per worker": 4, "error": 3, "measured": 2, "steps": 1}
+# where lines may end in cells
+NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}
 
 
 def print_summary(
@@ -45,7 +49,9 @@ def print_summary(
     content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s))
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
     title = Text(printable(f"Chosen configuration and its neighbours{where}"))
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
+    )
     add_columns(table, _columns(content), console.width, [""] * len(content.rows))
     console.print(table)
     if profiling_cost:
@@ -69,7 +75,8 @@ def report_stage(sweep: Sweep) -> list[Path]:
 
 
 STAGES = ("profile", "plan", "train", "report")
-SAID = 5  # failed trainings that are named one by one
+# failed trainings that are named one by one
+SAID = 5
 
 
 def carry_out(sweep: Sweep, until: str) -> int:
@@ -94,7 +101,8 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         profile_stage(sweep)
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
-        sweep.run.log_event("ended", "profile")  # as it was asked to, for `status`
+        # as it was asked to, for `status`
+        sweep.run.log_event("ended", "profile")
         return 0
     plan = plan_stage(sweep)
     _say_plan(plan)
@@ -118,10 +126,15 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
     from tula_hpc.records import read_metrics
 
     metrics = read_metrics(sweep.run.train().metrics_file)
-    here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)  # which the table is about
+    # which the table is about
+    here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
     trained = result if here else None
     print_summary(
-        plan, sweep.run.measurements().records, trained, _profiling_cost(sweep), median_epoch_s(metrics.epochs)
+        plan,
+        sweep.run.measurements().records,
+        trained,
+        _profiling_cost(sweep),
+        median_epoch_s(metrics.epochs),
     )
     if result is not None:
         _warn_of_loss(sweep, metrics)
@@ -138,7 +151,9 @@ def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:
 def _profiling_cost(sweep: Sweep) -> str:
     from tula_hpc.analysis.search.profiling_cost import describe
 
-    return describe(sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes())
+    return describe(
+        sweep.spec, sweep.cluster, sweep.run.measurements().records, sweep.run.job_notes()
+    )
 
 
 def _say_plan(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Typed, validated inputs: one sweep file and one cluster file, both TOML.
 
-Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, what is wrong and what is
-expected.
+Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, what is
+wrong and what is expected.
 """
 
 from tula_hpc.config.cluster import ClusterSpec, PartitionSpec, PricingSpec
@@ -31,7 +31,15 @@ from tula_hpc.config.sweep import (
     study_part,
     sweep_for,
 )
-from tula_hpc.config.training import CHECKPOINT_MINUTES, AgsOptions, Gate, Granularity, LrScaling, Method, TrainingSpec
+from tula_hpc.config.training import (
+    CHECKPOINT_MINUTES,
+    AgsOptions,
+    Gate,
+    Granularity,
+    LrScaling,
+    Method,
+    TrainingSpec,
+)
 from tula_hpc.config.validation import GIB, Spec, is_hidden, told_by_set
 from tula_hpc.config.workload import WorkloadSpec
 

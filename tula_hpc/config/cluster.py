@@ -14,12 +14,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tula_hpc.config.gpus import check_gpus, parse_weights
-from tula_hpc.config.validation import GIB, MOST_GIB, Name, Spec, fields_at, nearest, shown, words_of
+from tula_hpc.config.validation import (
+    GIB,
+    MOST_GIB,
+    Name,
+    Spec,
+    fields_at,
+    nearest,
+    shown,
+    words_of,
+)
 from tula_hpc.errors import InputError
 
 # goes into #SBATCH lines: ASCII, no blanks and no line ends
 SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:/@+=%*&|()\[\]-]{1,200}$")]
-PartitionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{0,63}$")]  # also goes into file names
+# also goes into file names
+PartitionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{0,63}$")]
 
 
 class PartitionSpec(Spec):
@@ -36,7 +46,8 @@ class PartitionSpec(Spec):
     qos: SlurmWord | None = None
     gres: SlurmWord | None = None
     constraint: SlurmWord | None = None
-    pricing: dict[str, Any] = Field(default={})  # keys of [pricing]
+    # keys of [pricing]
+    pricing: dict[str, Any] = Field(default={})
 
     def overrides(self) -> dict[str, Any]:
         """The keys that are given, except the prices."""
@@ -45,11 +56,17 @@ class PartitionSpec(Spec):
     def has(self, key: str) -> bool:
         """Whether a dotted key of a cluster file is given here."""
         section, _, name = key.partition(".")
-        return name.partition(".")[0] in self.pricing if section == "pricing" else section in self.overrides()
+        return (
+            name.partition(".")[0] in self.pricing
+            if section == "pricing"
+            else section in self.overrides()
+        )
 
 
-MOST_WEIGHTS = 2000  # characters of TRES weights
-ASSUMED_START_S = 60.0  # where nothing was measured
+# characters of TRES weights
+MOST_WEIGHTS = 2000
+# where nothing was measured
+ASSUMED_START_S = 60.0
 
 
 class PricingSpec(Spec):
@@ -59,23 +76,33 @@ class PricingSpec(Spec):
     usd_per_node_hour: float = Field(default=1.0, ge=0)
     usd_per_gib_hour: float = Field(default=0.15, ge=0)
     # tres: Slurm's billing
-    tres_weights: dict[str, float] = Field(default={})  # per core, MiB, GPU, …; as text or table like slurm.conf's
-    max_tres: bool = False  # PriorityFlags=MAX_TRES
-    usd_per_unit: float | None = Field(default=None, ge=0)  # of a billing unit and hour; None: cost in service units
-    node_cpus: int | None = Field(default=None, ge=1, le=10**6)  # what a whole node has, for exclusive jobs
+    # per core, MiB, GPU, …; as text or table like slurm.conf's
+    tres_weights: dict[str, float] = Field(default={})
+    # PriorityFlags=MAX_TRES
+    max_tres: bool = False
+    # of a billing unit and hour; None: cost in service units
+    usd_per_unit: float | None = Field(default=None, ge=0)
+    # what a whole node has, for exclusive jobs
+    node_cpus: int | None = Field(default=None, ge=1, le=10**6)
     node_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     node_gpus: int | None = Field(default=None, ge=0, le=10**6)
     # spot
     usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
-    preemption_hours: float = Field(default=24.0, gt=0)  # mean time between preemptions
-    preempted: Literal["node", "job"] = "node"  # whether that time is of a node or of the whole job
+    # mean time between preemptions
+    preemption_hours: float = Field(default=24.0, gt=0)
+    # whether that time is of a node or of the whole job
+    preempted: Literal["node", "job"] = "node"
     # energy
-    watts_per_node: float | None = Field(default=None, gt=0)  # of a whole node under load; goes before measurements
+    # of a whole node under load; goes before measurements
+    watts_per_node: float | None = Field(default=None, gt=0)
     usd_per_kwh: float = Field(default=0.15, ge=0)
-    pue: float = Field(default=1.2, ge=1)  # power usage effectiveness: all that the site draws over what the nodes draw
+    # power usage effectiveness: all that the site draws over what the nodes draw
+    pue: float = Field(default=1.2, ge=1)
     # interruptions, whatever the basis
-    checkpoint_write_s: float = Field(default=5.0, ge=0)  # until a training of the run has measured it
-    restart_s: float | None = Field(default=None, ge=0)  # from the start of a job to its first step; None: as profiled
+    # until a training of the run has measured it
+    checkpoint_write_s: float = Field(default=5.0, ge=0)
+    # from the start of a job to its first step; None: as profiled
+    restart_s: float | None = Field(default=None, ge=0)
 
     @field_validator("tres_weights", mode="before")
     @classmethod
@@ -88,7 +115,9 @@ class PricingSpec(Spec):
     def _billable(self) -> PricingSpec:
         if self.basis == "tres" and not self.tres_weights:
             example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", as `scontrol show partition` has them'
-            raise ValueError(f'tres_weights: basis = "tres" needs the billing weights, for example {example}')
+            raise ValueError(
+                f'tres_weights: basis = "tres" needs the billing weights, for example {example}'
+            )
         return self
 
     @property
@@ -102,12 +131,14 @@ class PricingSpec(Spec):
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"
 
 
-MOST_MINUTES = 10**6  # about two years
+# about two years
+MOST_MINUTES = 10**6
 # no control characters and none of Unicode's line ends; the tab is allowed
 Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
 # a long option of sbatch, as a word; what this program sets itself is refused, see `_OWN_OPTIONS`
 SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
-# Options of sbatch that [sbatch] may not hold: jobs would not be found again, or not be what was asked for
+# Options of sbatch that [sbatch] may not hold: jobs would not be found again, or not be what was
+# asked for
 _OWN_OPTIONS = {
     "array": "array_parallelism",
     "chdir": "",
@@ -153,9 +184,12 @@ class ClusterSpec(Spec):
     max_nodes: int = Field(default=64, ge=1, le=65_536)
     workers_per_node: int = Field(default=1, ge=1, le=64)
     cpus_per_worker: int = Field(default=1, ge=1, le=1024)
-    memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # host memory per node; Slurm enforces it
-    device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)  # per GPU
-    memory_margin: float = Field(default=0.1, ge=0, lt=1)  # share of the limit that plans leave free
+    # host memory per node; Slurm enforces it
+    memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    # per GPU
+    device_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
+    # share of the limit that plans leave free
+    memory_margin: float = Field(default=0.1, ge=0, lt=1)
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
@@ -165,18 +199,20 @@ class ClusterSpec(Spec):
     profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
     train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
     array_parallelism: int = Field(default=1, ge=1, le=10_000)
-    controller_partition: SlurmWord | None = None  # of the jobs that carry on after --detach; None: as `partition`
+    # of the jobs that carry on after --detach; None: as `partition`
+    controller_partition: SlurmWord | None = None
     controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
     controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    signal_delay_s: int = Field(default=90, ge=1, le=65_535)  # USR2 this long before the time limit; Slurm's most
+    # USR2 this long before the time limit; Slurm's most
+    signal_delay_s: int = Field(default=90, ge=1, le=65_535)
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
     # further sbatch options, by long name
-    sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = Field(
-        default={}, max_length=100
+    sbatch: dict[SbatchOption, SlurmWord | Annotated[int, Field(ge=-(2**31), lt=2**31)] | bool] = (
+        Field(default={}, max_length=100)
     )
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = Field(
-        default={}, max_length=1000, repr=False
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")], Line] = (
+        Field(default={}, max_length=1000, repr=False)
     )
     pricing: PricingSpec = PricingSpec()
     # several kinds of nodes, each planned with its own measurements
@@ -188,14 +224,17 @@ class ClusterSpec(Spec):
         for number, line in enumerate(value, 1):
             if found := re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
                 begins = f"line {number} begins with {shown(found[0])}"
-                raise ValueError(f"expected lines for the shell; {begins}; sbatch's options go into [sbatch]")
+                raise ValueError(
+                    f"expected lines for the shell; {begins}; sbatch's options go into [sbatch]"
+                )
         return value
 
     @field_validator("srun_args")
     @classmethod
     def _options_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for word in value:
-            if not re.match(r"--?[A-Za-z]", word):  # srun would take it for the program that it is to run
+            # srun would take it for the program that it is to run
+            if not re.match(r"--?[A-Za-z]", word):
                 expected = 'options with their values in one word, for example "--mpi=pmix"'
                 raise ValueError(f"expected {expected}, got {shown(word)}")
         return value
@@ -206,8 +245,11 @@ class ClusterSpec(Spec):
         for key in value:
             name = key.replace("_", "-")
             for own, instead in _OWN_OPTIONS.items():
-                if own.startswith(name):  # sbatch takes options that are cut short, too
-                    raise ValueError(f"{key} is set by this program{instead and f'; see {instead}'}")
+                # sbatch takes options that are cut short, too
+                if own.startswith(name):
+                    raise ValueError(
+                        f"{key} is set by this program{instead and f'; see {instead}'}"
+                    )
         return value
 
     @model_validator(mode="after")
@@ -219,7 +261,9 @@ class ClusterSpec(Spec):
             check_gpus(self)
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
-            raise ValueError(f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s")
+            raise ValueError(
+                f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s"
+            )
         return self
 
     def parts(self) -> tuple[ClusterSpec, ...]:
@@ -229,7 +273,9 @@ class ClusterSpec(Spec):
     def controller(self) -> ClusterSpec:
         """The place of controller jobs: one core of a node that others may share, and no GPU."""
         first = self.parts()[0]
-        own = next((part for part in self.parts() if part.partition == self.controller_partition), first)
+        own = next(
+            (part for part in self.parts() if part.partition == self.controller_partition), first
+        )
         fields = {
             "device": "cpu",
             "partitions": (),
@@ -243,9 +289,13 @@ class ClusterSpec(Spec):
             "exclusive": False,
             "account": first.account,
             "qos": first.qos,
-            "sbatch": {key: value for key, value in self.sbatch.items() if not _is_for_workers(key)},
+            "sbatch": {
+                key: value for key, value in self.sbatch.items() if not _is_for_workers(key)
+            },
             "srun_args": tuple(
-                word for word in self.srun_args if not _is_for_workers(word.lstrip("-").partition("=")[0])
+                word
+                for word in self.srun_args
+                if not _is_for_workers(word.lstrip("-").partition("=")[0])
             ),
         }
         return self.model_copy(update=fields)
@@ -261,7 +311,11 @@ class ClusterSpec(Spec):
         for table in self.partitions:
             if table.partition == name:
                 return _part(self, table)
-        there = f"expected {' or '.join(self.part_names())}" if self.partitions else "the cluster has no [[partitions]]"
+        there = (
+            f"expected {' or '.join(self.part_names())}"
+            if self.partitions
+            else "the cluster has no [[partitions]]"
+        )
         raise InputError(f"no partition {name!r}; {there}", key="partitions")
 
     def part_names(self) -> tuple[str, ...]:
@@ -299,7 +353,9 @@ def _check_partitions(cluster: ClusterSpec) -> None:
         except ValidationError as error:
             raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
     if len(currencies) > 1:
-        raise ValueError("partitions: some are priced in USD and some in SU, which cannot be compared")
+        raise ValueError(
+            "partitions: some are priced in USD and some in SU, which cannot be compared"
+        )
 
 
 def _mistake_in(partition: str, item: Mapping[str, Any]) -> str:

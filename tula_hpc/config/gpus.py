@@ -1,16 +1,18 @@
 """Whether a job on Slurm gives each of a node's workers a GPU of its own, and whether they see each other's.
 
-Every worker is a task of one job step and uses one GPU: that of its local rank where it sees all of its node's GPUs,
-the only one where Slurm shows it no other (`worker.pick_device`). Where a job asks for too few, all tasks see the same
-one, and nothing in the job can tell.
+Every worker is a task of one job step and uses one GPU: that of its local rank where it sees all of
+its node's GPUs, the only one where Slurm shows it no other (`worker.pick_device`). Where a job asks
+for too few, all tasks see the same one, and nothing in the job can tell.
 
-Slurm's trackable resources (TRES) as text: what a job asks for, and slurm.conf's TRESBillingWeights.
+Slurm's trackable resources (TRES) as text: what a job asks for, and slurm.conf's
+TRESBillingWeights.
 
-"CPU=1.0,Mem=0.25G,GRES/gpu=2.0" bills each core with 1, each GiB with 0.25 and each GPU with 2. Weights count per base
-unit: one core, one GPU, one node, and for memory (also "vmem" and burst buffers "bb/…") one MiB. A suffix K, M, G, T or
-P divides the weight by what lies between the base unit and that unit, in powers of 1024: "0.25G" of memory is 0.25 /
-1024 per MiB. A suffix at or below the base unit changes nothing, so that "Mem=1K" is 1 per MiB (slurm.conf(5);
-`get_convert_unit_val` in Slurm's source).
+"CPU=1.0,Mem=0.25G,GRES/gpu=2.0" bills each core with 1, each GiB with 0.25 and each GPU with 2.
+Weights count per base
+unit: one core, one GPU, one node, and for memory (also "vmem" and burst buffers "bb/…") one MiB. A
+suffix K, M, G, T or P divides the weight by what lies between the base unit and that unit, in
+powers of 1024: "0.25G" of memory is 0.25 / 1024 per MiB. A suffix at or below the base unit changes
+nothing, so that "Mem=1K" is 1 per MiB (slurm.conf(5); `get_convert_unit_val` in Slurm's source).
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = "KMGTP"
-MIB_BASED = ("mem", "vmem", "bb")  # types whose base unit is MiB, the second suffix
+# types whose base unit is MiB, the second suffix
+MIB_BASED = ("mem", "vmem", "bb")
 _WEIGHT = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
 _NAME = re.compile(r"[a-z]\w*(/[\w.:-]+)?")
-_SOCKETS = re.compile(r"\([^()]*\)")  # behind a count, as Slurm shows them: gpu:4(S:0-1)
+# behind a count, as Slurm shows them: gpu:4(S:0-1)
+_SOCKETS = re.compile(r"\([^()]*\)")
 
 
 def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
@@ -47,7 +51,9 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
     for name, value in entries:
         key = name.strip().lower()
         if not _NAME.fullmatch(key):
-            raise ValueError(f'{name!r} is no TRES; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"')
+            raise ValueError(
+                f'{name!r} is no TRES; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
+            )
         if key in found:
             raise ValueError(f"{name!r} stands there twice")
         found[key] = _weight(key, value)
@@ -58,7 +64,9 @@ def _split(text: str) -> list[tuple[str, object]]:
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
     wrong = next((name for name, equals, _ in pairs if not equals), None)
     if wrong is not None:
-        raise ValueError(f'{wrong.strip()!r} has no weight; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"')
+        raise ValueError(
+            f'{wrong.strip()!r} has no weight; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
+        )
     return [(name, value) for name, _, value in pairs]
 
 
@@ -75,7 +83,8 @@ def _weight(key: str, value: object) -> float:
 def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
     """Yield name, type ("" for none) and count of each item of `name[[:type]:count],…`, in lower case.
 
-    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of digits alone.
+    Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of
+    digits alone.
     """
     for item in _SOCKETS.sub("", gres).lower().split(","):
         name, *fields = item.removeprefix("gres:").split(":")
@@ -84,7 +93,8 @@ def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
             yield name, ":".join(filter(None, fields)), count
 
 
-_TASK_GPUS = re.compile(r"gres[/:]gpu(?::[^:=,]+)?[:=](\d+)")  # in tres-per-task, since Slurm 23.11
+# in tres-per-task, since Slurm 23.11
+_TASK_GPUS = re.compile(r"gres[/:]gpu(?::[^:=,]+)?[:=](\d+)")
 _BINDING = re.compile(r"(?:v(?:erbose)?,)?(\w+)(?::(.*))?")
 
 
@@ -102,15 +112,23 @@ def check_gpus(cluster: ClusterSpec) -> None:
         ValueError: With the key, for a user.
     """
     options, workers = _options(cluster), cluster.workers_per_node
-    each = f"each of {workers} workers_per_node needs a GPU of its own" if workers > 1 else "a worker needs a GPU"
+    each = (
+        f"each of {workers} workers_per_node needs a GPU of its own"
+        if workers > 1
+        else "a worker needs a GPU"
+    )
     _check_shares(options, workers)
     counts = list(_gpus_of_node(options, cluster))
     if not counts and "gres" not in options:
-        alone = ", also with exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
+        alone = (
+            ", also with exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
+        )
         raise ValueError(f'gres: device = "cuda" on Slurm needs gres = "gpu:{workers}"{alone}')
     for option, count in counts:
         if count < workers:
-            raise ValueError(f"{option.key}: {each}, but {shown(option.value)} asks for {count} a node")
+            raise ValueError(
+                f"{option.key}: {each}, but {shown(option.value)} asks for {count} a node"
+            )
 
 
 def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
@@ -145,11 +163,13 @@ def _options(cluster: ClusterSpec) -> dict[str, _Option]:
     return found
 
 
-def _gpus_of_node(options: Mapping[str, _Option], cluster: ClusterSpec) -> Iterator[tuple[_Option, int]]:
+def _gpus_of_node(
+    options: Mapping[str, _Option], cluster: ClusterSpec
+) -> Iterator[tuple[_Option, int]]:
     """Yield every option that asks for GPUs, with the number that it gives a node.
 
-    Options for GPUs take the place of the GPUs in gres. A gres that names no GPU says nothing: a site may have given
-    its GPUs another name.
+    Options for GPUs take the place of the GPUs in gres. A gres that names no GPU says nothing: a
+    site may have given its GPUs another name.
 
     Raises:
         ValueError: The number depends on how many nodes a job has, or on what Slurm alone knows.
@@ -164,7 +184,9 @@ def _gpus_of_node(options: Mapping[str, _Option], cluster: ClusterSpec) -> Itera
         if cluster.max_nodes > 1:
             key = options["gpus"].key
             instead = f"expected gpus-per-node = {workers}"
-            raise ValueError(f"{key}: {instead}: jobs have 1 to {cluster.max_nodes} nodes, and gpus is a job's sum")
+            raise ValueError(
+                f"{key}: {instead}: jobs have 1 to {cluster.max_nodes} nodes, and gpus is a job's sum"
+            )
         yield options["gpus"], _count(options["gpus"].value)
     others = any(name.startswith("gpus") or name == "tres-per-task" for name in options)
     if "gres" in options and not others:
@@ -204,14 +226,18 @@ def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
         return
     for option, count in _gpus_of_task(options):
         if count != 1:
-            raise ValueError(f"{option.key}: expected 1 GPU, since each worker uses one, got {shown(option.value)}")
+            raise ValueError(
+                f"{option.key}: expected 1 GPU, since each worker uses one, got {shown(option.value)}"
+            )
     binding = options.get("gpu-bind")
     if binding is None:
         return
     kind, argument = _binding(binding.value)
     if kind in ("single", "per_task") and argument not in ("", "1"):
         got = f"got {shown(binding.value)}"
-        raise ValueError(f'{binding.key}: expected "{kind}:1", one GPU for each worker and one worker for each, {got}')
+        raise ValueError(
+            f'{binding.key}: expected "{kind}:1", one GPU for each worker and one worker for each, {got}'
+        )
 
 
 def _binding(value: str) -> tuple[str, str]:

@@ -22,9 +22,11 @@ from tula_hpc.config.validation import PARTITIONS, VALUE, Spec, explain, hide, i
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
-MAX_FILE_BYTES = 1_000_000  # a sweep file is a page; more is a mistake or an attack
+# a sweep file is a page; more is a mistake or an attack
+MAX_FILE_BYTES = 1_000_000
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
-MOST_KEY_PARTS = 100  # of a dotted key: tomllib takes time with their square
+# of a dotted key: tomllib takes time with their square
+MOST_KEY_PARTS = 100
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -39,11 +41,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError("no such file", source=path) from None
     except OSError as error:
         if error.errno == errno.EOVERFLOW:
-            raise InputError(f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path) from None
+            raise InputError(
+                f"expected a TOML file under {MAX_FILE_BYTES:,} bytes", source=path
+            ) from None
         raise InputError(f"cannot be read: {error.strerror}", source=path) from None
     except UnicodeDecodeError:
         raise InputError("expected UTF-8 text", source=path) from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5000 digits
+    except (ValueError, RecursionError) as error:
+        # TOMLDecodeError is a ValueError; so is a number of 5000 digits
         raise InputError(f"is not valid TOML: {_first_words(error)}", source=path) from None
 
 
@@ -51,10 +56,12 @@ def _first_words(error: Exception) -> str:
     """An error's message in a line, whatever of the file it quotes."""
     text = str(error)
     text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"  # the place in the file stands at the end
+    # the place in the file stands at the end
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
-# a string, or what is left of the line where it does not end: it always goes on behind it, so that time is linear
+# a string, or what is left of the line where it does not end: it always goes on behind it, so that
+# time is linear
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
 _IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
 
@@ -100,7 +107,8 @@ def override(tables: dict[str, Any], text: str) -> None:
     try:
         tables[left] = _tables(f"value = {value}")["value"]
     except (ValueError, RecursionError):
-        tables[left] = value.strip()  # a bare word
+        # a bare word
+        tables[left] = value.strip()
 
 
 def _enter(tables: dict[str, Any], left: str, key: str) -> tuple[dict[str, Any], str]:
@@ -120,20 +128,27 @@ def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any
     name = max((name for name in named if left.startswith(f"{name}.")), key=len, default=None)
     if name is None:
         there = ", ".join(filter(str.isprintable, named)) or "no [[partitions]]"
-        raise InputError(f"expected partitions.NAME.KEY=VALUE; there is {there}", source="--set", key=key)
+        raise InputError(
+            f"expected partitions.NAME.KEY=VALUE; there is {there}", source="--set", key=key
+        )
     return named[name], left.removeprefix(f"{name}.")
 
 
 def tables_by_name(tables: object) -> dict[str, dict[str, Any]]:
     """The tables of `[[partitions]]` by the name of the partition; those that have none are left out."""
-    found = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    found = (
+        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    )
     return {table["partition"]: table for table in found if isinstance(table.get("partition"), str)}
 
 
-MOST_MISTAKES = 20  # that are named one by one
+# that are named one by one
+MOST_MISTAKES = 20
 DEFAULT = "the default cluster (this machine)"
-LARGEST = 1e30  # no number of an input is larger
-# Keys that earlier versions wrote into the sweep.toml of each run, with the values at which they did nothing.
+# no number of an input is larger
+LARGEST = 1e30
+# Keys that earlier versions wrote into the sweep.toml of each run, with the values at which they
+# did nothing.
 REMOVED_KEYS: dict[tuple[str, ...], object] = {
     ("training", "tune_delta"): [],
     ("training", "tune_small_batch"): [],
@@ -149,8 +164,8 @@ S = TypeVar("S", bound=Spec)
 def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
     """Read and check a sweep file; `overrides` are `section.key=value`, values in TOML or as bare words.
 
-    With `check_paths=False` the data folder and the modules of a user's own entry points need not exist here: for
-    planning and reporting over logs that were copied from another machine.
+    With `check_paths=False` the data folder and the modules of a user's own entry points need not
+    exist here: for planning and reporting over logs that were copied from another machine.
 
     Raises:
         InputError: One line per mistake: file, key, what was expected.
@@ -158,7 +173,9 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     return _sweep_of(path, read_toml(path), overrides, check_paths=check_paths)
 
 
-def load_frozen_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False) -> SweepSpec:
+def load_frozen_sweep(
+    path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False
+) -> SweepSpec:
     """Read the sweep that a run was made from, without keys that have been removed since; see `load_sweep`."""
     tables = read_toml(path)
     for table, key in REMOVED_KEYS:
@@ -167,7 +184,9 @@ def load_frozen_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths:
     return _sweep_of(path, tables, overrides, check_paths=check_paths)
 
 
-def _sweep_of(path: Path, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool) -> SweepSpec:
+def _sweep_of(
+    path: Path, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool
+) -> SweepSpec:
     sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
@@ -179,7 +198,11 @@ def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
 
 
 def load_together(
-    sweep_file: Path, cluster_file: Path | None, overrides: Sequence[str] = (), *, check_paths: bool = True
+    sweep_file: Path,
+    cluster_file: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    check_paths: bool = True,
 ) -> tuple[SweepSpec, ClusterSpec]:
     """Read and check a sweep and a cluster, this machine if None, one by itself and both together; see `load_sweep`.
 
@@ -192,7 +215,9 @@ def load_together(
     of_sweep, of_cluster = split_overrides(overrides)
     sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
     cluster = (
-        _parse(ClusterSpec, DEFAULT, {}, of_cluster) if cluster_file is None else load_cluster(cluster_file, of_cluster)
+        _parse(ClusterSpec, DEFAULT, {}, of_cluster)
+        if cluster_file is None
+        else load_cluster(cluster_file, of_cluster)
     )
     check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
     return sweep, cluster
@@ -205,7 +230,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     for text in overrides:
         name = text.partition("=")[0].strip().partition(".")[0]
-        (others if name == "cluster" or name in sections else mine).append(text.removeprefix("cluster."))
+        (others if name == "cluster" or name in sections else mine).append(
+            text.removeprefix("cluster.")
+        )
     return mine, others
 
 
@@ -218,12 +245,19 @@ def _with_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
     for key in (text.partition("=")[0].strip() for text in overrides):
         if cluster.partitions and all(table.has(key) for table in cluster.partitions):
             own = f"changes nothing: every one of [[partitions]] has a value of its own; set partitions.NAME.{key}"
-            raise InputError(f"{own}, NAME being {' or '.join(cluster.part_names())}", source="--set", key=key)
+            raise InputError(
+                f"{own}, NAME being {' or '.join(cluster.part_names())}", source="--set", key=key
+            )
     return cluster
 
 
 def _parse(
-    kind: type[S], path: Path | str, tables: dict[str, Any], overrides: Sequence[str], *, check_paths: bool = True
+    kind: type[S],
+    path: Path | str,
+    tables: dict[str, Any],
+    overrides: Sequence[str],
+    *,
+    check_paths: bool = True,
 ) -> S:
     for text in overrides:
         override(tables, text)
@@ -233,9 +267,14 @@ def _parse(
     except ValidationError as error:
         problems = error.errors(include_url=False)
         inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
-        own = [item for item in problems if item["loc"] not in inner]  # not what merely follows from a problem inside
+        # not what merely follows from a problem inside
+        own = [item for item in problems if item["loc"] not in inner]
         lines = [explain(kind, path, item) for item in own[:MOST_MISTAKES]]
-        more = [f"{path}: and {len(own) - MOST_MISTAKES} more mistakes"] if len(own) > MOST_MISTAKES else []
+        more = (
+            [f"{path}: and {len(own) - MOST_MISTAKES} more mistakes"]
+            if len(own) > MOST_MISTAKES
+            else []
+        )
         # a union complains once for each of its members
         raise InputError("\n".join(dict.fromkeys([*lines, *more]))) from None
 
@@ -245,7 +284,8 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
     try:
         text = json.dumps(tables, default=str)
         _refuse_absurd(path, tables)
-    except (RecursionError, ValueError) as error:  # tables in tables without end, numbers of 5000 digits
+    except (RecursionError, ValueError) as error:
+        # tables in tables without end, numbers of 5000 digits
         raise InputError(f"holds a value out of all bounds: {error}", source=path) from None
     return text
 

@@ -17,23 +17,43 @@ from tula_hpc.config.validation import Spec, shown
 class SearchSpec(Spec):
     """`[search]`: which configurations are candidates, which are profiled, and how long each is measured."""
 
-    cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(default=(1, 2, 4), min_length=1)
-    min_batch: int = Field(default=32, ge=1, le=2**30)  # global batch
-    max_batch: int = Field(default=1024, ge=1, le=2**30)  # global batch; memory bounds it further
-    mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    max_profiles: int = Field(default=8, ge=3, le=100_000)  # adaptive search ends at so many configurations
-    form: Literal["auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"] = (
-        "auto"  # of the step-time model
+    cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
+        default=(1, 2, 4), min_length=1
     )
-    pack: Literal["auto", "always", "never"] = "auto"  # configurations of one N in one job; auto: always
-    nest: bool = False  # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
-    estimate: bool = True  # of memory, without running a step, before the first profile where a limit is known
+    # global batch
+    min_batch: int = Field(default=32, ge=1, le=2**30)
+    # global batch; memory bounds it further
+    max_batch: int = Field(default=1024, ge=1, le=2**30)
+    mode: Literal["adaptive", "full", "partial"] = "adaptive"
+    # adaptive search ends at so many configurations
+    max_profiles: int = Field(default=8, ge=3, le=100_000)
+    form: Literal[
+        "auto",
+        "paper",
+        "ring",
+        "double_tree",
+        "tree",
+        "parameter_server",
+        "reduce_scatter_all_gather",
+    ] = (
+        # of the step-time model
+        "auto"
+    )
+    # configurations of one N in one job; auto: always
+    pack: Literal["auto", "always", "never"] = "auto"
+    # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
+    nest: bool = False
+    # of memory, without running a step, before the first profile where a limit is known
+    estimate: bool = True
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)
     max_steps: int = Field(default=200, ge=5, le=100_000)
-    max_seconds: float = Field(default=60.0, gt=0, le=1e6)  # per configuration and timed quantity
-    ci_width: float = Field(default=0.02, gt=0, lt=1)  # stop when the mean's 95 % interval is narrower, relative
-    noise_steps: int = Field(default=0, ge=0, le=10_000)  # train so many before the gradient noise is measured
+    # per configuration and timed quantity
+    max_seconds: float = Field(default=60.0, gt=0, le=1e6)
+    # stop when the mean's 95 % interval is narrower, relative
+    ci_width: float = Field(default=0.02, gt=0, lt=1)
+    # train so many before the gradient noise is measured
+    noise_steps: int = Field(default=0, ge=0, le=10_000)
 
     @field_validator("cluster_sizes")
     @classmethod
@@ -49,7 +69,9 @@ class SearchSpec(Spec):
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}")
         if self.nest and self.pack == "never":
-            raise ValueError('nest: true measures everything in one job, which pack = "never" forbids')
+            raise ValueError(
+                'nest: true measures everything in one job, which pack = "never" forbids'
+            )
         return self
 
     @property
@@ -66,11 +88,13 @@ def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list
     return [b for b in powers if search.min_batch <= world * b <= search.max_batch]
 
 
-def batches_timed_apart(search: SearchSpec, nodes: int, workers_per_node: int, local_batch: int) -> list[int]:
+def batches_timed_apart(
+    search: SearchSpec, nodes: int, workers_per_node: int, local_batch: int
+) -> list[int]:
     """Smaller local batches of other candidates whose computation a profile times too, ascending.
 
-    Computation needs no cluster: the fewest nodes tell it for all. A full search measures every batch anyway. A batch
-    of one sample is left out, on which BatchNorm may refuse to train.
+    Computation needs no cluster: the fewest nodes tell it for all. A full search measures every
+    batch anyway. A batch of one sample is left out, on which BatchNorm may refuse to train.
     """
     batches = {size: local_batches(search, size, workers_per_node) for size in search.cluster_sizes}
     fewest = min((size for size in batches if batches[size]), default=nodes)
@@ -83,10 +107,13 @@ class ObjectiveSpec(Spec):
     """`[objective]`: what the chosen configuration minimizes, and the constraints it keeps."""
 
     kind: Literal["knee", "time", "cost", "weighted"] = "knee"
-    time_weight: float = Field(default=1.0, ge=0, le=100)  # exponents of kind = "weighted": least time^a × cost^b
+    # exponents of kind = "weighted": least time^a × cost^b
+    time_weight: float = Field(default=1.0, ge=0, le=100)
     cost_weight: float = Field(default=1.0, ge=0, le=100)
-    deadline_hours: float | None = Field(default=None, gt=0)  # of expected wall time; also "12h", "90m", "2d"
-    budget: float | None = Field(default=None, gt=0)  # in the unit of the prices: USD, or SU
+    # of expected wall time; also "12h", "90m", "2d"
+    deadline_hours: float | None = Field(default=None, gt=0)
+    # in the unit of the prices: USD, or SU
+    budget: float | None = Field(default=None, gt=0)
     max_global_batch: int | None = Field(default=None, ge=1, le=2**44)
 
     @field_validator("deadline_hours", mode="before")
@@ -108,5 +135,7 @@ def _hours(text: str) -> float:
     """Hours from a duration such as "12h", "90 min" or "2d"."""
     match = re.fullmatch(r"\s{0,9}(\d{1,9}(?:\.\d{0,9})?)\s{0,9}(s|m|min|h|d)\s{0,9}", text)
     if match is None:
-        raise ValueError(f'expected hours, or a duration such as "12h", "90m" or "2d", got {shown(text)}')
+        raise ValueError(
+            f'expected hours, or a duration such as "12h", "90m" or "2d", got {shown(text)}'
+        )
     return float(match[1]) * _HOURS[match[2]]

@@ -26,7 +26,8 @@ from tula_hpc.config.validation import Name, Spec, explain, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
 
-JOB_NAMES = "tula-"  # so begin the names of all jobs
+# so begin the names of all jobs
+JOB_NAMES = "tula-"
 
 
 class SweepSpec(Spec):
@@ -37,20 +38,25 @@ class SweepSpec(Spec):
     search: SearchSpec = SearchSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
     training: TrainingSpec = TrainingSpec()
-    study: StudySpec | None = None  # the sweep is a study then: nothing is profiled or planned
+    # the sweep is a study then: nothing is profiled or planned
+    study: StudySpec | None = None
 
     @model_validator(mode="after")
     def _some_batch_is_left(self) -> SweepSpec:
         most, least = self.objective.max_global_batch, self.search.min_batch
         if most is not None and most < least:
-            raise ValueError(f"objective.max_global_batch: {most} is below search.min_batch = {least}")
+            raise ValueError(
+                f"objective.max_global_batch: {most} is below search.min_batch = {least}"
+            )
         return self
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> SweepSpec:
         warmup, epochs = self.training.warmup_epochs, self.workload.epochs
         if warmup is not None and warmup >= epochs:
-            raise ValueError(f"training.warmup_epochs: {warmup:g} leaves nothing of workload.epochs = {epochs}")
+            raise ValueError(
+                f"training.warmup_epochs: {warmup:g} leaves nothing of workload.epochs = {epochs}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -59,11 +65,19 @@ class SweepSpec(Spec):
         needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)
         if work.optimizer != needed:
             message = f'"{method}" is {needed} with a rate of its own for each layer'
-            raise ValueError(f'training.method: {message}; expected workload.optimizer = "{needed}", and its lr')
+            raise ValueError(
+                f'training.method: {message}; expected workload.optimizer = "{needed}", and its lr'
+            )
         if method == "polo" and work.zero_stage:
             message = "every worker has an optimizer of its own"
-            raise ValueError(f'training.method: in "polo" {message}; expected workload.zero_stage = 0')
-        if self.training.layer_wise and method in ("ags", "static") and self.scale_applies_to == "gradient":
+            raise ValueError(
+                f'training.method: in "polo" {message}; expected workload.zero_stage = 0'
+            )
+        if (
+            self.training.layer_wise
+            and method in ("ags", "static")
+            and self.scale_applies_to == "gradient"
+        ):
             message = "LARS and LAMB divide by the gradient's size"
             raise ValueError(f'training.layer_wise: {message}; expected apply = "update"')
         return self
@@ -85,7 +99,11 @@ class SweepSpec(Spec):
         training = self.training
         cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
         left_out = training.apply is None and training.preset == "default"
-        return "update" if training.method in ("ags", "static") and left_out and cancels else training.ags.apply
+        return (
+            "update"
+            if training.method in ("ags", "static") and left_out and cancels
+            else training.ags.apply
+        )
 
     @property
     def step_copies(self) -> int:
@@ -101,7 +119,8 @@ class SweepSpec(Spec):
         """
         options, epochs = self.training.ags, self.workload.epochs
         if self.training.method != "ags" or options.reference == "free":
-            return 0.0  # no update costs a pass
+            # no update costs a pass
+            return 0.0
         interval = max(1, round(options.update_interval_epochs * steps))
         return max(0, steps * epochs - 1) // interval / epochs
 
@@ -114,9 +133,13 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
     """
     if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
         message = "a study compares accuracies, and own data with an own loss may know none"
-        raise ValueError(f"workload.metric: {message}; give a function that says how much of a sample is right")
+        raise ValueError(
+            f"workload.metric: {message}; give a function that says how much of a sample is right"
+        )
     if work.metric is not None and study.metric == "top5":
-        raise ValueError('study.metric: "top5" is of labels, and workload.metric is given; expected "top1"')
+        raise ValueError(
+            'study.metric: "top5" is of labels, and workload.metric is given; expected "top1"'
+        )
 
 
 def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> SweepSpec:
@@ -130,7 +153,9 @@ def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> 
         section, _, last = key.partition(".")
         tables[section][last] = value
     context = {"check_paths": check_paths}
-    changed = SweepSpec.model_validate_json(json.dumps(tables, default=str), strict=True, context=context)
+    changed = SweepSpec.model_validate_json(
+        json.dumps(tables, default=str), strict=True, context=context
+    )
     return changed.model_copy(update={"study": sweep.study})
 
 
@@ -173,11 +198,13 @@ def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:
             raise InputError(message, source=path, key=where)
 
 
-def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str) -> None:
+def check_together(
+    sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str
+) -> None:
     """Refuse a sweep that the cluster cannot run.
 
-    Raises:
-        InputError: Too many nodes, a precision that the device lacks, no candidate between the batch bounds, or a batch
+    Raises: InputError: Too many nodes, a precision that the device lacks, no candidate between the
+        batch bounds, or a batch
             of a study that the workers cannot share.
     """
     if sweep.study is not None:
@@ -211,8 +238,9 @@ def check_together(sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | st
 def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Name each key cpus_per_worker, dotted, that leaves no core to the training process of a GPU.
 
-    Slurm binds a worker and its loader processes to its own cores; where these are all taken by loaders, each step
-    waits for them. On CPUs one core for both is a choice, on a GPU it leaves the GPU idle.
+    Slurm binds a worker and its loader processes to its own cores; where these are all taken by
+    loaders, each step waits for them. On CPUs one core for both is a choice, on a GPU it leaves the
+    GPU idle.
     """
     loaders = sweep.workload.loader_workers
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
@@ -228,13 +256,19 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
 
 
 def _check_study(
-    sweep: SweepSpec, study: StudySpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str
+    sweep: SweepSpec,
+    study: StudySpec,
+    cluster: ClusterSpec,
+    sweep_file: Path | str,
+    cluster_file: Path | str,
 ) -> None:
     part = study_part(study, cluster)
     if part is None:
         message = f"{study.nodes} nodes, but {cluster_file} has max_nodes = {max(p.max_nodes for p in cluster.parts())}"
         raise InputError(message, source=sweep_file, key="study.nodes")
-    for name, column in {name: study_column(sweep, name, check_paths=False) for name in study.columns}.items():
+    for name, column in {
+        name: study_column(sweep, name, check_paths=False) for name in study.columns
+    }.items():
         work, workers = column.workload, study.nodes * part[1].workers_per_node
         if column.training.method == "polo" and workers == 1:
             message = "polo averages the models of several workers; with one it is lbt"
@@ -249,7 +283,9 @@ def _check_study(
 
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
-        raise InputError(f"{batch} cannot be shared equally among {workers} workers", source=source, key=key)
+        raise InputError(
+            f"{batch} cannot be shared equally among {workers} workers", source=source, key=key
+        )
     if _is_above(batch, sweep, 1 - sweep.workload.holdout):
         raise InputError(f"{batch} is above {_samples(sweep)}", source=source, key=key)
 
@@ -291,7 +327,15 @@ OF_METHODS = ("preset", *AgsOptions._fields, "s_max", "s_min", "static_scale")
 # what each method makes use of; those that are not here, of nothing
 USED = {
     "ags": {"preset", *AgsOptions._fields, "s_max", "s_min"},
-    "static": {"static_scale", "delta", "gate", "smoothing", "scale_warmup_epochs", "exclude_norms", "apply"},
+    "static": {
+        "static_scale",
+        "delta",
+        "gate",
+        "smoothing",
+        "scale_warmup_epochs",
+        "exclude_norms",
+        "apply",
+    },
     "lars": {"lr_scaling"},
     "lamb": {"lr_scaling"},
 }
@@ -300,13 +344,16 @@ USED = {
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     """Each such key, dotted, with the reason: of [training], and of a study's variants.
 
-    One that has its default value is as good as left out. Of a study's [training] those alone that change nothing
-    for any column.
+    One that has its default value is as good as left out. Of a study's [training] those alone that
+    change nothing for any column.
     """
     if sweep.study is None:
         yield from ((f"training.{key}", why) for key, why in _idle(sweep.training).items())
         return
-    of_columns = {name: _idle(study_column(sweep, name, check_paths=False).training) for name in sweep.study.columns}
+    of_columns = {
+        name: _idle(study_column(sweep, name, check_paths=False).training)
+        for name in sweep.study.columns
+    }
     for key in OF_METHODS:
         whys = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
         if _is_given(sweep.training, key) and all(whys):
@@ -333,7 +380,11 @@ def _reason(training: TrainingSpec, key: str) -> str:
         return f'method = "{training.method}" makes no use of it'
     if key == "delta" and options.gate == "none":
         return 'with gate = "none" every step is scaled, whatever it is; a gate is "paper", "smooth" or "smoothed"'
-    if key in ("small_batch_shrink", "spike_guard") and training.method == "ags" and options.reference == "pass":
+    if (
+        key in ("small_batch_shrink", "spike_guard")
+        and training.method == "ags"
+        and options.reference == "pass"
+    ):
         return 'with reference = "pass" there are no norms at every step, which it needs'
     return ""
 

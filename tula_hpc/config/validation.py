@@ -24,7 +24,8 @@ class Spec(BaseModel):
 
 
 HIDDEN = ("environment", "setup")
-PARTITIONS = "partitions"  # a list of tables, each with a name
+# a list of tables, each with a name
+PARTITIONS = "partitions"
 VALUE = "a value that is not shown"
 
 
@@ -83,7 +84,8 @@ _EXPECTED = {
     "too_long": "expected at most {max_length} values",
     "string_too_long": "expected at most {max_length} characters",
 }
-_UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")  # of `sbatch`: pydantic adds them to the place
+# of `sbatch`: pydantic adds them to the place
+_UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
 
 def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
@@ -91,11 +93,17 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     location = [str(part) for part in item["loc"]]
     if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
         return line_of(
-            path, location[:-1], f"expected a word, a whole number, true or false, got {shown(item['input'])}"
+            path,
+            location[:-1],
+            f"expected a word, a whole number, true or false, got {shown(item['input'])}",
         )
     if item["type"] == "extra_forbidden":
         valid = fields_at(kind, location[:-1])
-        return line_of(path, location, f"unknown key{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}")
+        return line_of(
+            path,
+            location,
+            f"unknown key{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}",
+        )
     if item["type"] == "missing":
         return line_of(path, location, "is required")
     if item["type"] == "value_error":
@@ -103,7 +111,8 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     got = _shown_unless_hidden(location, item["input"])
     if "pattern" in item["type"]:
         if location[-1] == "[key]":
-            location = location[:-2]  # what follows names the key
+            # what follows names the key
+            location = location[:-2]
         message = f"{got} holds characters that are not allowed here"
         return line_of(path, location, f"{message} (pattern {item['ctx']['pattern']})")
     meant = _tables_meant(kind, location, item["input"])
@@ -117,7 +126,11 @@ def _shown_unless_hidden(location: Sequence[str], value: object) -> str:
 
 def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
     """The key that was meant, as a question, where [[tables]] stand for one that holds none."""
-    if len(location) > 1 or not isinstance(value, list) or not any(isinstance(table, dict) for table in value):
+    if (
+        len(location) > 1
+        or not isinstance(value, list)
+        or not any(isinstance(table, dict) for table in value)
+    ):
         return ""
     return nearest(location[0], kind.model_fields.keys() - {location[0]}, "[[{}]]")
 
@@ -157,7 +170,8 @@ def shown(value: object, most: int = 80) -> str:
 def fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
     """The keys that a table may hold, by its place in the file."""
     for part in location:
-        if part.isdigit():  # place in a list of tables
+        # place in a list of tables
+        if part.isdigit():
             continue
         annotation = kind.model_fields[part].annotation
         for inner in (annotation, *get_args(annotation)):

@@ -1,6 +1,7 @@
 """`[workload]` of a sweep.
 
-Names that an input file may use, known without importing torch. A test holds the models against torchvision.
+Names that an input file may use, known without importing torch. A test holds the models against
+torchvision.
 
 Whether the models and data sets that a sweep names exist; nothing is imported for that.
 """
@@ -23,16 +24,25 @@ from tula_hpc.config.validation import Spec, nearest, shown
 class DatasetFacts(NamedTuple):
     """What is known of a data set before it is opened."""
 
-    on_disk: bool  # needs data_dir
-    image_size: int  # default edge, pixels
-    classes: int | None  # None: counted in data_dir
-    test_samples: int | None = None  # None: counted there, or split off the whole
-    train_samples: int | None = None  # None: counted there; a folder may hold others than were published
+    # needs data_dir
+    on_disk: bool
+    # default edge, pixels
+    image_size: int
+    # None: counted in data_dir
+    classes: int | None
+    # None: counted there, or split off the whole
+    test_samples: int | None = None
+    # None: counted there; a folder may hold others than were published
+    train_samples: int | None = None
 
 
 DATASETS: dict[str, DatasetFacts] = {
-    "digits": DatasetFacts(on_disk=False, image_size=8, classes=10, test_samples=359, train_samples=1438),
-    "synthetic": DatasetFacts(on_disk=False, image_size=32, classes=10, test_samples=512, train_samples=2048),
+    "digits": DatasetFacts(
+        on_disk=False, image_size=8, classes=10, test_samples=359, train_samples=1438
+    ),
+    "synthetic": DatasetFacts(
+        on_disk=False, image_size=32, classes=10, test_samples=512, train_samples=2048
+    ),
     "cifar10": DatasetFacts(on_disk=True, image_size=32, classes=10, test_samples=10_000),
     "cifar100": DatasetFacts(on_disk=True, image_size=32, classes=100, test_samples=10_000),
     "caltech101": DatasetFacts(on_disk=True, image_size=224, classes=101),
@@ -70,8 +80,8 @@ def known_or_entry_point(
         called_with: What the user's function is given, one after another.
         check_exists: Whether to look for the function.
 
-    Raises:
-        ValueError: It is neither, or `check_exists` and there is no such function, or it takes something else.
+    Raises: ValueError: It is neither, or `check_exists` and there is no such function, or it takes
+        something else.
     """
     if ":" in value:
         if check_exists:
@@ -91,7 +101,8 @@ def known_or_entry_point(
 class _Source(NamedTuple):
     path: Path
     names: set[str]
-    takes: dict[str, ast.arguments]  # of the functions whose parameters can be read off
+    # of the functions whose parameters can be read off
+    takes: dict[str, ast.arguments]
 
 
 def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
@@ -101,9 +112,13 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
         raise ValueError(f'{value!r}: expected "package.module:function"')
     source = _find_source(module)
     if source is None:
-        raise ValueError(f"{value!r}: no module {module!r} in the working directory or the installed packages")
+        raise ValueError(
+            f"{value!r}: no module {module!r} in the working directory or the installed packages"
+        )
     if function not in source.names and "*" not in source.names:
-        raise ValueError(f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}")
+        raise ValueError(
+            f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
+        )
     if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
             f"{value!r}: {source.path} defines it so that it cannot be called with ({', '.join(called_with)})"
@@ -116,13 +131,18 @@ def _defines(module: str, function: str) -> bool:
         return False
     try:
         source = _find_source(module)
-    except ValueError:  # not valid Python
+    except ValueError:
+        # not valid Python
         return False
     return source is not None and function in source.names
 
 
 def _find_source(module: str) -> _Source | None:
-    found = (path for folder in _module_folders(module.partition(".")[0]) for path in _files(folder, module))
+    found = (
+        path
+        for folder in _module_folders(module.partition(".")[0])
+        for path in _files(folder, module)
+    )
     path = next(found, None)
     return None if path is None else _source(path)
 
@@ -160,7 +180,9 @@ def _source(path: Path) -> _Source:
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid Python: {error}") from None
     plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    return _Source(path, set(names), {node.name: node.args for node in plain if names.count(node.name) == 1})
+    return _Source(
+        path, set(names), {node.name: node.args for node in plain if names.count(node.name) == 1}
+    )
 
 
 def _can_be_given(takes: ast.arguments, count: int) -> bool:
@@ -182,7 +204,9 @@ def _names(statements: Iterable[ast.stmt]) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.If | ast.Try):
             yield from _names([*node.body, *node.orelse])
-            yield from _names(inner for handler in getattr(node, "handlers", ()) for inner in handler.body)
+            yield from _names(
+                inner for handler in getattr(node, "handlers", ()) for inner in handler.body
+            )
 
 
 class WorkloadSpec(Spec):
@@ -190,29 +214,40 @@ class WorkloadSpec(Spec):
 
     model: str = Field(default="resnet18", max_length=200)
     dataset: str = Field(default="digits", max_length=200)
-    loss: str | None = Field(default=None, max_length=200)  # of one's own, for each sample; None: cross-entropy
-    metric: str | None = Field(default=None, max_length=200)  # of one's own, share that is right; None: of labels
+    # of one's own, for each sample; None: cross-entropy
+    loss: str | None = Field(default=None, max_length=200)
+    # of one's own, share that is right; None: of labels
+    metric: str | None = Field(default=None, max_length=200)
     data_dir: Path | None = None
     image_size: int | None = Field(default=None, ge=8, le=1024)
     samples: int | None = Field(
-        default=None, ge=1, le=2**40
-    )  # train on the first so many samples of a fixed random order; None = all
-    holdout: float = Field(default=0.0, ge=0, lt=1)  # share of them that is not trained on but tested on
-    classes: int | None = Field(default=None, ge=2, le=10**6)  # the first so many classes only; None = all
+        default=None,
+        ge=1,
+        le=2**40,
+        # train on the first so many samples of a fixed random order; None = all
+    )
+    # share of them that is not trained on but tested on
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    # the first so many classes only; None = all
+    classes: int | None = Field(default=None, ge=2, le=10**6)
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     tf32: bool = True
     cudnn_benchmark: bool = True
     channels_last: bool = False
-    activation_checkpointing: bool = False  # keep only the blocks' inputs, compute the rest again in the backward pass
-    zero_stage: Literal[0, 1] = 0  # 1: each worker keeps its share of the optimizer's states
+    # keep only the blocks' inputs, compute the rest again in the backward pass
+    activation_checkpointing: bool = False
+    # 1: each worker keeps its share of the optimizer's states
+    zero_stage: Literal[0, 1] = 0
     augment: bool = True
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(default=0.05, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
     schedule: Literal["constant", "step", "cosine"] = "cosine"
-    milestones: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(default=(), max_length=1000)
+    milestones: tuple[Annotated[int, Field(ge=0, le=100_000)], ...] = Field(
+        default=(), max_length=1000
+    )
     gamma: float = Field(default=0.1, gt=0, le=1)
     warmup_epochs: float = Field(default=0.0, ge=0)
     loader_workers: int = Field(default=2, ge=0, le=256)
@@ -222,12 +257,16 @@ class WorkloadSpec(Spec):
     @classmethod
     def _model_exists(cls, value: str, info: ValidationInfo) -> str:
         what, given = "a torchvision classification model", ("classes", "image_size")
-        return known_or_entry_point(value, TORCHVISION_MODELS, what, given, check_exists=_checks_paths(info))
+        return known_or_entry_point(
+            value, TORCHVISION_MODELS, what, given, check_exists=_checks_paths(info)
+        )
 
     @field_validator("dataset")
     @classmethod
     def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(value, DATASETS, "a data set", ("spec",), check_exists=_checks_paths(info))
+        return known_or_entry_point(
+            value, DATASETS, "a data set", ("spec",), check_exists=_checks_paths(info)
+        )
 
     @field_validator("loss", "metric")
     @classmethod
@@ -235,7 +274,9 @@ class WorkloadSpec(Spec):
         if value is None:
             return None
         given = ("outputs", "targets")
-        return known_or_entry_point(value, (), "a function", given, check_exists=_checks_paths(info))
+        return known_or_entry_point(
+            value, (), "a function", given, check_exists=_checks_paths(info)
+        )
 
     @field_validator("data_dir")
     @classmethod
@@ -243,18 +284,23 @@ class WorkloadSpec(Spec):
         if value is None:
             return None
         try:
-            return value.expanduser().absolute()  # jobs and reports run from other folders
+            # jobs and reports run from other folders
+            return value.expanduser().absolute()
         except RuntimeError:
             raise ValueError(f"no home folder for {value.parts[0][:100]!r}") from None
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
         if self.schedule == "step" and not self.milestones:
-            raise ValueError('milestones: schedule = "step" needs milestones, for example milestones = [50, 75]')
+            raise ValueError(
+                'milestones: schedule = "step" needs milestones, for example milestones = [50, 75]'
+            )
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ValueError("milestones: expected increasing epochs, each once")
         if self.warmup_epochs >= self.epochs:
-            raise ValueError(f"warmup_epochs: {self.warmup_epochs:g} leaves nothing of epochs = {self.epochs}")
+            raise ValueError(
+                f"warmup_epochs: {self.warmup_epochs:g} leaves nothing of epochs = {self.epochs}"
+            )
         facts = DATASETS.get(self.dataset)
         if facts is not None and facts.on_disk and _checks_paths(info):
             _check_data_dir(self.dataset, self.data_dir)
@@ -281,7 +327,9 @@ class WorkloadSpec(Spec):
         facts = DATASETS.get(self.dataset)
         if facts is None or facts.test_samples is None:
             return None
-        return round(facts.test_samples * (self.classes or 1) / (facts.classes or 1 if self.classes else 1))
+        return round(
+            facts.test_samples * (self.classes or 1) / (facts.classes or 1 if self.classes else 1)
+        )
 
 
 def _checks_paths(info: ValidationInfo) -> bool:
@@ -294,6 +342,8 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
     try:
         found = data_dir.is_dir()
     except OSError as error:
-        raise ValueError(f"data_dir: {shown(str(data_dir), 400)} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"data_dir: {shown(str(data_dir), 400)} cannot be read: {error.strerror}"
+        ) from None
     if not found:
         raise ValueError(f"data_dir: no such folder: {shown(str(data_dir), 400)}")

@@ -1,6 +1,7 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky 2009) in their binary version, read where it lies.
 
-The versions "for Python" are pickles; a pickle runs whatever it says when it is read, so they are refused.
+The versions "for Python" are pickles; a pickle runs whatever it says when it is read, so they are
+refused.
 Layout: https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
@@ -23,12 +24,16 @@ class CifarFacts(NamedTuple):
     """One of the two data sets."""
 
     classes: int
-    folder: str  # what the binary archive unpacks to
+    # what the binary archive unpacks to
+    folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    label_bytes: int  # the class is the last of them
-    pickled: tuple[str, ...]  # files of the version for Python
-    scaling: Scaling  # mean and deviation of the training images by channel
+    # the class is the last of them
+    label_bytes: int
+    # files of the version for Python
+    pickled: tuple[str, ...]
+    # mean and deviation of the training images by channel
+    scaling: Scaling
 
 
 CIFAR = {
@@ -77,7 +82,9 @@ def refuse_pickled(facts: CifarFacts, data_dir: Path) -> None:
             )
 
 
-def read_binary(facts: CifarFacts, folder: Path, names: tuple[str, ...], *, image_size: int) -> PixelDataset:
+def read_binary(
+    facts: CifarFacts, folder: Path, names: tuple[str, ...], *, image_size: int
+) -> PixelDataset:
     """One part of the binary version.
 
     Raises:
@@ -89,7 +96,9 @@ def read_binary(facts: CifarFacts, folder: Path, names: tuple[str, ...], *, imag
         raise data_error(folder, f"expected {', '.join(names)} to be of one size")
     source = RecordFiles(paths, len(labels[0]), EDGE, label_bytes=facts.label_bytes)
     every = np.concatenate(labels)
-    return PixelDataset(source, np.arange(len(every)), every, scaling=facts.scaling, image_size=image_size)
+    return PixelDataset(
+        source, np.arange(len(every)), every, scaling=facts.scaling, image_size=image_size
+    )
 
 
 def _labels(facts: CifarFacts, path: Path) -> Indices:
@@ -98,10 +107,14 @@ def _labels(facts: CifarFacts, path: Path) -> Indices:
         raise data_error(path.parent, f"expected a file {path.name} in it")
     size = path.stat().st_size
     if size == 0 or size % record:
-        raise data_error(path, f"expected a multiple of {record} bytes, found {size}: an incomplete download?")
+        raise data_error(
+            path, f"expected a multiple of {record} bytes, found {size}: an incomplete download?"
+        )
     with path.open("rb") as file:
         records = np.fromfile(file, np.uint8).reshape(-1, record)
     labels = records[:, facts.label_bytes - 1].astype(np.int64)
     if labels.max() >= facts.classes:
-        raise data_error(path, f"holds label {labels.max()}; expected labels from 0 to {facts.classes - 1}")
+        raise data_error(
+            path, f"holds label {labels.max()}; expected labels from 0 to {facts.classes - 1}"
+        )
     return labels

@@ -22,7 +22,16 @@ from tula_hpc.config.workload import DATASETS
 from tula_hpc.data import cifar
 from tula_hpc.data.image_folders import IMAGENET_SCALING, folder_images
 from tula_hpc.data.image_tree import ImageTree, check_same_classes, data_error, find_part, read_tree
-from tula_hpc.data.images import ArraySource, Bytes, Indices, Jitter, PixelDataset, Scaling, below, mix
+from tula_hpc.data.images import (
+    ArraySource,
+    Bytes,
+    Indices,
+    Jitter,
+    PixelDataset,
+    Scaling,
+    below,
+    mix,
+)
 from tula_hpc.errors import InputError
 from tula_hpc.user_code import is_entry_point, own_data
 
@@ -54,11 +63,15 @@ def random_order(samples: int, seed: int) -> Indices:
     return np.random.default_rng((seed, samples)).permutation(samples)
 
 
-_WAVES = 4  # cosines per channel and class, of at most two periods along an edge
+# cosines per channel and class, of at most two periods along an edge
+_WAVES = 4
 _GREY = 127.5
-_CONTRAST = 40.0  # of 255: amplitude of the pattern
-_NOISE = 50.0  # of 255: deviation of each pixel's noise; the classes overlap but can be told apart
-_NOISE_VALUES = 2**20  # each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
+# of 255: amplitude of the pattern
+_CONTRAST = 40.0
+# of 255: deviation of each pixel's noise; the classes overlap but can be told apart
+_NOISE = 50.0
+# each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
+_NOISE_VALUES = 2**20
 
 
 class PatternSource:
@@ -73,7 +86,9 @@ class PatternSource:
     def __init__(self, seed: int, classes: int, edge: int) -> None:
         self.seed, self.classes = seed, classes
         self._patterns = np.stack([_pattern(seed, label, edge) for label in range(classes)])
-        noise = np.random.default_rng((seed, 1)).standard_normal(_NOISE_VALUES + 3 * edge * edge, np.float32)
+        noise = np.random.default_rng((seed, 1)).standard_normal(
+            _NOISE_VALUES + 3 * edge * edge, np.float32
+        )
         self._noise = (_NOISE * noise).astype(np.int16)
 
     def read(self, positions: Indices) -> Bytes:
@@ -124,7 +139,11 @@ def build_data(spec: WorkloadSpec) -> Data:
     Raises:
         InputError: The data folder is not as expected, or the user's function is not.
     """
-    data = _own(spec) if is_entry_point(spec.dataset) else _BUILDERS[spec.dataset](spec, _image_size(spec))
+    data = (
+        _own(spec)
+        if is_entry_point(spec.dataset)
+        else _BUILDERS[spec.dataset](spec, _image_size(spec))
+    )
     if spec.classes is not None:
         data = _first_classes(data, spec.classes)
     if spec.samples is not None and spec.dataset != "synthetic":
@@ -153,13 +172,17 @@ def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
     order = random_order(_length(data.train), 0)
     held = max(1, round(spec.holdout * len(order)))
     plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
-    return data._replace(train=_some(data.train, order[held:]), test=_some(plain.train, order[:held]))
+    return data._replace(
+        train=_some(data.train, order[held:]), test=_some(plain.train, order[:held])
+    )
 
 
 def _first_classes(data: Data, classes: int) -> Data:
     if classes > data.classes:
         raise InputError(f"{classes}, but the data set has {data.classes}", key="workload.classes")
-    train, test = (_some(part, np.flatnonzero(_labels(part) < classes)) for part in (data.train, data.test))
+    train, test = (
+        _some(part, np.flatnonzero(_labels(part) < classes)) for part in (data.train, data.test)
+    )
     return data._replace(train=train, test=test, classes=classes)
 
 
@@ -193,7 +216,8 @@ def _image_size(spec: WorkloadSpec) -> int:
 def _own(spec: WorkloadSpec) -> Data:
     train, test, classes = own_data(spec)
     inputs, _ = default_collate([test[0]])
-    first = next(tensors_of(inputs))  # of one sample: (1, …)
+    # of one sample: (1, …)
+    first = next(tensors_of(inputs))
     return Data(train, test, classes, spec.image_size or first.shape[-1])
 
 
@@ -201,14 +225,18 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     """8×8 grey images of handwritten digits (E. Alpaydin, C. Kaynak 1998), as scikit-learn ships them."""
     grey, labels = _read_digits()
     source = ArraySource(np.repeat(grey[:, None], 3, axis=1))
-    every = PixelDataset(source, np.arange(len(labels)), labels, scaling=Scaling(white=16.0), image_size=image_size)
+    every = PixelDataset(
+        source, np.arange(len(labels)), labels, scaling=Scaling(white=16.0), image_size=image_size
+    )
     split = stratified_split(labels)
     train = every.take(split.train)
-    train.jitter = Jitter(1, flip=False) if spec.augment else None  # a mirrored digit is another sign
+    # a mirrored digit is another sign
+    train.jitter = Jitter(1, flip=False) if spec.augment else None
     return Data(train, every.take(split.test), 10, image_size)
 
 
-@functools.cache  # it is text, and a profile asks for it at each configuration
+# it is text, and a profile asks for it at each configuration
+@functools.cache
 def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Images, (n, 8, 8), 0 to 16, and labels."""
     from sklearn.datasets import load_digits
@@ -222,7 +250,9 @@ def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:
     source = PatternSource(spec.seed, classes, image_size)
     count = spec.samples or _SYNTHETIC_SAMPLES
     positions = np.arange(count + _SYNTHETIC_TEST_SAMPLES)
-    every = PixelDataset(source, positions, positions % classes, scaling=IMAGENET_SCALING, image_size=image_size)
+    every = PixelDataset(
+        source, positions, positions % classes, scaling=IMAGENET_SCALING, image_size=image_size
+    )
     return Data(every.take(positions[:count]), every.take(positions[count:]), classes, image_size)
 
 
@@ -231,7 +261,9 @@ def _cifar(spec: WorkloadSpec, image_size: int) -> Data:
     folder = cifar.find_binary(facts, data_dir)
     if folder is None:
         cifar.refuse_pickled(facts, data_dir)
-        return _split_tree(spec, image_size, ("test",), scaling=facts.scaling, stored_edge=cifar.EDGE)
+        return _split_tree(
+            spec, image_size, ("test",), scaling=facts.scaling, stored_edge=cifar.EDGE
+        )
     train = cifar.read_binary(facts, folder, facts.train, image_size=image_size)
     train.jitter = Jitter(cifar.EDGE // 8, flip=True) if spec.augment else None
     test = cifar.read_binary(facts, folder, facts.test, image_size=image_size)
@@ -246,7 +278,9 @@ def _imagefolder(spec: WorkloadSpec, image_size: int) -> Data:
     return _split_tree(spec, image_size, ("test", "val"))
 
 
-def _split_tree(spec: WorkloadSpec, image_size: int, test_names: tuple[str, ...], **options: Any) -> Data:
+def _split_tree(
+    spec: WorkloadSpec, image_size: int, test_names: tuple[str, ...], **options: Any
+) -> Data:
     """A tree with a folder for training and one for testing."""
     data_dir = _data_dir(spec)
     train = read_tree(find_part(data_dir, "train"))
@@ -270,7 +304,9 @@ def _caltech_folder(data_dir: Path, name: str) -> Path:
     return find_part(data_dir, name)
 
 
-def _from_trees(spec: WorkloadSpec, image_size: int, train: ImageTree, test: ImageTree, **options: Any) -> Data:
+def _from_trees(
+    spec: WorkloadSpec, image_size: int, train: ImageTree, test: ImageTree, **options: Any
+) -> Data:
     _check_class_count(spec, train)
     return Data(
         folder_images(train, image_size=image_size, augment=spec.augment, **options),

@@ -1,9 +1,10 @@
 """Small images of a folder tree, decoded once and kept in a file that all workers and all later jobs share.
 
-Decoding 50,000 PNG files takes a core several seconds, and would in every epoch. The file is a plain .npy array of
-bytes (n, 3, edge, edge), in `$XDG_CACHE_HOME/tula_hpc` (default ~/.cache/tula_hpc). Its name is a hash of the tree's
-path and of name, size and modification time of each image in it, so a changed tree is decoded anew. Nothing is ever
-unpickled. Old files may be deleted at any time.
+Decoding 50,000 PNG files takes a core several seconds, and would in every epoch. The file is a
+plain .npy array of bytes (n, 3, edge, edge), in `$XDG_CACHE_HOME/tula_hpc` (default
+~/.cache/tula_hpc). Its name is a hash of the tree's path and of name, size and modification time of
+each image in it, so a changed tree is decoded anew. Nothing is ever unpickled. Old files may be
+deleted at any time.
 
 Decoded images in files, read where they lie.
 """
@@ -28,8 +29,8 @@ from tula_hpc.errors import InputError
 class RecordFiles:
     """Images in files of equal records; a pickle of this carries the paths, not the pixels.
 
-    Each image is one `pread`. A memory map would be as fast, but its pages count as resident memory of whoever touched
-    them, and the memory of a training step is something we measure.
+    Each image is one `pread`. A memory map would be as fast, but its pages count as resident memory
+    of whoever touched them, and the memory of a training step is something we measure.
 
     Args:
         paths: Files of `per_file` records each, the last may have fewer.
@@ -40,14 +41,21 @@ class RecordFiles:
     """
 
     def __init__(
-        self, paths: tuple[Path, ...], per_file: int, edge: int, *, start: int = 0, label_bytes: int = 0
+        self,
+        paths: tuple[Path, ...],
+        per_file: int,
+        edge: int,
+        *,
+        start: int = 0,
+        label_bytes: int = 0,
     ) -> None:
         self.paths, self.per_file, self.edge = paths, per_file, edge
         self.start, self.label_bytes = start, label_bytes
         self._descriptors: dict[Path, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptors": {}}  # another process opens its own
+        # another process opens its own
+        return {**self.__dict__, "_descriptors": {}}
 
     def read(self, positions: Indices) -> Bytes:
         """Images at these positions, (n, 3, edge, edge).
@@ -77,7 +85,8 @@ class RecordFiles:
         return self._descriptors[path]
 
 
-MAX_BYTES = 2 * 1024**3  # larger trees are decoded as they are read: the file would crowd out the node's page cache
+# larger trees are decoded as they are read: the file would crowd out the node's page cache
+MAX_BYTES = 2 * 1024**3
 _log = logging.getLogger(__name__)
 
 
@@ -101,14 +110,17 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
             problems.append(f"{folder} ({error.strerror})")
             _log.warning("decoded images cannot be kept in %s: %s", folder, error)
     size_mb = len(tree) * 3 * edge * edge // 1_000_000 + 1
-    raise InputError(f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; set XDG_CACHE_HOME")
+    raise InputError(
+        f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; set XDG_CACHE_HOME"
+    )
 
 
 def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFiles:
     make_private(folder)
     path = folder / name
     if not path.exists():
-        with locked(folder / f"{name}.lock"):  # the other workers of this node wait for the one that decodes
+        # the other workers of this node wait for the one that decodes
+        with locked(folder / f"{name}.lock"):
             if not path.exists():
                 _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
                 write_whole(path, partial(_write_array, tree=tree, edge=edge))
@@ -141,5 +153,7 @@ def _identity(tree: ImageTree, edge: int) -> str:
     digest = hashlib.sha256(f"1 {edge} {tree.root.resolve()}".encode(errors="surrogateescape"))
     for index in range(len(tree)):
         status = tree.path(index).stat()
-        digest.update(bytes(tree.names[index]) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns))
+        digest.update(
+            bytes(tree.names[index]) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns)
+        )
     return digest.hexdigest()[:32]

@@ -12,24 +12,34 @@ from torchvision.transforms import v2
 
 from tula_hpc.data.image_cache import decoded, fits
 from tula_hpc.data.image_tree import ImageTree
-from tula_hpc.data.images import ImageDataset, Indices, Jitter, PixelDataset, Preprocessing, Scaling, open_rgb
+from tula_hpc.data.images import (
+    ImageDataset,
+    Indices,
+    Jitter,
+    PixelDataset,
+    Preprocessing,
+    Scaling,
+    open_rgb,
+)
 
-# Mean and deviation of ImageNet's training images by channel, as everybody uses them (torchvision's documentation).
+# Mean and deviation of ImageNet's training images by channel, as everybody uses them (torchvision's
+# documentation).
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 LARGEST_CACHED_EDGE = 64
-_EVALUATION_RESIZE = 256 / 224  # the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
+# the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
+_EVALUATION_RESIZE = 256 / 224
 
 
 class DecodedOnRead(ImageDataset):
     """Images of a tree, decoded and transformed whenever they are read.
 
-    Args:
-        tree: Which images.
-        transform: From a PIL image to bytes (3, edge, edge); random parts draw from torch's random numbers.
-        preprocessing: From bytes to what the model takes.
+    Args: tree: Which images. transform: From a PIL image to bytes (3, edge, edge); random parts
+        draw from torch's random numbers. preprocessing: From bytes to what the model takes.
     """
 
-    def __init__(self, tree: ImageTree, transform: v2.Transform, preprocessing: Preprocessing) -> None:
+    def __init__(
+        self, tree: ImageTree, transform: v2.Transform, preprocessing: Preprocessing
+    ) -> None:
         self.tree, self.transform, self.preprocessing = tree, transform, preprocessing
 
     @property
@@ -58,17 +68,14 @@ def folder_images(
 ) -> Dataset[Any]:
     """A data set of a tree's images.
 
-    Up to 64 pixels, and up to 2 GiB decoded: short edge resized, centre kept, decoded once; augmentation is a crop
-    after padding by an eighth, and a flip (4 pixels at 32, as the CIFAR literature has it). Otherwise: a random crop of
-    8 to 100 % of the area and a flip for training, the centre of a slightly larger image for evaluation (as for
-    ImageNet).
+    Up to 64 pixels, and up to 2 GiB decoded: short edge resized, centre kept, decoded once;
+    augmentation is a crop after padding by an eighth, and a flip (4 pixels at 32, as the CIFAR
+    literature has it). Otherwise: a random crop of 8 to 100 % of the area and a flip for training,
+    the centre of a slightly larger image for evaluation (as for ImageNet).
 
-    Args:
-        tree: Which images.
-        image_size: Edge that the model wants, pixels.
-        augment: Whether to augment.
-        scaling: Bytes to floats.
-        stored_edge: Edge that the images have anyway; they are resized to `image_size` after augmentation.
+    Args: tree: Which images. image_size: Edge that the model wants, pixels. augment: Whether to
+        augment. scaling: Bytes to floats. stored_edge: Edge that the images have anyway; they are
+        resized to `image_size` after augmentation.
     """
     edge = stored_edge or image_size
     if edge > LARGEST_CACHED_EDGE or not fits(tree, edge):
@@ -76,7 +83,12 @@ def folder_images(
         return DecodedOnRead(tree, _transform(image_size, augment), preprocessing)
     jitter = Jitter(edge // 8, flip=True) if augment else None
     return PixelDataset(
-        decoded(tree, edge), np.arange(len(tree)), tree.labels, scaling=scaling, image_size=image_size, jitter=jitter
+        decoded(tree, edge),
+        np.arange(len(tree)),
+        tree.labels,
+        scaling=scaling,
+        image_size=image_size,
+        jitter=jitter,
     )
 
 

@@ -2,13 +2,15 @@
 
 Listings of folder trees, kept in a file that all workers and all later jobs share.
 
-A million names take a busy file system minutes to list, and every worker would for each configuration. A listing is
-believed while every folder that it names has the modification time that it had: that changes when a file or folder in
-it is made, renamed or deleted. The file lies in `cache_folders`; its name is a hash of the tree's path, of what is left
-out and of the root's modification time, so that nodes with copies of their own keep listings of their own. It holds a
+A million names take a busy file system minutes to list, and every worker would for each
+configuration. A listing is believed while every folder that it names has the modification time that
+it had: that changes when a file or folder in it is made, renamed or deleted. The file lies in
+`cache_folders`; its name is a hash of the tree's path, of what is left out and of the root's
+modification time, so that nodes with copies of their own keep listings of their own. It holds a
 SHA-256 and plain arrays. Nothing is ever unpickled. Old files may be deleted at any time.
 
-Folders for what is made of data once and used by all workers and later jobs; whatever lies there may be deleted.
+Folders for what is made of data once and used by all workers and later jobs; whatever lies there
+may be deleted.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-# Changed later than this before it was listed, a folder may change again without another time: clocks of file servers
-# are coarse and differ from ours, and nodes see times up to a minute late.
+# Changed later than this before it was listed, a folder may change again without another time:
+# clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
 SETTLED_S = 60.0
 MOST_BYTES = 2**32
 _VERSION = 1
@@ -108,7 +110,9 @@ class Listing(NamedTuple):
     modified_ns: NDArray[np.int64]
 
 
-def listed_once(root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]) -> Listing:
+def listed_once(
+    root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]
+) -> Listing:
     """Give the tree's listing, as it is kept where that still holds.
 
     Args:
@@ -128,7 +132,9 @@ def listed_once(root: Path, leave_out: Iterable[str], make: Callable[[], tuple[L
     return make()[0]
 
 
-def _listed_in(folder: Path, name: str, root: Path, make: Callable[[], tuple[Listing, bool]]) -> Listing:
+def _listed_in(
+    folder: Path, name: str, root: Path, make: Callable[[], tuple[Listing, bool]]
+) -> Listing:
     make_private(folder)
     path = folder / name
     listing = _read(path, root)
@@ -191,11 +197,9 @@ DATA_DIR_KEY = "workload.data_dir"
 class ImageTree:
     """What a tree holds, in order of class and path.
 
-    Attributes:
-        root: The folder of class folders.
-        names: Paths below the root as bytes, (n,). A million strings would cost ten times the memory, in each process.
-        labels: Class of each image, (n,).
-        classes: Names of the class folders, sorted.
+    Attributes: root: The folder of class folders. names: Paths below the root as bytes, (n,). A
+        million strings would cost ten times the memory, in each process. labels: Class of each
+        image, (n,). classes: Names of the class folders, sorted.
     """
 
     root: Path
@@ -252,7 +256,9 @@ def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
         counts.append(len(found))
     encoded = np.array([os.fsencode(name) for name in classes])
     paths, modified_ns = zip(*folders, strict=True)
-    listing = Listing(encoded, np.array(counts), np.array(names), np.array(paths), np.array(modified_ns, np.int64))
+    listing = Listing(
+        encoded, np.array(counts), np.array(names), np.array(paths), np.array(modified_ns, np.int64)
+    )
     return listing, not unread
 
 
@@ -266,7 +272,10 @@ def find_part(data_dir: Path, *names: str) -> Path:
         if (data_dir / name).is_dir():
             return data_dir / name
     found = ", ".join(sorted(entry.name for entry in _entries(data_dir))[:8]) or "nothing"
-    raise data_error(data_dir, f"expected a folder {' or '.join(f'{name}/' for name in names)} in it, found: {found}")
+    raise data_error(
+        data_dir,
+        f"expected a folder {' or '.join(f'{name}/' for name in names)} in it, found: {found}",
+    )
 
 
 def check_same_classes(train: ImageTree, test: ImageTree) -> None:
@@ -278,9 +287,12 @@ def check_same_classes(train: ImageTree, test: ImageTree) -> None:
     if train.classes == test.classes:
         return
     missing, surplus = _some(train.classes, test.classes), _some(test.classes, train.classes)
-    differences = [f"missing: {missing}"] * bool(missing) + [f"not in training: {surplus}"] * bool(surplus)
+    differences = [f"missing: {missing}"] * bool(missing) + [f"not in training: {surplus}"] * bool(
+        surplus
+    )
     raise data_error(
-        test.root, f"expected the {len(train.classes)} class folders of {train.root.name}/; {'; '.join(differences)}"
+        test.root,
+        f"expected the {len(train.classes)} class folders of {train.root.name}/; {'; '.join(differences)}",
     )
 
 
@@ -302,7 +314,9 @@ def _is_class(entry: os.DirEntry[str], leave_out: Iterable[str]) -> bool:
     return entry.is_dir() and not entry.name.startswith(".") and entry.name not in leave_out
 
 
-def _images(root: Path, class_name: str, folders: list[tuple[bytes, int]], unread: list[OSError]) -> Iterator[bytes]:
+def _images(
+    root: Path, class_name: str, folders: list[tuple[bytes, int]], unread: list[OSError]
+) -> Iterator[bytes]:
     """Paths below the root; notes each folder with its modification time, and errors."""
     for folder, _, files in os.walk(root / class_name, onerror=unread.append, followlinks=True):
         below = os.path.relpath(folder, root)
@@ -311,5 +325,6 @@ def _images(root: Path, class_name: str, folders: list[tuple[bytes, int]], unrea
         except OSError as error:
             unread.append(error)
         for file in files:
-            if file.lower().endswith(IMG_EXTENSIONS) and not file.startswith("."):  # ._x.jpg: macOS's shadow files
+            # ._x.jpg: macOS's shadow files
+            if file.lower().endswith(IMG_EXTENSIONS) and not file.startswith("."):
                 yield os.fsencode(f"{below}/{file}")

@@ -1,12 +1,14 @@
 """Data sets of images, which yield bytes, and how inputs of a model are made of these.
 
-Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. Who makes floats of them is
-decided in `loader`: on a GPU the device, which is fed with bytes; on a CPU the process that loads.
+Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. Who
+makes floats of them is decided in `loader`: on a GPU the device, which is fed with bytes; on a CPU
+the process that loads.
 
-Small images lie decoded: a whole batch is read and augmented with plain array operations. A transform per image costs
-some 100 µs, as much as a small network's step; here it is a few µs.
+Small images lie decoded: a whole batch is read and augmented with plain array operations. A
+transform per image costs some 100 µs, as much as a small network's step; here it is a few µs.
 
-Random bits as a function of (seed, epoch, index), so that no order of calls and no process can change them.
+Random bits as a function of (seed, epoch, index), so that no order of calls and no process can
+change them.
 
 From an image file to pixels.
 """
@@ -33,9 +35,11 @@ Keys = NDArray[np.uint64]
 def scramble(values: Keys) -> Keys:
     """SplitMix64's output function: 64 well mixed bits for each counter.
 
-    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with their 64-bit constants.
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with their
+    64-bit constants.
     """
-    z = values + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around silently, which is what is wanted
+    # arrays wrap around silently, which is what is wanted
+    z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -78,7 +82,8 @@ class ArraySource(NamedTuple):
 class Jitter(NamedTuple):
     """Augmentation: a crop at a random place after zero padding, and a mirror image half of the time."""
 
-    padding: int  # pixels on each side; the image moves by up to this much
+    # pixels on each side; the image moves by up to this much
+    padding: int
     flip: bool
 
     def apply(self, images: Bytes, keys: Keys) -> Bytes:
@@ -88,7 +93,9 @@ class Jitter(NamedTuple):
         down, right = below(keys, 2 * p + 1, 0), below(keys, 2 * p + 1, 1)
         mirrored = below(keys, 2, 2) if self.flip else np.zeros(len(keys), np.int64)
         result = np.empty_like(images)
-        for i, (y, x, mirror) in enumerate(zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True)):
+        for i, (y, x, mirror) in enumerate(
+            zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True)
+        ):
             crop = padded[i, :, y : y + edge, x : x + edge]
             result[i] = crop[:, :, ::-1] if mirror else crop
         return result
@@ -100,7 +107,8 @@ class Scaling(NamedTuple):
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     deviation: tuple[float, float, float] = (1.0, 1.0, 1.0)
     white: float = 255.0
-    # Rounded after each of three operations, as torchvision's transforms do; else divisions are done beforehand.
+    # Rounded after each of three operations, as torchvision's transforms do; else divisions are
+    # done beforehand.
     stepwise: bool = False
 
     def apply(self, images: Tensor) -> Tensor:
@@ -124,7 +132,10 @@ def _room_for(images: Tensor) -> Tensor:
 @functools.cache
 def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]:
     """What is subtracted, and what is divided by or multiplied with, (3, 1, 1); kept, as a GPU waits for each copy."""
-    mean, deviation = torch.tensor(scaling.mean).view(3, 1, 1), torch.tensor(scaling.deviation).view(3, 1, 1)
+    mean, deviation = (
+        torch.tensor(scaling.mean).view(3, 1, 1),
+        torch.tensor(scaling.deviation).view(3, 1, 1),
+    )
     if scaling.stepwise:
         return mean.to(device), deviation.to(device)
     return (mean / deviation).to(device), (1 / (scaling.white * deviation)).to(device)
@@ -134,7 +145,8 @@ class Preprocessing(NamedTuple):
     """From bytes of images to what a model takes."""
 
     scaling: Scaling
-    image_size: int  # edge that the model wants, pixels; other images are resized (bilinear)
+    # edge that the model wants, pixels; other images are resized (bilinear)
+    image_size: int
 
     def apply(self, inputs: Batch) -> Batch:
         """Scale and resize bytes (n, 3, edge, edge) on their device, in float32; whatever else it is given stays."""
@@ -192,7 +204,9 @@ class PixelDataset(ImageDataset):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
         """Items whose augmentation follows torch's default random numbers."""
-        drawn = torch.randint(2**62, (len(indices),)).numpy() if self.jitter else np.zeros(len(indices))
+        drawn = (
+            torch.randint(2**62, (len(indices),)).numpy() if self.jitter else np.zeros(len(indices))
+        )
         return self.keyed_items(np.asarray(indices), drawn.astype(np.uint64))
 
     def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
@@ -200,7 +214,9 @@ class PixelDataset(ImageDataset):
         images = self.source.read(self.positions[indices])
         if self.jitter:
             images = self.jitter.apply(images, keys)
-        return list(zip(torch.from_numpy(images).unbind(0), self.labels[indices].tolist(), strict=True))
+        return list(
+            zip(torch.from_numpy(images).unbind(0), self.labels[indices].tolist(), strict=True)
+        )
 
     def take(self, indices: Indices) -> PixelDataset:
         """The same data set with these samples only."""
@@ -223,7 +239,13 @@ def open_rgb(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        UnidentifiedImageError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:
         raise InputError(f"cannot be decoded: {error}", source=path) from None
 
 

@@ -1,18 +1,20 @@
 """Loaders: which samples make up a batch, in which order, by which process.
 
-The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an augmentation from
-(seed, epoch, index). None of them depends on the number of workers or of loader processes, or on where a training was
-interrupted.
+The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an
+augmentation from (seed, epoch, index). None of them depends on the number of workers or of loader
+processes, or on where a training was interrupted.
 
-Processes of loaders: started clean, deaf to the signals that tell a job to stop, and gone when their owner is.
+Processes of loaders: started clean, deaf to the signals that tell a job to stop, and gone when
+their owner is.
 
-Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: processes come from a server that was
-started clean and that imports torch once for all of them.
+Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: processes come from a
+server that was started clean and that imports torch once for all of them.
 
-TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where Slurm tracks processes
-by cgroup it tells only the tasks, elsewhere their children too, as `kill` of a process group does. What is blocked when
-a process starts stays so in it and in those that it starts. So the owner ends them with KILL, and they watch over it:
-the server ends only when they have, and torch's own look at the parent process sees the server.
+TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where
+Slurm tracks processes by cgroup it tells only the tasks, elsewhere their children too, as `kill` of
+a process group does. What is blocked when a process starts stays so in it and in those that it
+starts. So the owner ends them with KILL, and they watch over it: the server ends only when they
+have, and torch's own look at the parent process sees the server.
 
 Batches on their way to a GPU: one is copied while the device works on the one before.
 """
@@ -56,7 +58,8 @@ def process_options(count: int, module: str) -> dict[str, Any]:
     """
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    with _deaf():  # starting the tracker lets TERM through again, so that the server is started apart
+    # starting the tracker lets TERM through again, so that the server is started apart
+    with _deaf():
         resource_tracker.ensure_running()
     with _deaf():
         forkserver.ensure_running()
@@ -78,7 +81,8 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@functools.cache  # once for each process
+# once for each process
+@functools.cache
 def _end_all_at_exit() -> None:
     """Before multiprocessing waits at exit for those that it has sent TERM, which it does where a loader has failed."""
     atexit.register(_end_all)
@@ -95,7 +99,8 @@ def _end_with(owner: int, _: int) -> None:
         alive = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    except OSError:  # a kernel before 5.3
+    except OSError:
+        # a kernel before 5.3
         return
 
     def watch() -> None:
@@ -105,8 +110,10 @@ def _end_with(owner: int, _: int) -> None:
     threading.Thread(target=watch, daemon=True, name="owner").start()
 
 
-_PREFETCH = 2  # batches that each loader process works ahead
-Key = tuple[int, int]  # (epoch, index)
+# batches that each loader process works ahead
+_PREFETCH = 2
+# (epoch, index)
+Key = tuple[int, int]
 
 
 @runtime_checkable
@@ -140,7 +147,10 @@ class EpochDataset(Dataset[Any]):
         bits = mix(self.seed, epochs, indices)
         if isinstance(self.dataset, KeyedItems):
             return self.dataset.keyed_items(indices, bits)
-        return [self._seeded_item(index, seed) for index, seed in zip(indices.tolist(), bits.tolist(), strict=True)]
+        return [
+            self._seeded_item(index, seed)
+            for index, seed in zip(indices.tolist(), bits.tolist(), strict=True)
+        ]
 
     def _seeded_item(self, index: int, seed: int) -> Any:
         with _seeded(seed):
@@ -156,7 +166,8 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seed torch's CPU random numbers, and put them back: dropout in this process draws from them too."""
     generator = torch.default_generator
     state = generator.get_state()
-    generator.manual_seed(seed)  # not torch.manual_seed: that would reseed the GPU as well
+    # not torch.manual_seed: that would reseed the GPU as well
+    generator.manual_seed(seed)
     try:
         yield
     finally:
@@ -166,8 +177,9 @@ def _seeded(seed: int) -> Iterator[None]:
 class ResumableSampler(DistributedSampler[Key]):
     """This worker's part of every full global batch, in an order that follows from (seed, epoch) alone.
 
-    Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B = local_batch × world_size``;
-    rank r has its r-th slice of `local_batch`. A rest smaller than B is left out.
+    Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B =
+    local_batch × world_size``; rank r has its r-th slice of `local_batch`. A rest smaller than B is
+    left out.
 
     Args:
         dataset: Anything with a length.
@@ -177,8 +189,12 @@ class ResumableSampler(DistributedSampler[Key]):
         seed: Of the order.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, local_batch: int, rank: int, world_size: int, seed: int) -> None:
-        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True)
+    def __init__(
+        self, dataset: Dataset[Any], *, local_batch: int, rank: int, world_size: int, seed: int
+    ) -> None:
+        super().__init__(
+            dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True
+        )
         self.local_batch, self.offset = local_batch, 0
 
     @property
@@ -189,7 +205,8 @@ class ResumableSampler(DistributedSampler[Key]):
     def set_offset(self, samples: int) -> None:
         """Skip so many global samples of the epoch's order, those that were seen before an interruption.
 
-        The batch may have been another one then: any number up to the length of the data set will do.
+        The batch may have been another one then: any number up to the length of the data set will
+        do.
         """
         if not 0 <= samples <= self._size():
             raise ValueError(f"offset {samples} is not within an epoch of {self._size()} samples")
@@ -232,7 +249,13 @@ class TrainLoader(DataLoader[Any]):
     """A loader over the epochs of a `ResumableSampler`, which it keeps as `order`; it never ends."""
 
     def __init__(self, dataset: EpochDataset, order: ResumableSampler, **options: Any) -> None:
-        super().__init__(dataset, batch_size=order.local_batch, sampler=EndlessOrder(order), drop_last=True, **options)
+        super().__init__(
+            dataset,
+            batch_size=order.local_batch,
+            sampler=EndlessOrder(order),
+            drop_last=True,
+            **options,
+        )
         self.order = order
 
     def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
@@ -240,9 +263,9 @@ class TrainLoader(DataLoader[Any]):
 
         Only one stream of a loader may be in use: the sampler and the loader processes are shared.
 
-        Yields:
-            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,). Images are bytes where
-            the loader pins memory, else as the model takes them.
+        Yields: Inputs and targets, of images (local_batch, 3, edge, edge) and labels
+            (local_batch,). Images are bytes where the loader pins memory, else as the model takes
+            them.
         """
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
@@ -261,33 +284,41 @@ def make_train_loader(
 ) -> TrainLoader:
     """The loader of one worker of a data-parallel training; see `ResumableSampler` for what it yields.
 
-    Args:
-        dataset: Items (inputs, targets) by index.
-        local_batch: Samples a step and worker.
-        rank: Which worker this is.
-        world_size: How many there are.
-        seed: Of order and augmentation.
-        loader_workers: Processes that load; 0 loads in this process.
-        pin_memory: Whether batches are for a GPU: put where it can fetch them by itself, images as bytes.
+    Args: dataset: Items (inputs, targets) by index. local_batch: Samples a step and worker. rank:
+        Which worker this is. world_size: How many there are. seed: Of order and augmentation.
+        loader_workers: Processes that load; 0 loads in this process. pin_memory: Whether batches
+        are for a GPU: put where it can fetch them by itself, images as bytes.
 
     Raises:
         InputError: The data set is smaller than one global batch.
     """
-    order = ResumableSampler(dataset, local_batch=local_batch, rank=rank, world_size=world_size, seed=seed)
+    order = ResumableSampler(
+        dataset, local_batch=local_batch, rank=rank, world_size=world_size, seed=seed
+    )
     samples = len(dataset)  # type: ignore[arg-type] # checked when the data was built
     if samples < order.global_batch:
         message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
         lower = "lower search.max_batch, and search.min_batch where that is above it; in a study study.batches"
         raise InputError(f"{message}; {lower}")
-    return TrainLoader(EpochDataset(dataset, seed), order, **_options(dataset, loader_workers, pin_memory))
+    return TrainLoader(
+        EpochDataset(dataset, seed), order, **_options(dataset, loader_workers, pin_memory)
+    )
 
 
 def make_test_loader(
-    dataset: Dataset[Any], *, batch: int, rank: int, world_size: int, loader_workers: int, pin_memory: bool
+    dataset: Dataset[Any],
+    *,
+    batch: int,
+    rank: int,
+    world_size: int,
+    loader_workers: int,
+    pin_memory: bool,
 ) -> DataLoader[Any]:
     """One worker's share of the test set: every `world_size`-th sample, none twice; shares may differ by one sample."""
     samples = range(rank, len(dataset), world_size)  # type: ignore[arg-type] # checked when the data was built
-    return DataLoader(dataset, batch_size=batch, sampler=samples, **_options(dataset, loader_workers, pin_memory))
+    return DataLoader(
+        dataset, batch_size=batch, sampler=samples, **_options(dataset, loader_workers, pin_memory)
+    )
 
 
 def most_batches(loader: DataLoader[Any], world_size: int) -> int:
@@ -297,10 +328,16 @@ def most_batches(loader: DataLoader[Any], world_size: int) -> int:
 
 
 def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> dict[str, Any]:
-    # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers that dropout uses.
-    options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator(), "collate_fn": collate}
+    # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers
+    # that dropout uses.
+    options: dict[str, Any] = {
+        "pin_memory": pin_memory,
+        "generator": torch.Generator(),
+        "collate_fn": collate,
+    }
     if isinstance(dataset, ImageDataset) and not pin_memory:
-        # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so by itself.
+        # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so
+        # by itself.
         options["collate_fn"] = partial(_collate_prepared, dataset.preprocessing)
     if loader_workers == 0:
         return options
@@ -308,7 +345,9 @@ def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> di
     return options | process_options(loader_workers, __name__)
 
 
-def _collate_prepared(preprocessing: Preprocessing, items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def _collate_prepared(
+    preprocessing: Preprocessing, items: list[tuple[Tensor, int]]
+) -> tuple[Tensor, Tensor]:
     images, labels = zip(*items, strict=True)
     return preprocessing.apply(torch.stack(images)), torch.tensor(labels)
 
@@ -329,7 +368,8 @@ class Copies(Protocol[C]):
 def one_ahead(batches: Iterator[Batch], copies: Copies[C]) -> Iterator[Batch]:
     """Yield batches on the device in their order; when one is yielded, the copy of the next has begun.
 
-    Whoever asks for a batch waits for the loader to have the next one. Of what was yielded nothing is kept.
+    Whoever asks for a batch waits for the loader to have the next one. Of what was yielded nothing
+    is kept.
     """
     under_way: deque[C] = deque()
     for batch in batches:
@@ -352,10 +392,10 @@ class Copying(NamedTuple):
 class StreamCopies:
     """Copies to a GPU on a stream of their own.
 
-    The batch must lie in pinned memory, or the host waits for the copy. It may be freed at once: the allocator of
-    pinned memory does not hand it out again before the copy is done. Likewise the GPU's: memory of a copy belongs to
-    this stream, and `record_stream` keeps it from the next copy until the stream that uses the tensor has done what it
-    was asked before the tensor was freed.
+    The batch must lie in pinned memory, or the host waits for the copy. It may be freed at once:
+    the allocator of pinned memory does not hand it out again before the copy is done. Likewise the
+    GPU's: memory of a copy belongs to this stream, and `record_stream` keeps it from the next copy
+    until the stream that uses the tensor has done what it was asked before the tensor was freed.
 
     Args:
         device: Which GPU.

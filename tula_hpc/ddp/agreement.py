@@ -24,16 +24,18 @@ class Agreement(Protocol):
         """Wait for the device."""
 
 
-CHECK_EVERY_S = 1.0  # a preempted job has at least some seconds of grace; one small collective a second costs nothing
-FIRST_CHECKS = 10  # look at every step until the step time is known
+# a preempted job has at least some seconds of grace; one small collective a second costs nothing
+CHECK_EVERY_S = 1.0
+# look at every step until the step time is known
+FIRST_CHECKS = 10
 T = TypeVar("T")
 
 
 class Suspensions:
     """Remembers that this process was stopped and told to go on: what was timed meanwhile says nothing.
 
-    Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT also precedes
-    the TERM of a cancellation, when nothing is timed any more.
+    Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT
+    also precedes the TERM of a cancellation, when nothing is timed any more.
     """
 
     def __init__(self) -> None:
@@ -63,15 +65,18 @@ class Suspensions:
             yield
         except RuntimeError as error:
             if lost_a_peer(error) and self.take():
-                raise PreemptedError("the job was suspended for longer than its workers wait for each other") from error
+                raise PreemptedError(
+                    "the job was suspended for longer than its workers wait for each other"
+                ) from error
             raise
 
 
 class StopRequest:
     """Remembers USR2 (time limit, preemption with the user signal) and TERM (preemption without it).
 
-    Submitit's own handler would pickle and requeue between two arbitrary bytecodes; this one only sets a flag, and the
-    training loop saves at the next step boundary. Install it in the main thread.
+    Submitit's own handler would pickle and requeue between two arbitrary bytecodes; this one only
+    sets a flag, and the training loop saves at the next step boundary. Install it in the main
+    thread.
     """
 
     def __init__(self) -> None:
@@ -92,7 +97,8 @@ class Wish(IntEnum):
 
     NOTHING = 0
     SAVE = 1
-    FAIL = 2  # a checkpoint could not be saved
+    # a checkpoint could not be saved
+    FAIL = 2
 
 
 class Decision(NamedTuple):
@@ -100,8 +106,10 @@ class Decision(NamedTuple):
 
     stop: bool
     save: bool
-    shared: tuple[float, ...] = ()  # the largest of each further value over the workers; empty between looks
-    failed: bool = False  # a checkpoint could not be saved
+    # the largest of each further value over the workers; empty between looks
+    shared: tuple[float, ...] = ()
+    # a checkpoint could not be saved
+    failed: bool = False
 
 
 class Agreed:
@@ -115,7 +123,11 @@ class Agreed:
     """
 
     def __init__(
-        self, worker: Agreement, stop: StopRequest, wish: Callable[[], Wish], every_s: float = CHECK_EVERY_S
+        self,
+        worker: Agreement,
+        stop: StopRequest,
+        wish: Callable[[], Wish],
+        every_s: float = CHECK_EVERY_S,
     ) -> None:
         self.worker, self.stop, self.wish, self.every_s = worker, stop, wish, every_s
         self.interval_steps = 1
@@ -125,8 +137,8 @@ class Agreed:
     def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
         """Call after every step, on every worker.
 
-        Args:
-            values: Asked when it is time to look: further numbers of this worker, as many on every worker.
+        Args: values: Asked when it is time to look: further numbers of this worker, as many on
+            every worker.
         """
         self.steps += 1
         if self.steps % self.interval_steps:
@@ -137,7 +149,9 @@ class Agreed:
         stop, wish, slowest_s, *shared = self.worker.agree(*mine)
         if self.steps >= FIRST_CHECKS:
             self.interval_steps = max(1, int(self.every_s / max(slowest_s, 1e-6)))
-        return Decision(bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL)
+        return Decision(
+            bool(stop), bool(stop) or wish == Wish.SAVE, tuple(shared), failed=wish == Wish.FAIL
+        )
 
 
 class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop

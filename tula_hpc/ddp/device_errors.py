@@ -15,8 +15,8 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.reasons import DEVICE_WORDS, MOST_WORDS
 from tula_hpc.records import RunDirectory
 
-# cudaErrorDevicesUnavailable, NoDevice, ECCUncorrectable, NvlinkUncorrectable, LaunchFailure, SystemNotReady,
-# SystemDriverMismatch and Unknown
+# cudaErrorDevicesUnavailable, NoDevice, ECCUncorrectable, NvlinkUncorrectable, LaunchFailure,
+# SystemNotReady, SystemDriverMismatch and Unknown
 DEVICE_CODES = frozenset({46, 100, 214, 220, 719, 802, 803, 999})
 # for which Slurm's answer is waited while a worker is about to leave
 ANSWER_S = 10.0
@@ -30,7 +30,10 @@ def broken_device(error: BaseException) -> str:
     if isinstance(error, TulaError) and not isinstance(error, DeviceError):
         return ""
     text = str(error)
-    coded = isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in DEVICE_CODES
+    coded = (
+        isinstance(error, torch.AcceleratorError)
+        and getattr(error, "error_code", None) in DEVICE_CODES
+    )
     if not (isinstance(error, DeviceError) or coded or re.search(DEVICE_WORDS, text)):
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

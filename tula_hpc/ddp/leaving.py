@@ -1,8 +1,9 @@
 """How a worker leaves a job in which it has failed: at once, whatever destructors and threads would wait for.
 
-At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time limit of a collective,
-and Python waits for every thread that is not a daemon. All the while the process lives, so that neither `srun -K1` nor
-its peers notice the failure. What must be kept is on disk by then: the record and the traceback.
+At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time
+limit of a collective, and Python waits for every thread that is not a daemon. All the while the
+process lives, so that neither `srun -K1` nor its peers notice the failure. What must be kept is on
+disk by then: the record and the traceback.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _exit_code(error: BaseException) -> int:
 def _leave_with_the_interpreter(exit_code: int) -> None:
     """Arrange for it before threads are waited for, and before any other function that is called at exit.
 
-    Python offers a hook for the latter only. It waits for threads before, after the main one has ended.
+    Python offers a hook for the latter only. It waits for threads before, after the main one has
+    ended.
     """
     atexit.register(_leave, exit_code)
 
@@ -52,7 +54,8 @@ def _leave_with_the_interpreter(exit_code: int) -> None:
         threading.main_thread().join()
         _leave(exit_code)
 
-    # no thread can be had where the limit on processes is reached: the error must not get lost for that
+    # no thread can be had where the limit on processes is reached: the error must not get lost for
+    # that
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=leave_after_the_main_thread, daemon=True, name="leaving").start()
 

@@ -5,10 +5,12 @@
 | lbt, lrs, sqrt | the workload's | nothing: they differ in the rate |
 | lars, lamb | SGD or AdamW with a rate for each layer | nothing |
 | polo | the workload's | post-local SGD; with one worker nothing |
-| static, ags | the workload's, or with `layer_wise` LARS or LAMB | `TulaOptimizer` with `[training]`'s options |
+| static, ags | the workload's, or with `layer_wise` LARS or LAMB | `TulaOptimizer` with
+`[training]`'s options |
 | adascale | the workload's | `TulaOptimizer` in the form that is AdaScale's gain |
 
-Learning rate as a function of how much data was seen, so that it stays right when the batch changes.
+Learning rate as a function of how much data was seen, so that it stays right when the batch
+changes.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
 
-SYNCHRONOUS_EPOCHS = 5  # of post-local SGD, as in the paper
+# of post-local SGD, as in the paper
+SYNCHRONOUS_EPOCHS = 5
 
 
 def build_optimizer(
-    sweep: SweepSpec, model: nn.Module, parameters: list[nn.Parameter], configuration: Configuration, samples: int
+    sweep: SweepSpec,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    configuration: Configuration,
+    samples: int,
 ) -> Optimizer:
     """The method's optimizer.
 
@@ -66,7 +73,9 @@ def synchronous_epochs(epochs: int) -> int:
 
 def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
     """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
-    wanted = max(2, training.reference_batch(configuration.global_batch) // configuration.world_size)
+    wanted = max(
+        2, training.reference_batch(configuration.global_batch) // configuration.world_size
+    )
     return min(wanted, configuration.local_batch)
 
 
@@ -91,7 +100,9 @@ def _scaling(
         "static_scale": training.static_scale if static else None,
         "exponent": options.exponent,
         "smoothing": options.smoothing,
-        "scale_warmup": round(_scale_warmup_epochs(sweep) * _steps_per_epoch(configuration, samples)),
+        "scale_warmup": round(
+            _scale_warmup_epochs(sweep) * _steps_per_epoch(configuration, samples)
+        ),
         "gate": options.gate,
         "exclude": norms_and_biases(model) if options.exclude_norms else (),
         "apply": sweep.scale_applies_to,
@@ -103,7 +114,11 @@ def _scaling(
 def _scale_warmup_epochs(sweep: SweepSpec) -> float:
     """As given; a preset's at most a fifth of a short training."""
     epochs = sweep.training.ags.scale_warmup_epochs
-    return epochs if sweep.training.scale_warmup_epochs is not None else min(epochs, sweep.workload.epochs / 5)
+    return (
+        epochs
+        if sweep.training.scale_warmup_epochs is not None
+        else min(epochs, sweep.workload.epochs / 5)
+    )
 
 
 def _adascale(training: TrainingSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
@@ -111,8 +126,9 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 
         r = (σ² + μ²) / (σ²/S + μ²) = ‖g_b‖² / ‖g_B‖²,  S = B/b,  so that 1 <= r <= S
 
-    Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are left out: methods
-    are compared over equal epochs, so the rate follows the data seen. b is the batch that workload.lr was chosen for.
+    Moving averages have the decay max(0, 1 − S/1000), as there. Its scale-invariant iterations are
+    left out: methods are compared over equal epochs, so the rate follows the data seen. b is the
+    batch that workload.lr was chosen for.
     """
     batches = scaled_batches(training, configuration)
     ratio = batches["large_batch"] / batches["small_batch"]
@@ -136,7 +152,9 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
     return {"small_batch": min(small, large), "large_batch": large}
 
 
-def reference_after(sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float) -> float:
+def reference_after(
+    sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float
+) -> float:
     """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
@@ -174,11 +192,14 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
 def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
     """Steps between two passes; an interval of 0 epochs: as often as passes see at most `PASS_SHARE` of the samples.
 
-    A form that expects norms at every step needs many of them where a single worker with BatchNorm has to take passes.
+    A form that expects norms at every step needs many of them where a single worker with BatchNorm
+    has to take passes.
     """
     epochs = training.ags.update_interval_epochs
     if epochs == 0:
-        return math.ceil(_taken(training, configuration) / (PASS_SHARE * configuration.global_batch))
+        return math.ceil(
+            _taken(training, configuration) / (PASS_SHARE * configuration.global_batch)
+        )
     return max(1, round(epochs * _steps_per_epoch(configuration, samples)))
 
 
@@ -186,24 +207,33 @@ def _steps_per_epoch(configuration: Configuration, samples: int) -> int:
     return max(1, samples // configuration.global_batch)
 
 
-WARMUP_EPOCHS = 5.0  # of the baselines in the paper
-LARGEST_WARMUP = 0.2  # of all epochs: a short run must not be all warm-up
-WARMED_UP = ("lars", "lamb", "polo")  # at whatever batch
-SCALING: Mapping[str, LrScaling] = {"lrs": "linear", "sqrt": "sqrt", "lars": "linear", "lamb": "sqrt"}
+# of the baselines in the paper
+WARMUP_EPOCHS = 5.0
+# of all epochs: a short run must not be all warm-up
+LARGEST_WARMUP = 0.2
+# at whatever batch
+WARMED_UP = ("lars", "lamb", "polo")
+SCALING: Mapping[str, LrScaling] = {
+    "lrs": "linear",
+    "sqrt": "sqrt",
+    "lars": "linear",
+    "lamb": "sqrt",
+}
 
 
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
     """Rate at a (fractional) epoch: linear warm-up to the method's rate, then constant, steps or a cosine to 0.
 
-    torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is less data, and the
-    schedule would run ahead. This one counts data, and the method's rate follows the batch in force.
+    torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is
+    less data, and the schedule would run ahead. This one counts data, and the method's rate follows
+    the batch in force.
 
-    Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate that was scaled up
-    more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate, large minibatch SGD", section 2.2),
-    and no warm-up starts above it.
+    Warm-up begins at a tenth of the method's rate, or at workload.lr where that is lower: a rate
+    that was scaled up more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate,
+    large minibatch SGD", section 2.2), and no warm-up starts above it.
 
-    Args:
-        sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]: see `lr_scale` and
+    Args: sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]:
+        see `lr_scale` and
             `warmup_epochs`.
         global_batch: Over all workers.
         epoch: Samples seen over samples per epoch.
@@ -219,9 +249,9 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
 def lr_scale(training: TrainingSpec, global_batch: int) -> float:
     """The method's rate over workload.lr, which was chosen for `base_batch`: linear, square root, or 1.
 
-    LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of convolutional networks"),
-    LAMB by the root (Y. You et al. 2020, "Large batch optimization for deep learning"); `training.lr_scaling` says
-    otherwise for these two and for AGS.
+    LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of
+    convolutional networks"), LAMB by the root (Y. You et al. 2020, "Large batch optimization for
+    deep learning"); `training.lr_scaling` says otherwise for these two and for AGS.
     """
     ratio = global_batch / training.base_batch
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[_lr_scaling(training)]
@@ -238,13 +268,16 @@ def _lr_scaling(training: TrainingSpec) -> LrScaling:
 def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
     """Epochs of warm-up: training.warmup_epochs, else what the method needs but at least workload.warmup_epochs.
 
-    The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the training, whichever is
-    less; plain training and a rate that is scaled need them beyond `base_batch`: up to it they are what was tuned.
+    The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the
+    training, whichever is less; plain training and a rate that is scaled need them beyond
+    `base_batch`: up to it they are what was tuned.
     """
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:
         return training.warmup_epochs
-    larger = global_batch > training.base_batch and (training.method == "lbt" or _lr_scaling(training) != "none")
+    larger = global_batch > training.base_batch and (
+        training.method == "lbt" or _lr_scaling(training) != "none"
+    )
     needs = larger or training.method in WARMED_UP
     needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if needs else 0.0
     return max(needed, workload.warmup_epochs)

@@ -1,7 +1,8 @@
 """One allocation of nodes, measured on again and again: all workers hear what comes next, and some take part in it.
 
-Those who take part join a torch.distributed job of their own, whose process group is the default one: nothing else has
-to know that there are others. Those who do not, wait for the next word in a system call, which uses no CPU.
+Those who take part join a torch.distributed job of their own, whose process group is the default
+one: nothing else has to know that there are others. Those who do not, wait for the next word in a
+system call, which uses no CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import WorkerEnvironment, granted_gpus
 from tula_hpc.errors import DeviceError, InputError
 
-# A peer that died is noticed by gloo at once and by srun -K1; these bound the wait where neither helps.
+# A peer that died is noticed by gloo at once and by srun -K1; these bound the wait where neither
+# helps.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # a profile job has minutes, and all of its nodes would wait
 PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
@@ -45,8 +47,8 @@ def process_group(
         store: That the workers of the group share; None: they meet in one of their own.
         timeout: Of a collective.
 
-    Raises:
-        InputError: This worker has no GPU of its own, or one that this build of torch has no kernels for.
+    Raises: InputError: This worker has no GPU of its own, or one that this build of torch has no
+        kernels for.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)
@@ -59,16 +61,20 @@ def process_group(
         return
     if store is None:
         store = PrefixStore("group", meet(env, COLLECTIVE_TIMEOUT))
-    dist.init_process_group(backend_of(cluster), timeout=timeout, store=store, rank=env.rank, world_size=env.world_size)
+    dist.init_process_group(
+        backend_of(cluster), timeout=timeout, store=store, rank=env.rank, world_size=env.world_size
+    )
     yield
-    leave_group()  # not after an error: peers may wait in a collective, and nccl would wait for them
+    # not after an error: peers may wait in a collective, and nccl would wait for them
+    leave_group()
 
 
 def leave_group() -> None:
     """End the process group, once no model of it is in use.
 
-    Models go first: one that is freed after its group, as garbage or by whoever still held it, waits for the group's
-    threads and lets nobody run Python meanwhile, for which such a thread may be waiting itself.
+    Models go first: one that is freed after its group, as garbage or by whoever still held it,
+    waits for the group's threads and lets nobody run Python meanwhile, for which such a thread may
+    be waiting itself.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -91,15 +97,21 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         # without kernels for CUDA, or for the nodes' driver, no other node would do
         if granted_gpus() and torch.version.cuda is not None and "is too old" not in _why_no_gpu():
-            raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}")
-        raise InputError(f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device")
+            raise DeviceError(
+                f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}"
+            )
+        raise InputError(
+            f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}', key="device"
+        )
     count = torch.cuda.device_count()
     if count < granted_gpus():
         raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
     # where Slurm binds each task to one GPU, all of them see one
     if local_rank >= count and (cluster.executor == "local" or count > 1):
         message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
-        raise InputError(f"{message}; see workers_per_node, search.cluster_sizes and gres", key="device")
+        raise InputError(
+            f"{message}; see workers_per_node, search.cluster_sizes and gres", key="device"
+        )
     return torch.device("cuda", local_rank % count)
 
 
@@ -129,8 +141,8 @@ def check_kernels(device: torch.device) -> None:
 def check_precision(device: torch.device, precision: str) -> None:
     """Refuse bf16 on a GPU without units for it.
 
-    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, several times slower than fp32;
-    `torch.cuda.is_bf16_supported` counts the emulation as support.
+    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, several times slower
+    than fp32; `torch.cuda.is_bf16_supported` counts the emulation as support.
 
     Raises:
         InputError: Names the GPU and the precision to use instead.
@@ -165,7 +177,11 @@ def describe_versions() -> dict[str, str]:
     """Versions that a measurement depends on."""
     import platform
 
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "kernel": os.uname().release}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": os.uname().release,
+    }
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -175,17 +191,17 @@ def describe_versions() -> dict[str, str]:
 class Allocation:
     """The workers of a job, of which rank 0 decides and all hear what they do next.
 
-    Args:
-        cluster: The device, and the workers on each node.
-        env: This worker's place among all of the job.
-        patience: How long to wait for rank 0's next word. A rank 0 that died is noticed at once: it keeps the store.
+    Args: cluster: The device, and the workers on each node. env: This worker's place among all of
+        the job. patience: How long to wait for rank 0's next word. A rank 0 that died is noticed at
+        once: it keeps the store.
     """
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
         self.cluster, self.env, self.patience = cluster, env, patience
         self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
         self._words = 0
-        self._nodes = 0  # of the group that was joined last
+        # of the group that was joined last
+        self._nodes = 0
         self._group = contextlib.ExitStack()
 
     def hear(self, decide: Callable[[], str]) -> str:
@@ -203,15 +219,17 @@ class Allocation:
     def join(self, nodes: int) -> WorkerEnvironment | None:
         """Be a worker of the first `nodes` nodes, or None for those on other nodes; every worker calls this.
 
-        The group stays as long as the number of nodes does. It is left with `leave`, not after an error: see
-        `process_group`.
+        The group stays as long as the number of nodes does. It is left with `leave`, not after an
+        error: see `process_group`.
         """
         place = place_among(self.env, nodes, self.cluster.workers_per_node)
         if nodes != self._nodes:
             self.leave()
             self._nodes = nodes
             if place is not None:
-                store = None if self.store is None else PrefixStore(f"group/{self._words}", self.store)
+                store = (
+                    None if self.store is None else PrefixStore(f"group/{self._words}", self.store)
+                )
                 group = process_group(self.cluster, place, store, PROFILE_COLLECTIVE_TIMEOUT)
                 self._group.enter_context(group)
         return place
@@ -236,13 +254,17 @@ class Allocation:
             store.wait(keys, self.patience)
 
 
-def place_among(env: WorkerEnvironment, nodes: int, workers_per_node: int) -> WorkerEnvironment | None:
+def place_among(
+    env: WorkerEnvironment, nodes: int, workers_per_node: int
+) -> WorkerEnvironment | None:
     """This worker's place among those of the job's first nodes; None if it runs on another one.
 
-    Slurm may number tasks round the nodes, so that ranks are counted anew, node by node; rank 0 remains rank 0. The
-    local executor emulates nodes: it has one, with all workers.
+    Slurm may number tasks round the nodes, so that ranks are counted anew, node by node; rank 0
+    remains rank 0. The local executor emulates nodes: it has one, with all workers.
     """
-    node, local_rank = (env.node_rank, env.local_rank) if env.on_slurm else divmod(env.rank, workers_per_node)
+    node, local_rank = (
+        (env.node_rank, env.local_rank) if env.on_slurm else divmod(env.rank, workers_per_node)
+    )
     if node >= nodes:
         return None
     rank = node * workers_per_node + local_rank

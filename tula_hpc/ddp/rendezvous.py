@@ -1,18 +1,21 @@
 """How the workers of one job meet: each proves that it belongs to the job before it gets a seat.
 
-torch's TCPStore asks nobody who he is. On a shared node or network a stranger could take the place of a
-rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*, a socket of our own:
-both sides show by HMAC-SHA256 over fresh random numbers that they know the job's secret, a file in the
-submission's private folder. Neither side sends the secret. Only when all ranks are in does rank 0 start the
-store. It listens on the one address at which the ranks came (127.0.0.1 for a job on this machine), takes
-connections from the ranks' addresses alone, and its keys begin with a random prefix that goes through the door.
+torch's TCPStore asks nobody who he is. On a shared node or network a stranger could take the place
+of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*, a socket
+of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the job's
+secret, a file in the submission's private folder. Neither side sends the secret. Only when all
+ranks are in does rank 0 start the store. It listens on the one address at which the ranks came
+(127.0.0.1 for a job on this machine), takes connections from the ranks' addresses alone, and its
+keys begin with a random prefix that goes through the door.
 
-torch's own way, env://, also knows one port only. Here a job has several, in an order of its own: rank 0 listens on the
-first that is free, and the others go round them until somebody there knows the secret.
+torch's own way, env://, also knows one port only. Here a job has several, in an order of its own:
+rank 0 listens on the first that is free, and the others go round them until somebody there knows
+the secret.
 
-What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is trusted. So are those who
-run processes on the ranks' hosts: torch's store knows no password, and lists its keys to them. None of them runs code
-in a rank, as nothing that comes from a peer is unpickled, but they can disturb a training or feed it numbers.
+What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is
+trusted. So are those who run processes on the ranks' hosts: torch's store knows no password, and
+lists its keys to them. None of them runs code in a rank, as nothing that comes from a peer is
+unpickled, but they can disturb a training or feed it numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from tula_hpc.files import read_bounded
 # from 32768 on, Linux gives ports to whoever connects to somewhere
 PORTS = range(10_000, 32_768)
 CANDIDATES = 8
-# On one machine all workers start at once; and there is no srun -K1 that would end those who wait for one that died.
+# On one machine all workers start at once; and there is no srun -K1 that would end those who wait
+# for one that died.
 LOCAL_PATIENCE = timedelta(minutes=2)
 # A peer that is ours answers at once; a stranger may say nothing for ever.
 HANDSHAKE_S = 5.0
@@ -70,14 +74,12 @@ SO_ATTACH_FILTER = 26
 def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
     """Return a store that all workers of the job share; every worker calls this, as often as the others do.
 
-    Args:
-        env: This worker's place in the job.
-        patience: How long to wait for the others, at most `LOCAL_PATIENCE` on one machine; it also becomes the time
+    Args: env: This worker's place in the job. patience: How long to wait for the others, at most
+        `LOCAL_PATIENCE` on one machine; it also becomes the time
             limit of what is asked of the store.
 
-    Raises:
-        MeetingError: Workers did not come, there is no port that rank 0 can listen on, or the job has no secret.
-        InputError: MASTER_PORT is no port.
+    Raises: MeetingError: Workers did not come, there is no port that rank 0 can listen on, or the
+        job has no secret. InputError: MASTER_PORT is no port.
     """
     limit = patience if env.on_slurm else min(patience, LOCAL_PATIENCE)
     secret = _read_secret(env)
@@ -97,7 +99,9 @@ def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
         # no secret: all workers are to draw the same
         return random.Random(_job_name(env)).sample(PORTS, CANDIDATES)  # noqa: S311
     if not env.master_port.isdecimal() or not 0 < int(env.master_port) < 2**16:
-        raise InputError(f"expected a port from 1 to 65535, found {env.master_port!r}", source="MASTER_PORT")
+        raise InputError(
+            f"expected a port from 1 to 65535, found {env.master_port!r}", source="MASTER_PORT"
+        )
     return [int(env.master_port)]
 
 
@@ -169,7 +173,9 @@ class _Door:
         threading.Thread(target=self._serve, daemon=True, name="door").start()
         try:
             with self.changed:
-                complete = self.changed.wait_for(lambda: len(self.guests) == expected, patience.total_seconds())
+                complete = self.changed.wait_for(
+                    lambda: len(self.guests) == expected, patience.total_seconds()
+                )
             if not complete:
                 raise MeetingError(self._absence(patience))
             return self._start_store()
@@ -205,8 +211,9 @@ class _Door:
     def _make_room(self, connection: socket.socket) -> None:
         """Give a newcomer a place; where there is none, one that is drawn among those that hold one is sent away.
 
-        Strangers who hold all places, and come again at once, would keep the workers out for ever if newcomers had to
-        wait; and if the oldest went, by coming faster than a worker can prove itself.
+        Strangers who hold all places, and come again at once, would keep the workers out for ever
+        if newcomers had to wait; and if the oldest went, by coming faster than a worker can prove
+        itself.
         """
         with self.changed:
             if len(self.unproven) >= MOST_STRANGERS + self.env.world_size:
@@ -225,13 +232,18 @@ class _Door:
         try:
             connection.settimeout(HANDSHAKE_S)
             client_nonce = _receive(connection, NONCE_BYTES)
-            proof = _Proof(self.secret, _job_name(self.env), client_nonce, secrets.token_bytes(NONCE_BYTES))
+            proof = _Proof(
+                self.secret, _job_name(self.env), client_nonce, secrets.token_bytes(NONCE_BYTES)
+            )
             connection.sendall(proof.server_nonce + proof.of("server"))
             answer = _receive(connection, 4 + PROOF_BYTES)
             rank_bytes, given = answer[:4], answer[4:]
             if not proof.holds(given, "client", rank_bytes):
                 raise _StrangerError
-            self._seat(struct.unpack("!I", rank_bytes)[0], _Guest(connection, proof, peer, connection.getsockname()[0]))
+            self._seat(
+                struct.unpack("!I", rank_bytes)[0],
+                _Guest(connection, proof, peer, connection.getsockname()[0]),
+            )
         except (OSError, _StrangerError):
             connection.close()
             self._report(peer)
@@ -256,12 +268,16 @@ class _Door:
 
     def _start_store(self) -> Store:
         guests = self.guests.values()
-        outside = {guest.ours for guest in guests if not ipaddress.ip_address(guest.ours).is_loopback}
+        outside = {
+            guest.ours for guest in guests if not ipaddress.ip_address(guest.ours).is_loopback
+        }
         # workers of this node may have come by the loopback, where others cannot
         reachable = outside or {guest.ours for guest in guests}
         address = min(reachable)
         only_one = len(reachable) == 1
-        listener = socket.create_server((address if only_one else "", 0), backlog=self.env.world_size + 16)
+        listener = socket.create_server(
+            (address if only_one else "", 0), backlog=self.env.world_size + 16
+        )
         port = listener.getsockname()[1]
         _admit_only(listener, reachable | {guest.peer for guest in guests})
         # TCPStore owns the descriptor from here on
@@ -326,15 +342,17 @@ def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Sto
     try:
         store = TCPStore(place["address"], place["port"], wait_for_workers=False, timeout=LOOK_UP)
     except (DistNetworkError, RuntimeError) as error:
-        raise MeetingError(f"rank {env.rank} does not reach rank 0's store: {_first_line(error)}") from None
+        raise MeetingError(
+            f"rank {env.rank} does not reach rank 0's store: {_first_line(error)}"
+        ) from None
     return PrefixStore(place["prefix"], store)
 
 
 def _listen(env: WorkerEnvironment) -> socket.socket:
     """Open rank 0's door on the first port that is free.
 
-    On Slurm on all interfaces: the name by which the others know this node may be another address to them than it is
-    here, and whoever comes has to prove himself.
+    On Slurm on all interfaces: the name by which the others know this node may be another address
+    to them than it is here, and whoever comes has to prove himself.
     """
     ports, why = candidate_ports(env), ""
     address = "" if env.on_slurm else LOOPBACK
@@ -343,15 +361,17 @@ def _listen(env: WorkerEnvironment) -> socket.socket:
             return socket.create_server((address, port), backlog=env.world_size + 16)
         except OSError as error:
             why = str(error)
-    asked = "; MASTER_PORT asks for that one: without it another is taken" if env.master_port else ""
+    asked = (
+        "; MASTER_PORT asks for that one: without it another is taken" if env.master_port else ""
+    )
     raise MeetingError(f"rank 0 cannot listen at {_host(env)} on {_named(ports)}{asked}: {why}")
 
 
 def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     """Have the kernel drop connections from anywhere else: TCPStore tells its keys to whoever is connected.
 
-    A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the sender's IPv4 address;
-    sockets that it accepts inherit it.
+    A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the
+    sender's IPv4 address; sockets that it accepts inherit it.
     """
     own = [int(ipaddress.IPv4Address(address)) for address in sorted(addresses)]
     # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header

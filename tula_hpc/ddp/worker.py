@@ -51,7 +51,11 @@ class Worker:
     """
 
     def __init__(
-        self, sweep: SweepSpec, cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment
+        self,
+        sweep: SweepSpec,
+        cluster: ClusterSpec,
+        configuration: Configuration,
+        env: WorkerEnvironment,
     ) -> None:
         self.sweep, self.configuration, self.env = sweep, configuration, env
         self.device = pick_device(cluster, env.local_rank)
@@ -64,11 +68,15 @@ class Worker:
         self.workload = workload = build_workload(sweep.workload, self.device)
         self.model = self._place(workload.model)
         self.parallel = self._wrap(self.model)
-        self.unused_sought = self.parallel is self.model  # a single worker does not mind unused parameters
+        # a single worker does not mind unused parameters
+        self.unused_sought = self.parallel is self.model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
-        self.optimizer = build_optimizer(sweep, self.model, self.parameters, configuration, self.samples)
-        # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have another
+        self.optimizer = build_optimizer(
+            sweep, self.model, self.parameters, configuration, self.samples
+        )
+        # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have
+        # another
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.observer = self._observe()
         self.norms = self._small_norms()
@@ -84,14 +92,17 @@ class Worker:
         )
 
     def _place(self, model: nn.Module) -> nn.Module:
-        channels_last = torch.channels_last if self.sweep.workload.channels_last else torch.preserve_format
+        channels_last = (
+            torch.channels_last if self.sweep.workload.channels_last else torch.preserve_format
+        )
         return model.to(self.device, memory_format=channels_last)  # type: ignore[call-overload,no-any-return]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.env.world_size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        # where workers step by themselves, rank 0's BatchNorm statistics must not replace their own meanwhile
+        # where workers step by themselves, rank 0's BatchNorm statistics must not replace their own
+        # meanwhile
         broadcast = self.sweep.training.method != "polo"
         return DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
@@ -102,27 +113,35 @@ class Worker:
         training = self.sweep.training
         if not training.observe_gradients or training.adapts:
             return None
-        stepped = self.optimizer.optim if isinstance(self.optimizer, PostLocalSGD) else self.optimizer
+        stepped = (
+            self.optimizer.optim if isinstance(self.optimizer, PostLocalSGD) else self.optimizer
+        )
         return GradientObserver(stepped, self.configuration.global_batch)
 
     def _small_norms(self) -> LocalNorms | PartNorms | None:
         """What gives norms of small gradients at every step without a pass; None: they take passes, if anything.
 
-        A single worker takes its batch in two parts, where that changes nothing but the order of additions. BatchNorm
-        would train on statistics of half the batch: such a model keeps the reference pass, at its interval. So does,
-        without any pass, a training that is only observed: it must not change by that.
+        A single worker takes its batch in two parts, where that changes nothing but the order of
+        additions. BatchNorm would train on statistics of half the batch: such a model keeps the
+        reference pass, at its interval. So does, without any pass, a training that is only
+        observed: it must not change by that.
         """
         norms: LocalNorms | PartNorms
         if not (self.observer or self.sweep.training.free_reference):
             return None
         if isinstance(self.parallel, DistributedDataParallel):
-            norms = LocalNorms(self.parameters, self.configuration.local_batch, averages=True).attach(self.parallel)
-        elif self.observer or looks_at_whole_batch(self.model) or self.configuration.local_batch < 2:
+            norms = LocalNorms(
+                self.parameters, self.configuration.local_batch, averages=True
+            ).attach(self.parallel)
+        elif (
+            self.observer or looks_at_whole_batch(self.model) or self.configuration.local_batch < 2
+        ):
             return None
         else:
             norms = PartNorms(self.parameters)
         if isinstance(self.optimizer, TulaOptimizer):
-            self.optimizer.update_interval = None  # no pass is ever due
+            # no pass is ever due
+            self.optimizer.update_interval = None
         return norms
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
@@ -135,8 +154,12 @@ class Worker:
 
     def to_device(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
         """Bring a batch to the device as the model takes it: bytes of images scaled, images in its memory format."""
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets))
-        inputs, targets = map_tensors(self._laid_out, (prepared(self.workload.train, inputs), targets))
+        inputs, targets = map_tensors(
+            lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets)
+        )
+        inputs, targets = map_tensors(
+            self._laid_out, (prepared(self.workload.train, inputs), targets)
+        )
         return inputs, targets
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
@@ -179,7 +202,9 @@ class Worker:
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
             if isinstance(self.norms, PartNorms) and not whole:
-                return torch.stack([self._backward(*part) for part in self.norms.parts(inputs, targets)]).sum()
+                return torch.stack(
+                    [self._backward(*part) for part in self.norms.parts(inputs, targets)]
+                ).sum()
             loss = self._backward(inputs, targets)
         if not (self.unused_sought or quiet):
             self._refuse_unused()
@@ -192,11 +217,17 @@ class Worker:
             InputError: A parameter has none.
         """
         self.unused_sought = True
-        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        unused = [
+            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
+        ]
         if unused:
-            names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+            names = ", ".join(unused[:3]) + (
+                f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            )
             message = f"the loss gives no gradient to {names}, which several workers wait for"
-            raise InputError(f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model")
+            raise InputError(
+                f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model"
+            )
 
     def _backward(self, inputs: Batch, targets: Batch, share: float = 1.0) -> Tensor:
         with self.autocast():
@@ -219,7 +250,8 @@ class Worker:
     def score(self, inputs: Batch, targets: Batch) -> Tensor:
         """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`.
 
-        As in training both are taken within autocast; outputs that are a tensor are in full precision.
+        As in training both are taken within autocast; outputs that are a tensor are in full
+        precision.
         """
         criterion, count = self.workload.criterion, samples_in(targets)
         with self.autocast():
@@ -285,7 +317,8 @@ class Worker:
         if limit is None:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch has it
+        # as torch has it
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for each in (self.optimizer, self.observer):
             if isinstance(each, TulaOptimizer | GradientObserver):
                 each.observe_clipping(factor)
@@ -294,11 +327,15 @@ class Worker:
     def _observe_small(self, shortened: Tensor | float) -> None:
         """Give the optimizer, or the observer, the norms of this step's small gradients where they are had for nothing.
 
-        They are multiplied as the large gradient was, so that clipping leaves their ratio alone; who is told knows of
-        it and takes the noise of the gradient before.
+        They are multiplied as the large gradient was, so that clipping leaves their ratio alone;
+        who is told knows of it and takes the noise of the gradient before.
         """
         told = self.observer or self.optimizer
-        if self.norms is None or self.is_local or not isinstance(told, TulaOptimizer | GradientObserver):
+        if (
+            self.norms is None
+            or self.is_local
+            or not isinstance(told, TulaOptimizer | GradientObserver)
+        ):
             return
         # the loss scale as a tensor: `get_scale` would wait for the device
         scaled = self.scaler.is_enabled()
@@ -331,12 +368,19 @@ class Worker:
             start: Epochs seen before the step, fractional.
             end: Epochs seen after it; whole after the last step of an epoch.
         """
-        if isinstance(self.optimizer, TulaOptimizer) and self.norms is not None and self.observer is None:
-            self.optimizer.set_reference(reference_after(self.sweep, self.configuration, self.samples, start))
+        if (
+            isinstance(self.optimizer, TulaOptimizer)
+            and self.norms is not None
+            and self.observer is None
+        ):
+            self.optimizer.set_reference(
+                reference_after(self.sweep, self.configuration, self.samples, start)
+            )
         if isinstance(self.optimizer, PostLocalSGD):
             self.optimizer.averager.place(start, end)
             if start == self.optimizer.averager.synchronous_epochs:
-                self.share_buffers()  # all go their own ways from one point
+                # all go their own ways from one point
+                self.share_buffers()
 
     def own_state(self) -> dict[str, Any]:
         """What only this worker has while `is_local`."""
@@ -361,7 +405,8 @@ class Worker:
         """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
-                whole = buffer.contiguous()  # of a strided view gloo would send the memory that lies between
+                # of a strided view gloo would send the memory that lies between
+                whole = buffer.contiguous()
                 dist.broadcast(whole, src=0)
                 if whole is not buffer:
                     buffer.copy_(whole)
@@ -388,14 +433,16 @@ class Worker:
         return [float(value) for value in tensor.tolist()]
 
 
-BUCKET_BYTES = 25 * 1024**2  # DDP's default bucket: the bare all-reduce sends what DDP sends
+# DDP's default bucket: the bare all-reduce sends what DDP sends
+BUCKET_BYTES = 25 * 1024**2
 
 
 def bare_all_reduce(worker: Worker) -> Callable[[], None]:
     """A call that all-reduces as many bytes as the gradient has, in DDP's bucket size, and nothing else.
 
-    Meanwhile the loader has nothing to do. Where its processes and the collective's threads share cores in training,
-    an all-reduce takes longer there than by itself; whole steps, which are timed with the loader at work, hold that.
+    Meanwhile the loader has nothing to do. Where its processes and the collective's threads share
+    cores in training, an all-reduce takes longer there than by itself; whole steps, which are timed
+    with the loader at work, hold that.
     """
     count = sum(p.numel() for p in worker.parameters)
     flat = torch.ones(count, dtype=worker.parameters[0].dtype, device=worker.device)
@@ -406,6 +453,7 @@ def bare_all_reduce(worker: Worker) -> Callable[[], None]:
         for handle in handles:
             if handle is not None:
                 handle.wait()
-        flat.fill_(1.0)  # or the sums overflow after some hundred steps
+        # or the sums overflow after some hundred steps
+        flat.fill_(1.0)
 
     return step

@@ -1,19 +1,20 @@
 """The gradient's noise scale from gradients of two batch sizes at the same weights.
 
-With the true gradient G and one sample's covariance Σ, a batch of B samples has E|g_B|² = |G|² + tr(Σ)/B. Two batch
-sizes b < B therefore give both unknowns without bias (S. McCandlish et al., "An Empirical Model of Large-Batch
-Training", 2018, appendix A.1):
+With the true gradient G and one sample's covariance Σ, a batch of B samples has E|g_B|² = |G|² +
+tr(Σ)/B. Two batch sizes b < B therefore give both unknowns without bias (S. McCandlish et al., "An
+Empirical Model of Large-Batch Training", 2018, appendix A.1):
 
     |G|²  ≈ (B·|g_B|² − b·|g_b|²) / (B − b)
     tr(Σ) ≈ (|g_b|² − |g_B|²) / (1/b − 1/B)          B_noise = tr(Σ) / |G|²
 
-This holds also where the small batch is a part of the large one. Both are noisy, |G|² may come out negative, and the
-ratio of two noisy numbers is biased: so they are smoothed apart, and only then divided.
+This holds also where the small batch is a part of the large one. Both are noisy, |G|² may come out
+negative, and the ratio of two noisy numbers is biased: so they are smoothed apart, and only then
+divided.
 
 The critical batch of an epoch, from readings of the gradient's noise at its steps.
 
-As `NoiseScale`, but with equal weights over the epoch: both |G|² and tr(Σ) are averaged before they are divided, since
-their single estimates are unbiased and that of their ratio is not.
+As `NoiseScale`, but with equal weights over the epoch: both |G|² and tr(Σ) are averaged before they
+are divided, since their single estimates are unbiased and that of their ratio is not.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-DECAY = 0.9  # of the moving averages, for each pair of gradients
-STEP_DECAY = 0.99  # of the same, where every step brings a pair
+# of the moving averages, for each pair of gradients
+DECAY = 0.9
+# of the same, where every step brings a pair
+STEP_DECAY = 0.99
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -34,11 +37,8 @@ Number = TypeVar("Number", float, Tensor)
 def gradient_square(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
     """Unbiased |G|² from |g_b|² and |g_B|²; of any sign. Vectors of squared norms, one for each tensor, will do.
 
-    Args:
-        small: |g_b|², squared norm of the mean gradient over b samples; a mean of several such norms will do.
-        large: |g_B|², likewise.
-        small_batch: b.
-        large_batch: B, above b.
+    Args: small: |g_b|², squared norm of the mean gradient over b samples; a mean of several such
+        norms will do. large: |g_B|², likewise. small_batch: b. large_batch: B, above b.
     """
     return (large * large_batch - small * small_batch) / (large_batch - small_batch)
 
@@ -48,7 +48,9 @@ def noise_trace(small: Number, large: Number, small_batch: float, large_batch: f
     return (small - large) / (1.0 / small_batch - 1.0 / large_batch)
 
 
-def square_at(small: Number, large: Number, small_batch: float, large_batch: float, batch: float) -> Number:
+def square_at(
+    small: Number, large: Number, small_batch: float, large_batch: float, batch: float
+) -> Number:
     """E|g|² at any batch, from |g_b|² and |g_B|²: the line in 1/batch through both; of any sign.
 
         s(n) = |g_B|² + (|g_b|² − |g_B|²)·(1/n − 1/B)/(1/b − 1/B)
@@ -60,7 +62,9 @@ def square_at(small: Number, large: Number, small_batch: float, large_batch: flo
         large_batch: B, above b.
         batch: n, samples.
     """
-    return large + noise_trace(small, large, small_batch, large_batch) * (1.0 / batch - 1.0 / large_batch)
+    return large + noise_trace(small, large, small_batch, large_batch) * (
+        1.0 / batch - 1.0 / large_batch
+    )
 
 
 def noise_scale(square: float, trace: float) -> float:
@@ -71,9 +75,12 @@ def noise_scale(square: float, trace: float) -> float:
 class NoiseReading(NamedTuple):
     """What `NoiseScale.read` returns; NaN where unknown."""
 
-    noise_scale: float  # samples, from the moving averages
-    recent_square: float  # mean |G|² of the pairs since the last reading
-    recent_trace: float  # mean tr(Σ) of the same pairs
+    # samples, from the moving averages
+    noise_scale: float
+    # mean |G|² of the pairs since the last reading
+    recent_square: float
+    # mean tr(Σ) of the same pairs
+    recent_trace: float
 
 
 NO_READING = NoiseReading(math.nan, math.nan, math.nan)
@@ -87,10 +94,16 @@ class NoiseScale:
     """
 
     def __init__(self) -> None:
-        self._sums: Tensor | None = None  # (5,), float64: averages of |G|², tr(Σ); sums and count since last read
+        # (5,), float64: averages of |G|², tr(Σ); sums and count since last read
+        self._sums: Tensor | None = None
 
     def observe(
-        self, small: Tensor, large: Tensor, small_batch: float, large_batch: float, decay: float = DECAY
+        self,
+        small: Tensor,
+        large: Tensor,
+        small_batch: float,
+        large_batch: float,
+        decay: float = DECAY,
     ) -> None:
         """Take in squared norms of two batches' gradients at the same weights. Does not wait for the device.
 
@@ -107,7 +120,11 @@ class NoiseScale:
         square = gradient_square(small, large, small_batch, large_batch)
         trace = noise_trace(small, large, small_batch, large_batch)
         pair = torch.stack([square, trace])
-        old = torch.zeros(5, dtype=torch.float64, device=pair.device) if self._sums is None else self._sums
+        old = (
+            torch.zeros(5, dtype=torch.float64, device=pair.device)
+            if self._sums is None
+            else self._sums
+        )
         averages = decay * old[:2] + (1 - decay) * pair
         new = torch.cat([averages, old[2:4] + pair, old[4:] + 1])
         self._sums = torch.where(torch.isfinite(pair).all(), new, old)
@@ -124,12 +141,9 @@ class NoiseScale:
     ) -> None:
         """Take in squared norms of each parameter's gradients; those without both count for nothing.
 
-        Args:
-            small: (n,) |g_b|², NaN where there is none.
-            large: (n,) |g_B|², likewise.
-            total: ‖g_B‖² of all of them, 0-dim; where it is not finite, as after an overflow, the pair is passed over.
-            batches: b and B.
-            factor: That both are multiplied with, 0-dim or a number.
+        Args: small: (n,) |g_b|², NaN where there is none. large: (n,) |g_B|², likewise. total:
+            ‖g_B‖² of all of them, 0-dim; where it is not finite, as after an overflow, the pair is
+            passed over. batches: b and B. factor: That both are multiplied with, 0-dim or a number.
             decay: As for `observe`.
         """
         known = ~(small.isnan() | large.isnan())
@@ -178,7 +192,9 @@ class CriticalBatch:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with what `state_dict` gave."""
-        self._square, self._trace, self._weight = (state[name] for name in ("square", "trace", "weight"))
+        self._square, self._trace, self._weight = (
+            state[name] for name in ("square", "trace", "weight")
+        )
 
     def take(self) -> float:
         """tr(Σ)/|G|² in samples, and start anew; NaN without readings, or where noise hides the gradient."""

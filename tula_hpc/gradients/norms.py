@@ -16,9 +16,8 @@ def foreach_norms(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     Args:
         gradients: Dense tensors of any shapes, devices and floating-point types.
 
-    Returns:
-        0-dim tensors by the gradient's place, float32 or float64, on its device. They come device by device and type by
-        type, so that their sum is always added up in the same order.
+    Returns: 0-dim tensors by the gradient's place, float32 or float64, on its device. They come
+        device by device and type by type, so that their sum is always added up in the same order.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
@@ -26,7 +25,11 @@ def foreach_norms(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     for (_, dtype), places in alike.items():
         group = [gradients[place] for place in places]
-        norms |= zip(places, torch._foreach_norm(group, 2.0, torch.promote_types(dtype, torch.float32)), strict=True)
+        norms |= zip(
+            places,
+            torch._foreach_norm(group, 2.0, torch.promote_types(dtype, torch.float32)),
+            strict=True,
+        )
     return norms
 
 
@@ -41,7 +44,11 @@ def norms_where_present(gradients: Sequence[Tensor | None]) -> list[Tensor | Non
 def squares(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """(n,) squares of 0-dim norms, NaN for None; float64, in which small float32 numbers do not vanish."""
     absent = torch.full((), torch.nan, device=device)
-    return torch.stack([absent if norm is None else norm.to(device) for norm in norms]).double().square()
+    return (
+        torch.stack([absent if norm is None else norm.to(device) for norm in norms])
+        .double()
+        .square()
+    )
 
 
 def squared(scale: Tensor | float) -> Tensor | float:
@@ -75,7 +82,9 @@ def dense_gradients(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     Raises:
         TypeError: One is sparse or complex.
     """
-    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    gradients = {
+        parameter: parameter.grad for parameter in parameters if parameter.grad is not None
+    }
     for parameter, gradient in gradients.items():
         if gradient.layout is not torch.strided or gradient.is_complex():
             kind, shape = "complex" if gradient.is_complex() else "sparse", tuple(parameter.shape)

@@ -27,29 +27,33 @@ def reference_gradient(
 ) -> list[Tensor | None]:
     """Gradient of the mean loss on a (sub-)batch at the current weights, averaged over the workers.
 
-    Training goes on as if this call had not happened: `.grad`, all buffers (BatchNorm's running statistics) and the
-    random number generators of the CPU and of the parameters' devices are bit for bit as before. The model is used in
-    the mode (train or eval) that it is in.
+    Training goes on as if this call had not happened: `.grad`, all buffers (BatchNorm's running
+    statistics) and the random number generators of the CPU and of the parameters' devices are bit
+    for bit as before. The model is used in the mode (train or eval) that it is in.
 
-    Args:
-        model: The plain module (`ddp.module`, not the DistributedDataParallel around it), called as `model(inputs)`.
-        loss: Called as `loss(output, targets)`; a mean over the batch.
-        inputs: This worker's part of the batch. The parts of all workers have the same size, as in DDP: the average
+    Args: model: The plain module (`ddp.module`, not the DistributedDataParallel around it), called
+        as `model(inputs)`. loss: Called as `loss(output, targets)`; a mean over the batch. inputs:
+        This worker's part of the batch. The parts of all workers have the same size, as in DDP: the
+        average
             over workers is then the gradient over all samples.
         targets: This worker's targets.
         parameters: Parameters in the optimizer's order.
-        group: Process group of the average; the default group if None. Without torch.distributed nothing is exchanged.
-        autocast: Context for forward pass and loss, for example `torch.autocast("cuda", torch.bfloat16)`.
-        loss_scale: The loss is multiplied, the gradient divided by it, so that small float16 gradients do not vanish.
+        group: Process group of the average; the default group if None. Without torch.distributed
+            nothing is exchanged.
+        autocast: Context for forward pass and loss, for example `torch.autocast("cuda",
+            torch.bfloat16)`.
+        loss_scale: The loss is multiplied, the gradient divided by it, so that small float16
+            gradients do not vanish.
 
-    Returns:
-        A gradient of each parameter's shape and type, in order. None where the parameter is frozen, or where the loss
-        does not depend on it on any worker.
+    Returns: A gradient of each parameter's shape and type, in order. None where the parameter is
+        frozen, or where the loss does not depend on it on any worker.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         return [None] * len(parameters)
-    gradients = local_gradient(model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale)
+    gradients = local_gradient(
+        model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale
+    )
     with torch.no_grad():
         found = average_over_workers(gradients, trainable, group)
     of = dict(zip(trainable, found, strict=True))
@@ -114,7 +118,8 @@ def traceless_loss(
         if seed is not None:
             torch.manual_seed(seed)
         with autocast or nullcontext():
-            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards whatever happens
+            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards
+            # whatever happens
             value = loss(functional_call(model, buffers, (inputs,)), targets)
         yield value
 
@@ -123,19 +128,23 @@ def traceless_loss(
 def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Restore the random number generators of the CPU and of the parameters' accelerators on the way out."""
     accelerators = {p.device for p in parameters if p.device.type != "cpu"}
-    kind = next((device.type for device in accelerators), "cuda")  # without devices the kind has no effect
+    # without devices the kind has no effect
+    kind = next((device.type for device in accelerators), "cuda")
     indices = sorted(device.index or 0 for device in accelerators)
     with torch.random.fork_rng(indices, device_type=kind):
         yield
 
 
 def average_over_workers(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
 ) -> Sequence[Tensor | None]:
     """Mean over the workers in one all-reduce; what was given, where there is one worker.
 
-    A parameter that only some workers used counts as zero on the others. Behind the gradients travels one number for
-    each parameter, how many workers used it, so that all workers agree on which entries are None.
+    A parameter that only some workers used counts as zero on the others. Behind the gradients
+    travels one number for each parameter, how many workers used it, so that all workers agree on
+    which entries are None.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return gradients
@@ -150,11 +159,15 @@ def average_over_workers(
     return [average if count else None for average, count in zip(averages, counts, strict=True)]
 
 
-def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *behind: Tensor) -> Tensor:
+def flatten(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *behind: Tensor
+) -> Tensor:
     """One vector in the parameters' order, with zeros for None, on the first one's device; `behind` at its end."""
     device, dtype = flat_kind(parameters)
     parts = [
-        torch.zeros(p.numel(), device=device, dtype=dtype) if g is None else g.to(device, dtype).reshape(-1)
+        torch.zeros(p.numel(), device=device, dtype=dtype)
+        if g is None
+        else g.to(device, dtype).reshape(-1)
         for g, p in zip(gradients, parameters, strict=True)
     ]
     return torch.cat([*parts, *(tensor.to(device, dtype) for tensor in behind)])
@@ -171,4 +184,6 @@ def flat_kind(parameters: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
 def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Parts of a vector as the parameters are: in shape, type and device."""
     parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-    return [part.view(p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
+    return [
+        part.view(p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)
+    ]

@@ -1,23 +1,27 @@
 """The pickle of a job: written by who submits it, with its SHA-256, and loaded by the job only if it is that one.
 
-Whoever may write to a folder above the run directory can put another folder in its place while a job waits, one of the
-job's owner too, which then holds a link to, or a file of, a stranger. So the folder's owner proves nothing. The hash
-travels in the batch script, which Slurm keeps from the time of the submission on, or in the environment of a local job.
+Whoever may write to a folder above the run directory can put another folder in its place while a
+job waits, one of the job's owner too, which then holds a link to, or a file of, a stranger. So the
+folder's owner proves nothing. The hash travels in the batch script, which Slurm keeps from the time
+of the submission on, or in the environment of a local job.
 
-submitit writes the pickle of a job that it requeues anew, on the node, where no script knows its hash. All that differs
-is how many time-outs the job may still have. Here only this number is written, as text, and a job may never have more
-of them than its pickle says: whoever forges it ends a job's requeues early, or keeps them at their first number.
+submitit writes the pickle of a job that it requeues anew, on the node, where no script knows its
+hash. All that differs is how many time-outs the job may still have. Here only this number is
+written, as text, and a job may never have more of them than its pickle says: whoever forges it ends
+a job's requeues early, or keeps them at their first number.
 
-What remains: who can change the script (its owner, the site's administrators; or a stranger who exchanges the folder in
-the moment in which sbatch reads it) or the job's Python and its modules runs what he likes, and whoever can exchange
-the folder can keep the job from running.
+What remains: who can change the script (its owner, the site's administrators; or a stranger who
+exchanges the folder in the moment in which sbatch reads it) or the job's Python and its modules
+runs what he likes, and whoever can exchange the folder can keep the job from running.
 
-What the shell of a job does first, `setup` and `[environment]` of the cluster file, without anybody seeing it.
+What the shell of a job does first, `setup` and `[environment]` of the cluster file, without anybody
+seeing it.
 
-Both may hold keys and passwords. A command line is shown to everybody on the machine, and a script to whoever it is
-mailed to. So the lines travel in a file of the submission's folder, for its owner alone. The shell of the job knows the
-file's SHA-256 and evaluates the very text that has it, for the reason that `job_pickle` gives; the file begins with a
-random number, so that nobody can find a short password by trying hashes.
+Both may hold keys and passwords. A command line is shown to everybody on the machine, and a script
+to whoever it is mailed to. So the lines travel in a file of the submission's folder, for its owner
+alone. The shell of the job knows the file's SHA-256 and evaluates the very text that has it, for
+the reason that `job_pickle` gives; the file begins with a random number, so that nobody can find a
+short password by trying hashes.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
 def setup_text(cluster: ClusterSpec) -> str:
     """Return the lines, so that `$tula_setup` is `done` behind them.
 
-    On this machine a line that fails ends the job, on Slurm it is up to the lines what they do then.
+    On this machine a line that fails ends the job, on Slurm it is up to the lines what they do
+    then.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in _variables(cluster).items()]
     lines = [*cluster.setup, *exports, "tula_setup=done"]
@@ -79,9 +84,14 @@ def run_setup(folder: Path, sha256: str) -> list[str]:
     return [
         f"tula_setup=$(cat {shlex.quote(str(path))})",
         'tula_found=$(printf %s "$tula_setup" | sha256sum)',
-        _or_end(f'[ "${{tula_found%% *}}" = {sha256} ]', f"{path}: is not what was submitted; {WHAT_TO_DO}"),
+        _or_end(
+            f'[ "${{tula_found%% *}}" = {sha256} ]',
+            f"{path}: is not what was submitted; {WHAT_TO_DO}",
+        ),
         'eval "$tula_setup"',
-        _or_end('[ "$tula_setup" = done ]', f"{path}: setup of the cluster file did not come to its end"),
+        _or_end(
+            '[ "$tula_setup" = done ]', f"{path}: setup of the cluster file did not come to its end"
+        ),
     ]
 
 
@@ -95,7 +105,8 @@ def describe_setup(cluster: ClusterSpec) -> str:
     return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(_variables(cluster))}"
 
 
-MOST_BYTES = 2**28  # far more than any job's
+# far more than any job's
+MOST_BYTES = 2**28
 
 
 def write_pickle(folder: Path, index: int, job: DelayedSubmission) -> str:
@@ -128,7 +139,9 @@ def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
         raise LaunchError(f"{path}: cannot be read: {in_words(error)}; {WHAT_TO_DO}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        words = f"expected the pickle that was submitted, with SHA-256 {sha256}, found one with {found}"
+        words = (
+            f"expected the pickle that was submitted, with SHA-256 {sha256}, found one with {found}"
+        )
         raise LaunchError(f"{path}: {words}; {WHAT_TO_DO}")
     job: DelayedSubmission = pickle.loads(content)  # noqa: S301 - these bytes are the submitter's own
     return job

@@ -10,7 +10,14 @@ from typing import Any
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.leaving import leaving_at_once
 from tula_hpc.env import join_job
-from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, RunDirectory, read_records, with_rank_files
+from tula_hpc.records import (
+    MAIN_LABEL,
+    Configuration,
+    Measurement,
+    RunDirectory,
+    read_records,
+    with_rank_files,
+)
 
 
 class Requeueable:
@@ -31,18 +38,15 @@ class Requeueable:
 class ProfileJob(Requeueable):
     """Measures configurations in one allocation, one after another.
 
-    Attributes:
-        sweep: The frozen sweep.
-        cluster: The frozen cluster, or that part of it which is measured.
-        configurations: The first to be measured; what the output already holds is not measured again after a requeue.
-        output: JSON Lines file that this job alone appends to.
-        nodes: Of the allocation. A configuration of fewer runs on the first of them.
-        partition: Which part of the cluster it is, see `Measurement.partition`.
-        asks: Whether to go on, after the list, with what the search proposes for these nodes.
-        smaller: Whether that may be on fewer of them: not while other jobs run, which may measure the same.
-        since: Failures before this time do not count for the search, see `counted`.
-        trusted_batch: For the search, see `propose`.
-        submitted_at: Unix time.
+    Attributes: sweep: The frozen sweep. cluster: The frozen cluster, or that part of it which is
+        measured. configurations: The first to be measured; what the output already holds is not
+        measured again after a requeue. output: JSON Lines file that this job alone appends to.
+        nodes: Of the allocation. A configuration of fewer runs on the first of them. partition:
+        Which part of the cluster it is, see `Measurement.partition`. asks: Whether to go on, after
+        the list, with what the search proposes for these nodes. smaller: Whether that may be on
+        fewer of them: not while other jobs run, which may measure the same. since: Failures before
+        this time do not count for the search, see `counted`. trusted_batch: For the search, see
+        `propose`. submitted_at: Unix time.
     """
 
     sweep: SweepSpec
@@ -62,7 +66,8 @@ class ProfileJob(Requeueable):
         from tula_hpc.profiling.work_queue import Agenda
 
         env = join_job()
-        agenda = Agenda(self, env)  # says that the job began, before torch is imported, which takes seconds
+        # says that the job began, before torch is imported, which takes seconds
+        agenda = Agenda(self, env)
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.profiling.session import run_profile
 
@@ -116,14 +121,15 @@ class TrainJob(Requeueable):
     def __call__(self) -> str:
         """Train; every worker calls this.
 
-        Returns:
-            `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or `preempted` if the job is
-            on its way out.
+        Returns: `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
+            `preempted` if the job is on its way out.
         """
         from tula_hpc.ddp.agreement import StopRequest
 
-        stop = StopRequest().install()  # before torch is imported, which takes seconds
-        RunDirectory(self.root).make_train(self.label)  # it may have been deleted while this job waited
+        # before torch is imported, which takes seconds
+        stop = StopRequest().install()
+        # it may have been deleted while this job waited
+        RunDirectory(self.root).make_train(self.label)
         from tula_hpc.ddp.device_errors import telling_broken_devices
         from tula_hpc.training.loop import run_training
 

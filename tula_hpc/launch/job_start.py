@@ -2,8 +2,9 @@
 
     python -m tula_hpc.launch.job_start FOLDER INDEX SHA256
 
-It takes the place of `python -m submitit.core._submit FOLDER`, which unpickles what it finds. Signals are handled by
-submitit as there; what the job returns is not pickled, since nobody would load it.
+It takes the place of `python -m submitit.core._submit FOLDER`, which unpickles what it finds.
+Signals are handled by submitit as there; what the job returns is not pickled, since nobody would
+load it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Requeue:
         if words is None:
             get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")
         elif countdown < self.time_outs_left:
-            raise UncompletedJobError(f"Job not requeued because: timed-out, and requeue refused: {words}")
+            raise UncompletedJobError(
+                f"Job not requeued because: timed-out, and requeue refused: {words}"
+            )
         else:
             raise PreemptedError(f"requeue refused: {words}")
 

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import RUN_MARK, SECRET_FILE, gpus_as_here, slurm_job_id, unix_time
-from tula_hpc.errors import Failure, InputError, LaunchError, RefusedError, StorageError, SubmitLimitError
+from tula_hpc.errors import (
+    Failure,
+    InputError,
+    LaunchError,
+    RefusedError,
+    StorageError,
+    SubmitLimitError,
+)
 from tula_hpc.files import full_disk, in_words, make_private
 from tula_hpc.formatting import in_short_lines
 from tula_hpc.launch import slurm
@@ -30,20 +37,30 @@ from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, hosts_in, li
 from tula_hpc.records.run_directory import CONTROL, events_of, guards
 
 POLL_S = 2.0
-GONE_POLLS = 3  # a requeued job is missing from squeue for a moment: believe its end only when seen so often
+# a requeued job is missing from squeue for a moment: believe its end only when seen so often
+GONE_POLLS = 3
 LOG_TAIL_LINES = 15
-LOG_READ_LINES = 100  # of each log, for the reason of an end: before the last lines there may be a long traceback
-LARGEST_ARRAY = 1000  # tasks, where the site would allow more
-ROOM_PAUSE_S = 30.0  # between attempts while a limit on submitted jobs holds
-SBATCH_S = 20.0  # so long after its start an sbatch whose caller was killed may still be at work
-CONTROL_MINUTES = 30 * 24 * 60  # so long one may wait for room below a limit, requeued at each time limit of its own
-TIME_OUTS = 3  # after which other jobs that leave that to submitit are not requeued any more
-MADE_LATER = "…"  # in a dry run, for a hash of what is written at the submission
+# of each log, for the reason of an end: before the last lines there may be a long traceback
+LOG_READ_LINES = 100
+# tasks, where the site would allow more
+LARGEST_ARRAY = 1000
+# between attempts while a limit on submitted jobs holds
+ROOM_PAUSE_S = 30.0
+# so long after its start an sbatch whose caller was killed may still be at work
+SBATCH_S = 20.0
+# so long one may wait for room below a limit, requeued at each time limit of its own
+CONTROL_MINUTES = 30 * 24 * 60
+# after which other jobs that leave that to submitit are not requeued any more
+TIME_OUTS = 3
+# in a dry run, for a hash of what is written at the submission
+MADE_LATER = "…"
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
-KILLED_HERE = slurm.StepState("", "", "0:9")  # of a job on this machine, in Slurm's words
+# of a job on this machine, in Slurm's words
+KILLED_HERE = slurm.StepState("", "", "0:9")
 
-Task = tuple[Callable[[], Any], Mapping[str, Any]]  # what to run, and what the event of its submission says besides
+# what to run, and what the event of its submission says besides
+Task = tuple[Callable[[], Any], Mapping[str, Any]]
 
 
 class Submitted(NamedTuple):
@@ -54,7 +71,10 @@ class Submitted(NamedTuple):
 
     def log_files(self) -> list[Path]:
         """Standard error, then standard output, of every task so far."""
-        return [*sorted(self.folder.glob(f"{self.job_id}_*.err")), *sorted(self.folder.glob(f"{self.job_id}_*.out"))]
+        return [
+            *sorted(self.folder.glob(f"{self.job_id}_*.err")),
+            *sorted(self.folder.glob(f"{self.job_id}_*.out")),
+        ]
 
     @property
     def array_id(self) -> str:
@@ -74,19 +94,23 @@ class Request(NamedTuple):
 class Notice(Record):
     """submission.json of a submission's folder, written before sbatch is called: what to look for if nobody heard."""
 
-    name: str  # of the job or array; unique
+    # of the job or array; unique
+    name: str
     stage: str
-    tasks: list[dict[str, Any]]  # see `Event.data` of "submitted"
+    # see `Event.data` of "submitted"
+    tasks: list[dict[str, Any]]
 
 
 class Ended(NamedTuple):
     """How a job ended as far as the scheduler tells; whether it did its work is told by the records it left."""
 
     job: Submitted
-    failure: Failure  # meaningful only where the records are missing
+    # meaningful only where the records are missing
+    failure: Failure
     log_tail: str
     log_file: Path | None
-    hosts: tuple[str, ...] = ()  # in which a device failed, as far as known
+    # in which a device failed, as far as known
+    hosts: tuple[str, ...] = ()
 
 
 def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
@@ -101,8 +125,12 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
             known.setdefault(str(event.data.get("folder")), []).append(event.job_id)
     found = []
     for path in sorted(run.slurm.glob(f"*/{NOTICE}")):
-        notice, ids = read_document(Notice, path), known.get(str(path.parent.relative_to(run.root)), [])
-        if len(ids) < len(notice.tasks):  # fewer, but not none: killed between two events of an array
+        notice, ids = (
+            read_document(Notice, path),
+            known.get(str(path.parent.relative_to(run.root)), []),
+        )
+        # fewer, but not none: killed between two events of an array
+        if len(ids) < len(notice.tasks):
             found.append((path, notice, set(ids)))
     return found
 
@@ -125,7 +153,9 @@ class Launcher:
         detached: Whether to raise `StillRunningError` instead of waiting.
     """
 
-    def __init__(self, cluster: ClusterSpec, run: RunDirectory, name: str, *, detached: bool = False) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, run: RunDirectory, name: str, *, detached: bool = False
+    ) -> None:
         self.cluster, self.run, self.name, self.detached = cluster, run, name, detached
 
     def submit(
@@ -141,20 +171,16 @@ class Launcher:
     ) -> list[Submitted]:
         """Submit as one array, or as few as the site's MaxArraySize allows, one after another.
 
-        Every array has a folder and a name of its own: a scheduler that counts its job ids from 1 again thus cannot
-        make an old result look new.
+        Every array has a folder and a name of its own: a scheduler that counts its job ids from 1
+        again thus cannot make an old result look new.
 
-        Args:
-            jobs: What to run.
-            stage: Names the folder and the jobs.
-            nodes: Of each job.
-            minutes: Time limit of each job.
-            data: What the event of each submission says besides.
-            after: Ids of jobs that must be over before.
-            patient: Whether to wait for room below a limit of the site; and a refusal is noted as the stage's failure.
+        Args: jobs: What to run. stage: Names the folder and the jobs. nodes: Of each job. minutes:
+            Time limit of each job. data: What the event of each submission says besides. after: Ids
+            of jobs that must be over before. patient: Whether to wait for room below a limit of the
+            site; and a refusal is noted as the stage's failure.
 
-        Returns:
-            Those that were accepted, at least one: the first ones, where the site limits how many a user may submit.
+        Returns: Those that were accepted, at least one: the first ones, where the site limits how
+            many a user may submit.
 
         Raises:
             LaunchError: The scheduler refused, or, for want of room, could not wait.
@@ -185,7 +211,9 @@ class Launcher:
             return []
         return broken_hosts(self.run.events(), unix_time())
 
-    def _submit_in_pieces(self, todo: Sequence[Task], request: Request, patient: bool) -> list[Submitted]:
+    def _submit_in_pieces(
+        self, todo: Sequence[Task], request: Request, patient: bool
+    ) -> list[Submitted]:
         most = self._largest_array(len(todo))
         submitted: list[Submitted] = []
         while todo:
@@ -222,7 +250,8 @@ class Launcher:
         if self.dismiss_guards():
             sys.stderr.write(f"{error}; going on without a guard\n")
             return 1
-        if slurm.patiently(slurm.own_jobs) <= (slurm_job_id() is not None):  # a controller job is one of them itself
+        # a controller job is one of them itself
+        if slurm.patiently(slurm.own_jobs) <= (slurm_job_id() is not None):
             raise error
         sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
         time.sleep(ROOM_PAUSE_S)
@@ -232,7 +261,8 @@ class Launcher:
         """Cancel the guards of this run, but not the job that asks; returns whether there were any."""
         idle = [job_id for job_id in guards(self.run) if job_id != slurm_job_id()]
         for job_id in idle:
-            with contextlib.suppress(LaunchError):  # it is over, or starts in vain
+            # it is over, or starts in vain
+            with contextlib.suppress(LaunchError):
                 slurm.cancel([job_id])
             self.run.log_event("ended", CONTROL, job_id=job_id)
         return bool(idle)
@@ -258,9 +288,13 @@ class Launcher:
             raise
         return self._log_submitted(folder, notice, ids)
 
-    def _own(self, name: str, folder: Path, request: Request, setup: Sequence[str]) -> dict[str, Any]:
+    def _own(
+        self, name: str, folder: Path, request: Request, setup: Sequence[str]
+    ) -> dict[str, Any]:
         """The parameters of one submission, with what belongs to it alone."""
-        parameters = self.parameters(stage=request.stage, nodes=request.nodes, minutes=request.minutes)
+        parameters = self.parameters(
+            stage=request.stage, nodes=request.nodes, minutes=request.minutes
+        )
         if self.cluster.executor == "local":
             return {**parameters, "local_setup": [*parameters["local_setup"], *setup]}
         from tula_hpc.launch.slurm_executor import come_again, trust_folder
@@ -277,7 +311,11 @@ class Launcher:
         self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
     ) -> list[Submitted]:
         """Enter those of a submission's jobs into the events that are not known there; returns them."""
-        new = [(job_id, data) for job_id, data in zip(ids, notice.tasks, strict=True) if job_id not in known]
+        new = [
+            (job_id, data)
+            for job_id, data in zip(ids, notice.tasks, strict=True)
+            if job_id not in known
+        ]
         for job_id, data in new:
             said = {"folder": str(folder.relative_to(self.run.root)), **data}
             self.run.log_event("submitted", notice.stage, job_id=job_id, data=said)
@@ -289,25 +327,36 @@ class Launcher:
         Raises:
             LaunchError: The controller has not answered for minutes.
         """
-        return [job for path, notice, known in lost(self.run) for job in self._find(path, notice, known)]
+        return [
+            job for path, notice, known in lost(self.run) for job in self._find(path, notice, known)
+        ]
 
     def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
-        ids = _begun(path, notice) if self.cluster.executor == "local" else _accepted(path, notice, known)
+        ids = (
+            _begun(path, notice)
+            if self.cluster.executor == "local"
+            else _accepted(path, notice, known)
+        )
         if not any(ids):
-            for pickled in path.parent.glob("task-*.pkl"):  # an sbatch that is still at work must not start them later
+            # an sbatch that is still at work must not start them later
+            for pickled in path.parent.glob("task-*.pkl"):
                 pickled.unlink(missing_ok=True)
             path.rename(path.with_name(REFUSED))
             return []
         return self._log_submitted(path.parent, notice, ids, {*known, ""})
 
-    def wait(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
+    def wait(
+        self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
+    ) -> list[Ended]:
         """Wait until all are over; `tick` hears now and then what they are doing."""
         ended: dict[str, Ended] = {}
         while left := [job for job in jobs if job.job_id not in ended]:
             ended |= {end.job.job_id: end for end in self.wait_for_some(left, tick)}
         return [ended[job.job_id] for job in jobs]
 
-    def wait_for_some(self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None) -> list[Ended]:
+    def wait_for_some(
+        self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
+    ) -> list[Ended]:
         """Wait until any of these is over; returns those that are.
 
         Raises:
@@ -336,20 +385,29 @@ class Launcher:
     def _gone_polls(self) -> int:
         return GONE_POLLS if self.cluster.executor == "slurm" else 1
 
-    def active(self, jobs: Sequence[Submitted], timeout_s: float | None = None) -> dict[str, slurm.JobState]:
+    def active(
+        self, jobs: Sequence[Submitted], timeout_s: float | None = None
+    ) -> dict[str, slurm.JobState]:
         """Those of the jobs that are not over.
 
-        Args:
-            jobs: Which ones.
-            timeout_s: For one answer; None: a controller that does not answer for a while is waited out.
+        Args: jobs: Which ones. timeout_s: For one answer; None: a controller that does not answer
+            for a while is waited out.
 
         Raises:
             LaunchError: It has not answered.
         """
         if self.cluster.executor == "local":
-            return {job.job_id: slurm.JobState("RUNNING", "") for job in jobs if is_alive(job.folder, job.job_id)}
+            return {
+                job.job_id: slurm.JobState("RUNNING", "")
+                for job in jobs
+                if is_alive(job.folder, job.job_id)
+            }
         ids = [job.job_id for job in jobs]
-        states = slurm.patiently(lambda: slurm.queue(ids)) if timeout_s is None else slurm.queue(ids, timeout_s)
+        states = (
+            slurm.patiently(lambda: slurm.queue(ids))
+            if timeout_s is None
+            else slurm.queue(ids, timeout_s)
+        )
         return {job_id: state for job_id, state in states.items() if not state.is_over}
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
@@ -378,9 +436,12 @@ class Launcher:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
             tail = in_short_lines(ends(logs, LOG_TAIL_LINES))
-            if failure is Failure.BUG:  # or it could not even write down that there is no space
+            # or it could not even write down that there is no space
+            if failure is Failure.BUG:
                 full = full_disk(self.run.root) if full is None else full
-                failure, tail = (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
+                failure, tail = (
+                    (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
+                )
             hosts = self._broken_hosts(job) if failure is Failure.DEVICE_FAILED else ()
             ended.append(Ended(job, failure, tail, log_file, hosts))
         return ended
@@ -406,13 +467,19 @@ class Launcher:
         # submitit looks for srun
         missing = next((name for name in ("sbatch", "srun") if shutil.which(name) is None), None)
         if self.cluster.executor == "slurm" and missing:
-            raise LaunchError(f"{missing} is not on PATH: run this on a Slurm login node, or with a local cluster file")
+            raise LaunchError(
+                f"{missing} is not on PATH: run this on a Slurm login node, or with a local cluster file"
+            )
         executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster.executor)
         # AutoExecutor still translates the parameters
         if self.cluster.executor == "slurm":
             from tula_hpc.launch.slurm_executor import PatientExecutor
 
-            starts = math.ceil(CONTROL_MINUTES / request.minutes) if request.stage == CONTROL else TIME_OUTS
+            starts = (
+                math.ceil(CONTROL_MINUTES / request.minutes)
+                if request.stage == CONTROL
+                else TIME_OUTS
+            )
             executor._executor = PatientExecutor(folder, max_num_timeout=starts)
         else:
             from tula_hpc.launch.local_executor import TakingExecutor
@@ -427,23 +494,32 @@ class Launcher:
         return self._slurm_parameters(stage, nodes, minutes)
 
     def _local_parameters(self, nodes: int, minutes: int) -> dict[str, Any]:
-        workers = nodes * self.cluster.workers_per_node  # the nodes are emulated: one machine runs all workers
+        # the nodes are emulated: one machine runs all workers
+        workers = nodes * self.cluster.workers_per_node
         gpus = [gpus_as_here()] if self.cluster.device == "cuda" else []
         return {
             "nodes": 1,
             "tasks_per_node": workers,
             "gpus_per_node": workers if self.cluster.device == "cuda" else 0,
             "timeout_min": minutes,
-            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts on a parent shell.
-            # INT: a terminal sends Ctrl-C to the jobs too, which are in the same process group; they are to go on
+            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts
+            # on a parent shell. INT: a terminal sends Ctrl-C to the jobs too, which are in the same
+            # process group; they are to go on
             "local_setup": ["trap : EXIT", "trap '' INT", *gpus],
         }
 
     def _slurm_parameters(self, stage: str, nodes: int, minutes: int) -> dict[str, Any]:
         cluster = self.cluster
-        optional = {key: getattr(cluster, key) for key in ("partition", "account", "qos", "gres", "constraint")}
+        optional = {
+            key: getattr(cluster, key)
+            for key in ("partition", "account", "qos", "gres", "constraint")
+        }
         # a preempted job is lost without it where the site's default is JobRequeue=0
-        requeue = {"requeue": True} if cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}) else {}
+        requeue = (
+            {"requeue": True}
+            if cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"})
+            else {}
+        )
         return {
             "name": f"{self.name}-{stage}",
             "nodes": nodes,
@@ -457,8 +533,13 @@ class Launcher:
             "slurm_signal_delay_s": cluster.signal_delay_s,
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "slurm_srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
-            "slurm_setup": [f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2', describe_setup(cluster)],
-            "slurm_additional_parameters": _without_false({**requeue, **cluster.sbatch, **self._exclude(stage)}),
+            "slurm_setup": [
+                f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2',
+                describe_setup(cluster),
+            ],
+            "slurm_additional_parameters": _without_false(
+                {**requeue, **cluster.sbatch, **self._exclude(stage)}
+            ),
         }
 
     def _exclude(self, stage: str) -> dict[str, str]:
@@ -479,7 +560,12 @@ class Launcher:
         """The sbatch script that `submit` would hand in; for --dry-run, without Slurm."""
         from submitit.slurm import slurm as submitit_slurm
 
-        from tula_hpc.launch.slurm_executor import DEFAULTS, know_pickles, start_command, trust_folder
+        from tula_hpc.launch.slurm_executor import (
+            DEFAULTS,
+            know_pickles,
+            start_command,
+            trust_folder,
+        )
 
         plain = {"name": "job_name", "timeout_min": "time", "tasks_per_node": "ntasks_per_node"}
         parameters = dict(DEFAULTS)
@@ -492,7 +578,9 @@ class Launcher:
         parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup]
         parameters["map_count"] = tasks if tasks > 1 else None
         return str(
-            submitit_slurm._make_sbatch_string(command=start_command("python", folder), folder=folder, **parameters)
+            submitit_slurm._make_sbatch_string(
+                command=start_command("python", folder), folder=folder, **parameters
+            )
         )
 
 
@@ -507,8 +595,10 @@ def _accepted(path: Path, notice: Notice, known: Collection[str]) -> list[str]:
     """Ids of the tasks of an array that Slurm has; none where it has none of that name."""
     from tula_hpc.launch.slurm_executor import submissions_named
 
-    submitted_s = max(0.0, time.time() - path.stat().st_mtime)  # by two clocks, where a server keeps the file
-    time.sleep(max(0.0, SBATCH_S - submitted_s))  # its sbatch may still be at work
+    # by two clocks, where a server keeps the file
+    submitted_s = max(0.0, time.time() - path.stat().st_mtime)
+    # its sbatch may still be at work
+    time.sleep(max(0.0, SBATCH_S - submitted_s))
     ids = sorted({job_id.partition("_")[0] for job_id in known}) or submissions_named(notice.name)
     if len(ids) > 1:
         slurm.cancel(ids[1:])
@@ -518,7 +608,8 @@ def _accepted(path: Path, notice: Notice, known: Collection[str]) -> list[str]:
 def _kill(job: Submitted) -> list[str]:
     """Return the command that kills a local submission's processes, each of which ends with the folder as an argument.
 
-    The folder's name alone is unique, and nothing in it means anything to a regular expression, as its path may.
+    The folder's name alone is unique, and nothing in it means anything to a regular expression, as
+    its path may.
     """
     return ["pkill", "-KILL", "-f", f"/{job.folder.name}( |$)"]
 
@@ -536,9 +627,13 @@ def _submit(executor: Any, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             submitted = [executor.submit(job) for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
         words = str(error).strip().splitlines()
-        raise LaunchError(f"the scheduler refused the job: {words[-1] if words else error!r}") from None
+        raise LaunchError(
+            f"the scheduler refused the job: {words[-1] if words else error!r}"
+        ) from None
     except OSError as error:
-        raise StorageError(f"{executor.folder}: the job cannot be written: {in_words(error)}") from error
+        raise StorageError(
+            f"{executor.folder}: the job cannot be written: {in_words(error)}"
+        ) from error
     return submitted
 
 
@@ -553,4 +648,8 @@ def _reason(state: slurm.JobState) -> str:
     if state.state != "PENDING" or state.reason in ("", "None"):
         return ""
     wait = explain(state)
-    return f" ({state.reason}: {wait.words}; this does not go away by itself)" if wait.stuck else f" ({state.reason})"
+    return (
+        f" ({state.reason}: {wait.words}; this does not go away by itself)"
+        if wait.stuck
+        else f" ({state.reason})"
+    )

@@ -2,8 +2,9 @@
 
     python -m tula_hpc.launch.local_controller FOLDER
 
-So does `srun -K1` on Slurm. gloo notices that a peer is gone; over nccl the others would wait for it until the time
-limit of a collective. Workers end with a controller that is killed, see `env.join_job`.
+So does `srun -K1` on Slurm. gloo notices that a peer is gone; over nccl the others would wait for
+it until the time limit of a collective. Workers end with a controller that is killed, see
+`env.join_job`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 from tula_hpc.env import be_controller
 
-GRACE_S = 10.0  # for the others to come to their own end, and to record that they ran out of memory too
+# for the others to come to their own end, and to record that they ran out of memory too
+GRACE_S = 10.0
 POLL_S = 0.1
 
 
@@ -31,7 +33,8 @@ class EndingController(Controller):
         """Start the workers, and a thread that watches them."""
         be_controller()
         super().start_tasks()
-        self.ended: list[int] = []  # by this controller
+        # by this controller
+        self.ended: list[int] = []
         Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:

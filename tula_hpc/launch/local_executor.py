@@ -1,14 +1,16 @@
 """Jobs on this machine through submitit's local executor; none is lost where the command is killed meanwhile.
 
-submitit starts a process and then renames the pickle that it waits for: a command that is killed in between leaves a
-process that waits in vain, and one that is killed a little later a job that nobody knows. Here a job takes its pickle
-itself, by a rename that says which job of the submission it is, and of which process. Where somebody else has taken
-the pickle away before, the job never runs.
+submitit starts a process and then renames the pickle that it waits for: a command that is killed in
+between leaves a process that waits in vain, and one that is killed a little later a job that nobody
+knows. Here a job takes its pickle itself, by a rename that says which job of the submission it is,
+and of which process. Where somebody else has taken the pickle away before, the job never runs.
 
-Whether a job on this machine lives: it holds a lock on a file of its own, and the kernel lets go when it ends.
+Whether a job on this machine lives: it holds a lock on a file of its own, and the kernel lets go
+when it ends.
 
-A process number alone does not tell. The shell that has the number may be killed while what it started goes on; the
-number may have come to another process since; and on another host of a shared file system it means nothing.
+A process number alone does not tell. The shell that has the number may be killed while what it
+started goes on; the number may have come to another process since; and on another host of a shared
+file system it means nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from submitit.local.local import LocalExecutor
 
 from tula_hpc.launch.job_files import job_command, write_pickle
 
-EXEC_POLLS = 25  # of a process without a command line
+# of a process without a command line
+EXEC_POLLS = 25
 
 
 def hold_lock(folder: Path) -> list[str]:
@@ -43,7 +46,8 @@ def hold_lock(folder: Path) -> list[str]:
 
 def is_alive(folder: Path, job_id: str) -> bool:
     """Whether the job of that submission and number is not over; a child of ours that ended is reaped on the way."""
-    if not job_id.isdecimal():  # a damaged event
+    # a damaged event
+    if not job_id.isdecimal():
         return False
     return _is_locked(folder / f"{job_id}.lock") or folder.name.encode() in _command_of(job_id)
 
@@ -62,7 +66,8 @@ def _is_locked(path: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # the file system has no locks
+    except OSError:
+        # the file system has no locks
         return False
     finally:
         os.close(descriptor)
@@ -71,7 +76,8 @@ def _is_locked(path: Path) -> bool:
 
 def _command_of(process: str) -> bytes:
     for _ in range(EXEC_POLLS):
-        with contextlib.suppress(ChildProcessError, OverflowError):  # started by an earlier run of the same command
+        # started by an earlier run of the same command
+        with contextlib.suppress(ChildProcessError, OverflowError):
             os.waitpid(int(process), os.WNOHANG)
         try:
             command = Path(f"/proc/{process}/cmdline").read_bytes()
@@ -79,7 +85,8 @@ def _command_of(process: str) -> bytes:
             return b""
         if command:
             return command if b"submitit" in command else b""
-        time.sleep(0.02)  # a process that has just begun has no command yet, and one that ended none any more
+        # a process that has just begun has no command yet, and one that ended none any more
+        time.sleep(0.02)
     return b""
 
 
@@ -87,7 +94,8 @@ def take_pickle(folder: Path, index: int) -> list[str]:
     """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which the job looks for it."""
     place = shlex.quote(str(folder))
     return [
-        f"exec </dev/null >>{place}/$$_shell.out 2>&1",  # the command's own would stay open until the job ends
+        # the command's own would stay open until the job ends
+        f"exec </dev/null >>{place}/$$_shell.out 2>&1",
         f"mv {place}/task-{index}.pkl {place}/{index}-$$.pkl",
     ]
 
@@ -113,14 +121,24 @@ def begun(folder: Path, count: int) -> list[str]:
 class TakingExecutor(LocalExecutor):
     """submitit's executor for jobs that take their pickles themselves; all are there before the first job starts."""
 
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[Job[Any]]:
         for delayed in delayed_submissions:
             delayed.set_timeout(self.parameters["timeout_min"], self.max_num_timeout)
         folder, setup = Path(self.folder), self.parameters["setup"]
-        hashes = [write_pickle(folder, index, delayed) for index, delayed in enumerate(delayed_submissions)]
+        hashes = [
+            write_pickle(folder, index, delayed)
+            for index, delayed in enumerate(delayed_submissions)
+        ]
         return [self._start(index, sha256, setup) for index, sha256 in enumerate(hashes)]
 
     def _start(self, index: int, sha256: str, setup: Sequence[str]) -> Job[Any]:
         folder = Path(self.folder)
-        self.parameters["setup"] = [*take_pickle(folder, index), *setup, *hold_lock(folder), run_controller(folder)]
+        self.parameters["setup"] = [
+            *take_pickle(folder, index),
+            *setup,
+            *hold_lock(folder),
+            run_controller(folder),
+        ]
         return self._submit_command(job_command(self.python, folder, index, sha256))

@@ -1,7 +1,7 @@
 """What a dry run shows: sbatch scripts that would be submitted, and what Slurm would do with them.
 
-Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is wrong shows before
-anything waits in a queue.
+Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is
+wrong shows before anything waits in a queue.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _waits(error: RefusedError) -> bool:
     return isinstance(error, SubmitLimitError) and slurm.patiently(slurm.own_jobs) > 0
 
 
-def script_of(launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int) -> Iterator[Script]:
+def script_of(
+    launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int
+) -> Iterator[Script]:
     """The script of one submission; none where jobs do not go through Slurm."""
     if launcher.cluster.executor == "slurm":
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""

@@ -20,7 +20,8 @@ from tula_hpc.env import RUN_MARK
 from tula_hpc.errors import Failure
 from tula_hpc.launch.slurm import JobState, StepState
 
-MOST_WORDS = 500  # characters of what is told of a log
+# characters of what is told of a log
+MOST_WORDS = 500
 
 
 class _Sign(NamedTuple):
@@ -49,9 +50,14 @@ DEVICE_WORDS = (
     r"|NVRM: Xid \(PCI[^)]*\): (48|62|63|64|74|79|92|94|95|119|120|140)\b"
 )
 
-# In order: what is more specific first. A step that was killed for its memory leaves the *job* FAILED with exit 1:0.
+# In order: what is more specific first. A step that was killed for its memory leaves the *job*
+# FAILED with exit 1:0.
 _SIGNS = (
-    _Sign(Failure.HOST_OOM, frozenset({"OUT_OF_MEMORY"}), r"oom-kill event|oom_kill|Exceeded job memory limit"),
+    _Sign(
+        Failure.HOST_OOM,
+        frozenset({"OUT_OF_MEMORY"}),
+        r"oom-kill event|oom_kill|Exceeded job memory limit",
+    ),
     _Sign(
         Failure.DEVICE_OOM,
         frozenset(),
@@ -60,15 +66,29 @@ _SIGNS = (
     # whose sentence may quote why there is no device
     _Sign(Failure.BAD_INPUT, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.InputError: "),
     # before what follows from it: peers wait for such a worker until their time is up
-    _Sign(Failure.DEVICE_FAILED, frozenset(), rf"^(\[rank\d+\]: )?tula_hpc\.errors\.DeviceError: |{DEVICE_WORDS}"),
-    _Sign(Failure.NODE_FAILED, frozenset({"NODE_FAIL", "BOOT_FAIL"}), r"DUE TO NODE FAILURE|Node failure on"),
-    _Sign(Failure.TIMED_OUT, frozenset({"TIMEOUT", "DEADLINE"}), r"DUE TO TIME LIMIT|not requeued because: timed-out"),
+    _Sign(
+        Failure.DEVICE_FAILED,
+        frozenset(),
+        rf"^(\[rank\d+\]: )?tula_hpc\.errors\.DeviceError: |{DEVICE_WORDS}",
+    ),
+    _Sign(
+        Failure.NODE_FAILED,
+        frozenset({"NODE_FAIL", "BOOT_FAIL"}),
+        r"DUE TO NODE FAILURE|Node failure on",
+    ),
+    _Sign(
+        Failure.TIMED_OUT,
+        frozenset({"TIMEOUT", "DEADLINE"}),
+        r"DUE TO TIME LIMIT|not requeued because: timed-out",
+    ),
     _Sign(
         Failure.PREEMPTED,
         frozenset({"PREEMPTED"}),
         r"DUE TO PREEMPTION|^(\[rank\d+\]: )?tula_hpc\.errors\.PreemptedError: ",
     ),
-    _Sign(Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"),
+    _Sign(
+        Failure.NO_SPACE, frozenset(), r"No space left on device|Disk quota exceeded|File too large"
+    ),
     _Sign(Failure.DIVERGED, frozenset(), r"^(\[rank\d+\]: )?tula_hpc\.errors\.DivergedError: "),
 )
 
@@ -87,7 +107,8 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
     return Failure.KILLED if _vanished(exit_codes, log) else Failure.BUG
 
 
-# what a worker says whose peer is gone, or that outlived its own job: another process's end is the reason
+# what a worker says whose peer is gone, or that outlived its own job: another process's end is the
+# reason
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
     r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0|"
@@ -96,13 +117,17 @@ _PEER_LOST = re.compile(
 # torch aborts a process whose nccl has lost a peer, from a thread of its own, and says why
 _NCCL_ENDS = re.compile(r"watchdog thread terminated with exception: (.*)")
 _NCCL_PEER_LOST = re.compile(r"remote process exited|Watchdog caught collective operation timeout")
-# nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); a peer's end leads to the latter
+# nccl's words for ncclSystemError and ncclRemoteError (init.cc, ncclGetErrorString); a peer's end
+# leads to the latter
 _NCCL_SYSTEM = re.compile(r"unhandled system error|ncclSystemError")
 _NCCL_REMOTE = re.compile(r"remote process exited or there was a network error|ncclRemoteError")
 _ABORT_CODE = "0:6"
 _KILLED = re.compile(r"task[s \d,-]*: Killed|^Killed$", re.MULTILINE)
-_CRASHED = re.compile(r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception")
-_CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}  # signals that a process brings upon itself
+_CRASHED = re.compile(
+    r"Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
+)
+# signals that a process brings upon itself
+_CRASH_CODES = {"0:4", "0:6", "0:7", "0:8", "0:11"}
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -114,7 +139,9 @@ def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
     """Tell whether nccl lost its peers, or a system call, though no process was killed or raised another error."""
     by_nccl = [*_exceptions(log), *_NCCL_ENDS.findall(log)]
     words = re.compile(f"{_NCCL_SYSTEM.pattern}|{_NCCL_REMOTE.pattern}|{_PEER_LOST.pattern}")
-    crashed = _CRASHED.search(log.replace("Aborted", "")) or (_CRASH_CODES - {_ABORT_CODE}) & set(exit_codes)
+    crashed = _CRASHED.search(log.replace("Aborted", "")) or (_CRASH_CODES - {_ABORT_CODE}) & set(
+        exit_codes
+    )
     if crashed or not all(words.search(line) for line in by_nccl):
         return False
     if any(_NCCL_SYSTEM.search(line) for line in by_nccl):
@@ -151,7 +178,8 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
 def telling_line(log: str) -> str:
     """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
-    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]  # these are sentences
+    # these are sentences
+    return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
 
 
 def weight(log: str) -> int:
@@ -195,18 +223,23 @@ def _exceptions(log: str) -> list[str]:
     # torch puts the rank before them
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in _WARNING.sub("", log).splitlines()]
     pairs = itertools.pairwise(line for line in lines if not _SAID_BY_SLURM.match(line))
-    return [line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)]
+    return [
+        line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)
+    ]
 
 
 class Wait(NamedTuple):
     """What a job waits for."""
 
-    words: str  # "" where Slurm's word is none that is known here
-    stuck: bool  # it will not go away by itself
+    # "" where Slurm's word is none that is known here
+    words: str
+    # it will not go away by itself
+    stuck: bool
 
 
 class _Kind(NamedTuple):
-    pattern: str  # of the whole word
+    # of the whole word
+    pattern: str
     words: str
     stuck: bool = False
 
@@ -216,30 +249,65 @@ _KINDS = (
     _Kind("None|", "not looked at by the scheduler yet"),
     _Kind("Priority", "other jobs go first"),
     _Kind("Resources", "enough nodes have to become free"),
-    _Kind("DependencyNeverSatisfied", "the job that it was to follow did not end as it should", stuck=True),
+    _Kind(
+        "DependencyNeverSatisfied",
+        "the job that it was to follow did not end as it should",
+        stuck=True,
+    ),
     _Kind("Dependency", "the job that it follows is not over"),
     _Kind("BeginTime", "its start is set for later; after a requeue about two minutes"),
-    _Kind("JobHeldUser|.*held state|.*requeued held", "held; `scontrol release JOB` lets it go", stuck=True),
+    _Kind(
+        "JobHeldUser|.*held state|.*requeued held",
+        "held; `scontrol release JOB` lets it go",
+        stuck=True,
+    ),
     _Kind("JobHeldAdmin", "held by an administrator", stuck=True),
-    _Kind("JobHoldMaxRequeue", "held after too many requeues; `scontrol release JOB` lets it go", stuck=True),
-    _Kind("JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"),
-    _Kind("ReqNodeNotAvail.*", "nodes that it needs are down, drained or reserved, for example for maintenance"),
-    _Kind("Nodes required for job are .*", "nodes that it needs are down, drained or kept for other jobs"),
+    _Kind(
+        "JobHoldMaxRequeue",
+        "held after too many requeues; `scontrol release JOB` lets it go",
+        stuck=True,
+    ),
+    _Kind(
+        "JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"
+    ),
+    _Kind(
+        "ReqNodeNotAvail.*",
+        "nodes that it needs are down, drained or reserved, for example for maintenance",
+    ),
+    _Kind(
+        "Nodes required for job are .*",
+        "nodes that it needs are down, drained or kept for other jobs",
+    ),
     _Kind("NodeDown", "a node that it needs is down"),
     _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),
-    _Kind("PartitionNodeLimit", "asks for more nodes than its partition allows, or some of its nodes are down"),
+    _Kind(
+        "PartitionNodeLimit",
+        "asks for more nodes than its partition allows, or some of its nodes are down",
+    ),
     _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
-    _Kind("PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"),
+    _Kind(
+        "PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"
+    ),
     _Kind("MaxMemPerLimit", "asks for more memory than its partition allows", stuck=True),
     _Kind("DeadLine", "it cannot end before its deadline", stuck=True),
     _Kind("BadConstraints", "no node is as it asks for", stuck=True),
-    _Kind("(Invalid|AccountNotAllowed|QOSNotAllowed).*", "its account or QOS may not be used here", stuck=True),
+    _Kind(
+        "(Invalid|AccountNotAllowed|QOSNotAllowed).*",
+        "its account or QOS may not be used here",
+        stuck=True,
+    ),
     _Kind("Reservation", "its reservation has not begun"),
     _Kind("ReservationDeleted", "its reservation was deleted", stuck=True),
-    _Kind("(QOS|Assoc)Max.*Per(Job|Node).*", "asks for more than a single job may have", stuck=True),
+    _Kind(
+        "(QOS|Assoc)Max.*Per(Job|Node).*", "asks for more than a single job may have", stuck=True
+    ),
     _Kind("(QOS|Assoc)Grp.*RunM.*", "other jobs of its account or QOS fill a limit"),
     _Kind("QOSMin.*", "asks for less than its QOS demands", stuck=True),
-    _Kind("(QOS|Assoc)Grp.*(Minutes|Wall).*", "the budget of its account or QOS is used up", stuck=True),
+    _Kind(
+        "(QOS|Assoc)Grp.*(Minutes|Wall).*",
+        "the budget of its account or QOS is used up",
+        stuck=True,
+    ),
     _Kind("QOSUsageThreshold", "its QOS is not used fairly enough for now"),
     _Kind("(QOS|Max).*(PerUser|PU).*", "your own other jobs fill a limit for one user"),
     _Kind("(QOS|Max).*(PerAccount|PA).*", "other jobs of its account fill a limit"),
@@ -248,7 +316,9 @@ _KINDS = (
     _Kind("Licenses", "licences have to become free"),
     _Kind("BurstBuffer.*", "the burst buffer has to become free"),
     _Kind("Cleaning|Prolog", "the nodes are getting ready"),
-    _Kind("(JobLaunchFailure|SystemFailure|NonZeroExitCode).*", "it could not be started", stuck=True),
+    _Kind(
+        "(JobLaunchFailure|SystemFailure|NonZeroExitCode).*", "it could not be started", stuck=True
+    ),
 )
 _STATES = {
     "REQUEUE_HOLD": Wait("held after a requeue; `scontrol release JOB` lets it go", True),
@@ -263,7 +333,8 @@ _STATES = {
     "RECONFIG_FAIL": Wait("its nodes could not be set up for it", False),
     "REVOKED": Wait("another cluster of the federation runs it", False),
 }
-WAITING = {"PENDING", *_STATES}  # all other states of a job that is not over are kinds of running
+# all other states of a job that is not over are kinds of running
+WAITING = {"PENDING", *_STATES}
 
 
 def waits(job: JobState) -> bool:
@@ -291,7 +362,9 @@ def last_bytes(path: Path) -> str:
         return file.read().decode(errors="replace")
 
 
-def read_logs(paths: Iterable[Path], read: Callable[[Path], str] = last_bytes) -> tuple[Path | None, list[str]]:
+def read_logs(
+    paths: Iterable[Path], read: Callable[[Path], str] = last_bytes
+) -> tuple[Path | None, list[str]]:
     """The log that says most about why its job ended, the first of equals; and all logs of the last run.
 
     Args:
@@ -311,8 +384,9 @@ def ends(logs: Sequence[str], lines: int) -> str:
 def complaining_nodes(paths: Iterable[Path]) -> list[int]:
     """Return the numbers, within their job, of the nodes whose tasks' logs say that a device is broken.
 
-    submitit writes at the top of a task's log where it runs: `Starting with JobEnvironment(…, node=1(2), …)`. Where
-    only nccl complains, and on several nodes, nobody knows which of them it is.
+    submitit writes at the top of a task's log where it runs: `Starting with JobEnvironment(…,
+    node=1(2), …)`. Where only nccl complains, and on several nodes, nobody knows which of them it
+    is.
     """
     words: dict[str, list[str]] = {}
     nodes: dict[str, int] = {}
@@ -324,7 +398,9 @@ def complaining_nodes(paths: Iterable[Path]) -> list[int]:
         if word := device_word(_last_run(text)):
             words.setdefault(task, []).append(word)
     found = {nodes[task]: said for task, said in words.items() if task in nodes}
-    sure = [node for node, said in found.items() if any(re.search(DEVICE_WORDS, word) for word in said)]
+    sure = [
+        node for node, said in found.items() if any(re.search(DEVICE_WORDS, word) for word in said)
+    ]
     return sorted(sure) if sure or len(found) > 1 else list(found)
 
 

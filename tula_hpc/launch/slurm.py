@@ -1,6 +1,7 @@
 """Slurm's own commands: which jobs are still there, and what is on record of those that are not.
 
-What Slurm's accounting knows of jobs: every run of each, requeued ones included, and the nodes that it held.
+What Slurm's accounting knows of jobs: every run of each, requeued ones included, and the nodes that
+it held.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
 from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414 - for who asks what is not asked here
 
-PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)  # pauses in which a controller may come back
-DEFAULT_LARGEST_ARRAY = 1001  # Slurm's own MaxArraySize
-MOST_REASON = 500  # characters of why a job waits
-MOST_FIELDS = 100_000  # characters of what the controller knows of a job
-REQUEUE_S = 40.0  # of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
-REQUEUE_TIMEOUT_S = 15.0  # of a single attempt, and of the question before it why the job has to leave
+# pauses in which a controller may come back
+PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
+# Slurm's own MaxArraySize
+DEFAULT_LARGEST_ARRAY = 1001
+# characters of why a job waits
+MOST_REASON = 500
+# characters of what the controller knows of a job
+MOST_FIELDS = 100_000
+# of the 90 s before a time limit, of which saving takes some; a grace time is often 60 s or more
+REQUEUE_S = 40.0
+# of a single attempt, and of the question before it why the job has to leave
+REQUEUE_TIMEOUT_S = 15.0
 REQUEUE_PAUSE_S = 3.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
@@ -70,7 +77,9 @@ def patiently(ask: Callable[[], T]) -> T:
                 raise
             words, pause_s = in_one_line(error), next(pauses, None)
             if pause_s is None:
-                raise LaunchError(f"the Slurm controller has not answered for 9 minutes: {words}") from None
+                raise LaunchError(
+                    f"the Slurm controller has not answered for 9 minutes: {words}"
+                ) from None
             say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
             time.sleep(pause_s)
             waited = True
@@ -98,17 +107,20 @@ _UNANSWERED = re.compile(
     r"Connection timed out|Zero Bytes were transmitted|Transport endpoint|Resource temporarily unavailable|"
     r"Communication connection failure|Unexpected message received|Insane message length|Slurm backup controller|"
     r"Message (receive|send) failure|Connection reset by peer|in standby mode|"
-    r"Could not establish a configuration source",  # where clients have their configuration from the controller
+    # where clients have their configuration from the controller
+    r"Could not establish a configuration source",
     re.IGNORECASE,
 )
-# scontrol's words for a no that stays one: slurm_errno.c, of a job that may not be requeued, is over or another's
+# scontrol's words for a no that stays one: slurm_errno.c, of a job that may not be requeued, is
+# over or another's
 _REFUSED = re.compile(
     r"Requested operation is presently disabled|Invalid job id|Access/permission denied|Invalid user id|"
     r"Job has already finished|already completing or completed|Only batch jobs are accepted",
     re.IGNORECASE,
 )
 _SUBMIT_LIMIT = re.compile(
-    r"MaxSubmitJob|job submit limit|Job violates accounting/QOS policy|maximum number of jobs", re.IGNORECASE
+    r"MaxSubmitJob|job submit limit|Job violates accounting/QOS policy|maximum number of jobs",
+    re.IGNORECASE,
 )
 
 # 12, 12_3 and 12_[4-6%2], 12+0 and 12.batch
@@ -122,7 +134,8 @@ _HEADING = re.compile(r"[A-Z][A-Z_]*")
 _STATE = re.compile(r"[A-Z_]+|\?")
 # of `scontrol show job --oneliner`; a value may hold blanks, as a job's name does
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
-_LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")  # as in QOSMaxSubmitJobPerUserLimit
+# as in QOSMaxSubmitJobPerUserLimit
+_LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")
 
 
 def is_unanswered(words: str) -> bool:
@@ -133,7 +146,8 @@ def is_unanswered(words: str) -> bool:
 def is_submit_limit(words: str) -> bool:
     """Whether sbatch was refused because of how many jobs there are, as far as it says which limit was reached.
 
-    Of a job that is too large or too long for its account it often says the same, but for the limit's name.
+    Of a job that is too large or too long for its account it often says the same, but for the
+    limit's name.
     """
     named = limits_named(words)
     return any("Submit" in name for name in named) if named else bool(_SUBMIT_LIMIT.search(words))
@@ -153,8 +167,22 @@ def named(name: str) -> list[str]:
     rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
     if not rows:
         try:
-            text = run_command(["sacct", "-X", "-n", "-P", "-S", "now-30days", "--name", name, "-o", "JobID,JobName"])
-        except LaunchError:  # no accounting
+            text = run_command(
+                [
+                    "sacct",
+                    "-X",
+                    "-n",
+                    "-P",
+                    "-S",
+                    "now-30days",
+                    "--name",
+                    name,
+                    "-o",
+                    "JobID,JobName",
+                ]
+            )
+        except LaunchError:
+            # no accounting
             text = ""
         rows = _rows(text, 2)
     found = (_JOB.fullmatch(job_id) for job_id, shown in rows if shown == name)
@@ -162,15 +190,17 @@ def named(name: str) -> list[str]:
 
 
 def _queued(
-    columns: Sequence[str], options: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S, *, second: re.Pattern[str]
+    columns: Sequence[str],
+    options: Sequence[str],
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    *,
+    second: re.Pattern[str],
 ) -> list[list[str]]:
     """Return squeue's rows. Its headings are asked for, too: without any job they tell an answer from none.
 
-    Args:
-        columns: squeue's formats; the first is a job's id.
-        options: Which jobs.
-        timeout_s: For the answer.
-        second: What the second column holds, by which rows are told from lines that a site puts around them.
+    Args: columns: squeue's formats; the first is a job's id. options: Which jobs. timeout_s: For
+        the answer. second: What the second column holds, by which rows are told from lines that a
+        site puts around them.
 
     Raises:
         LaunchError: It does not answer.
@@ -220,18 +250,31 @@ def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None
     if told is None:
         raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
     excluded = [] if told == "(null)" else [told]
-    run_command(["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"], timeout_s)
+    run_command(
+        ["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"],
+        timeout_s,
+    )
 
 
 def hosts_of(job_id: str) -> list[str]:
     """Return the nodes of a job's last run, in the order of their numbers; none where nobody knows them."""
     with contextlib.suppress(LaunchError):
-        rows = _rows(run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,NNodes,NodeList"]), 3)
-        count, told = next(((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, ""))
+        rows = _rows(
+            run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,NNodes,NodeList"]), 3
+        )
+        count, told = next(
+            ((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, "")
+        )
         if count and told != "None assigned":
             lines = run_command(["scontrol", "show", "hostnames", told]).splitlines()
-            beginnings = tuple(item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(","))
-            hosts = [line for line in map(str.strip, lines) if line.startswith(beginnings) and _HOST.fullmatch(line)]
+            beginnings = tuple(
+                item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(",")
+            )
+            hosts = [
+                line
+                for line in map(str.strip, lines)
+                if line.startswith(beginnings) and _HOST.fullmatch(line)
+            ]
             # a line more, and each number would lead to another node
             return hosts if len(hosts) == count else []
     return []
@@ -249,9 +292,15 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
         return {}
     parents = sorted({job_id.partition("_")[0] for job_id in wanted})
     try:
-        rows = _queued(["%i", "%T", "%r"], ["-r", "-t", "all", "-j", ",".join(parents)], timeout_s, second=_STATE)
+        rows = _queued(
+            ["%i", "%T", "%r"],
+            ["-r", "-t", "all", "-j", ",".join(parents)],
+            timeout_s,
+            second=_STATE,
+        )
     except LaunchError as error:
-        if "Invalid job id" in str(error):  # squeue's answer when it knows none of them
+        # squeue's answer when it knows none of them
+        if "Invalid job id" in str(error):
             return {}
         raise
     found: dict[str, JobState] = {}
@@ -269,7 +318,9 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
     ranges = [range(int(span["first"]), int(span["last"] or span["first"]) + 1) for span in spans]
     # it may show an array that is larger than any: those that are wanted are looked for in it
     tasks = [
-        (job_id, count_in(job_id.partition("_")[2])) for job_id in wanted if job_id.startswith(f"{match['parent']}_")
+        (job_id, count_in(job_id.partition("_")[2]))
+        for job_id in wanted
+        if job_id.startswith(f"{match['parent']}_")
     ]
     return [job_id for job_id, task in tasks if any(task in each for each in ranges)]
 
@@ -293,7 +344,9 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
     if not job_ids:
         return {}
     try:
-        text = run_command(["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode"])
+        text = run_command(
+            ["sacct", "-n", "-P", "-j", ",".join(job_ids), "-o", "JobID,State,ExitCode"]
+        )
     except LaunchError:
         text = ""
     wanted = set(job_ids)
@@ -301,8 +354,12 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
     for step_id, state, exit_code in _rows(text, 3):
         job_id = step_id.partition(".")[0]
         if job_id in wanted:
-            found.setdefault(job_id, []).append(StepState(step_id, state.partition(" ")[0], exit_code))
-    ended = {row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over}
+            found.setdefault(job_id, []).append(
+                StepState(step_id, state.partition(" ")[0], exit_code)
+            )
+    ended = {
+        row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over
+    }
     late = [job_id for job_id in job_ids if job_id not in ended]
     return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
 
@@ -314,14 +371,19 @@ def _last_words(job_id: str) -> list[StepState]:
     """
     fields = _job_fields(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    return [StepState(job_id, state, fields.get(key, "")) for key in ("ExitCode", "DerivedExitCode") if state]
+    return [
+        StepState(job_id, state, fields.get(key, ""))
+        for key in ("ExitCode", "DerivedExitCode")
+        if state
+    ]
 
 
 class Leaving(StrEnum):
     """Why a running process's job is on its way out."""
 
     CANCELLED = "cancelled"
-    PREEMPTED = "preempted"  # without any time of grace, or after it; or requeued
+    # without any time of grace, or after it; or requeued
+    PREEMPTED = "preempted"
 
 
 def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
@@ -331,7 +393,8 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
     """
     fields = _job_fields(job_id, timeout_s)
     if fields.get("JobState", "RUNNING") == "RUNNING":
-        return None  # also where it is unknown: a needless requeue does less harm than lost work
+        # also where it is unknown: a needless requeue does less harm than lost work
+        return None
     # a job that is being requeued shows no time of a preemption, but its next restart
     requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
     preempted = fields.get("PreemptTime", "None") != "None"
@@ -381,7 +444,8 @@ def _no_longer(until: float, timeout_s: float) -> float:
     return max(1.0, min(timeout_s, until - time.monotonic()))
 
 
-SLACK_S = 3600.0  # between the clocks of this machine and of the accounting
+# between the clocks of this machine and of the accounting
+SLACK_S = 3600.0
 FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
 
 
@@ -404,11 +468,9 @@ def accounted_runs(
 ) -> dict[str, list[AccountedRun]]:
     """The runs of these jobs, oldest first; a job that accounting does not know is missing.
 
-    Args:
-        job_ids: As Slurm shows them, tasks of arrays as `12_3`.
-        name_prefix: Of the jobs' names. An id may have been another's, where a controller began to count anew.
-        since: Unix time of the first submission.
-        timeout_s: For the answer.
+    Args: job_ids: As Slurm shows them, tasks of arrays as `12_3`. name_prefix: Of the jobs' names.
+        An id may have been another's, where a controller began to count anew. since: Unix time of
+        the first submission. timeout_s: For the answer.
 
     Raises:
         LaunchError: There is no accounting, or it does not answer.
@@ -422,7 +484,11 @@ def accounted_runs(
     found: dict[str, list[AccountedRun]] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) == len(FIELDS) and fields[0] in job_ids and fields[1].startswith(name_prefix):
+        if (
+            len(fields) == len(FIELDS)
+            and fields[0] in job_ids
+            and fields[1].startswith(name_prefix)
+        ):
             found.setdefault(fields[0], []).append(_run(fields))
     return found
 

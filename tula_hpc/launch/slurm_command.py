@@ -1,6 +1,7 @@
 """The one way in which a command of Slurm is run: what it prints may be anything, and may have no end.
 
-On many clusters `squeue` and its like are a site's own scripts, which put banners around answers, or are broken.
+On many clusters `squeue` and its like are a site's own scripts, which put banners around answers,
+or are broken.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from tula_hpc.env import without_filters
 from tula_hpc.errors import LaunchError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
-MOST_BYTES = 64 * 2**20  # of an answer: a million jobs, with 60 characters for each
-MOST_WORDS = 4_000  # characters of what a command says of its failure, the last ones
-MOST_SHOWN = 200  # characters of an answer that is none
+# of an answer: a million jobs, with 60 characters for each
+MOST_BYTES = 64 * 2**20
+# characters of what a command says of its failure, the last ones
+MOST_WORDS = 4_000
+# characters of an answer that is none
+MOST_SHOWN = 200
 CHUNK_BYTES = 2**16
 
 
@@ -53,7 +57,11 @@ def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) 
 
 
 def run(
-    arguments: Sequence[str], timeout_s: float, *, stdin: str = "", environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    timeout_s: float,
+    *,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a command to its end, whatever exit code it has; bytes that are no UTF-8 are shown by their numbers.
 
@@ -68,10 +76,14 @@ def run(
         raise NotStartedError(_not_started(name, error)) from None
     with process, _killed_if_given_up(process):
         stdout, stderr = _read(process, name, timeout_s)
-    return Done(process.returncode, *(text.decode(errors="backslashreplace") for text in (stdout, stderr)))
+    return Done(
+        process.returncode, *(text.decode(errors="backslashreplace") for text in (stdout, stderr))
+    )
 
 
-def _start(arguments: Sequence[str], stdin: str, environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], stdin: str, environment: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
     """Start it in a group of its own: a site's script must not leave behind what it has started."""
     with contextlib.ExitStack() as stack:
         given: IO[bytes] | int = subprocess.DEVNULL
@@ -126,7 +138,9 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tupl
                 if not chunk:
                     open_pipes.unregister(key.fileobj)
                 if len(read[key.fd]) > MOST_BYTES:
-                    raise LaunchError(f"{name} printed more than {MOST_BYTES // 2**20} MiB and was stopped")
+                    raise LaunchError(
+                        f"{name} printed more than {MOST_BYTES // 2**20} MiB and was stopped"
+                    )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - time.monotonic()))
         stdout, stderr = (bytes(text) for text in read.values())
@@ -138,7 +152,11 @@ def no_answer(name: str, said: str) -> LaunchError:
     """Make the error for what a command printed though it did not fail: nothing, or nothing of what was asked for."""
     lines = said.split("\n")
     first = next((line.strip() for line in lines if line.strip()), "")
-    return LaunchError(f"{name} gave no answer, but {first[:MOST_SHOWN]!r}" if first else f"{name} answered nothing")
+    return LaunchError(
+        f"{name} gave no answer, but {first[:MOST_SHOWN]!r}"
+        if first
+        else f"{name} answered nothing"
+    )
 
 
 def count_in(text: str) -> int | None:

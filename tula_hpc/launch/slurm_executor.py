@@ -1,9 +1,10 @@
 """Submission to Slurm through submitit that makes each array exactly once, whatever the controller does meanwhile.
 
-submitit calls sbatch once and takes whatever goes wrong for a refusal. But a controller that is paused, restarts or is
-overloaded lets sbatch fail although the job may have been accepted. So every submission has a name of its own, and
-that name is looked up before another attempt. Jobs find their pickles by array index: once sbatch was called nothing is
-left to do, and a submitter that is killed then has lost nothing.
+submitit calls sbatch once and takes whatever goes wrong for a refusal. But a controller that is
+paused, restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
+submission has a name of its own, and that name is looked up before another attempt. Jobs find their
+pickles by array index: once sbatch was called nothing is left to do, and a submitter that is killed
+then has lost nothing.
 """
 
 from __future__ import annotations
@@ -27,28 +28,38 @@ from tula_hpc.launch.job_files import job_command, write_pickle
 from tula_hpc.launch.slurm_command import no_answer, run
 from tula_hpc.records import write_atomically
 
-PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)  # after a failed attempt; about 8 minutes in all
-SUBMIT_S = 300.0  # sbatch tries again by itself while the controller does not answer
-TEST_S = 30.0  # so long an answer about a job that nobody submits is waited for
+# after a failed attempt; about 8 minutes in all
+PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)
+# sbatch tries again by itself while the controller does not answer
+SUBMIT_S = 300.0
+# so long an answer about a job that nobody submits is waited for
+TEST_S = 30.0
 NO: dict[type[RefusedError], str] = {
     RefusedError: "the scheduler refused the job",
     SubmitLimitError: "a limit of the cluster on submitted jobs is reached",
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
-REVIVALS = 3  # of a job whose process is killed, see `come_again`
+# of a job whose process is killed, see `come_again`
+REVIVALS = 3
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
-REQUEUE_PAUSES_S = (2, 5, 10, 30)  # after attempts that failed
-_SUBMITTED = re.compile(r"^Submitted batch job ([0-9]+)\b", re.MULTILINE)  # perhaps "… on cluster a"
-_ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")  # all that is printed by a site's sbatch that is told --parsable
-SETTLE_S = 5.0  # a controller that has just come back may still have old requests to work off
+# after attempts that failed
+REQUEUE_PAUSES_S = (2, 5, 10, 30)
+# perhaps "… on cluster a"
+_SUBMITTED = re.compile(r"^Submitted batch job ([0-9]+)\b", re.MULTILINE)
+# all that is printed by a site's sbatch that is told --parsable
+_ID_ALONE = re.compile(r"\s*([0-9]+)(?:;\S+)?\s*")
+# a controller that has just come back may still have old requests to work off
+SETTLE_S = 5.0
 
 
 def trust_folder(folder: Path) -> list[str]:
     """Shell lines that end a job whose folder has come to belong to somebody else."""
     place = shlex.quote(str(folder))
-    return [f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}"]
+    return [
+        f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}"
+    ]
 
 
 def know_pickles(hashes: Sequence[str]) -> str:
@@ -85,21 +96,25 @@ def come_again(folder: Path) -> list[str]:
 class PatientExecutor(SlurmExecutor):
     """submitit's executor with another way through sbatch; its parameter `name` must be unique to the submission.
 
-    Raises:
-        SubmitLimitError: A limit on submitted jobs is reached; fewer at a time, or later, may be accepted.
-        RefusedError: The scheduler said no for another reason.
-        LaunchError: It did not answer for minutes; whether there is a job is open.
+    Raises: SubmitLimitError: A limit on submitted jobs is reached; fewer at a time, or later, may
+        be accepted. RefusedError: The scheduler said no for another reason. LaunchError: It did not
+        answer for minutes; whether there is a job is open.
     """
 
     def __init__(self, folder: Path, max_num_timeout: int) -> None:
         super().__init__(folder, max_num_timeout=max_num_timeout)
         self.parameters |= DEFAULTS
 
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[Job[Any]]:
         for delayed in delayed_submissions:
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
         folder, count = Path(self.folder), len(delayed_submissions)
-        hashes = [write_pickle(folder, index, delayed) for index, delayed in enumerate(delayed_submissions)]
+        hashes = [
+            write_pickle(folder, index, delayed)
+            for index, delayed in enumerate(delayed_submissions)
+        ]
         self.parameters["setup"] = [*self.parameters["setup"], know_pickles(hashes)]
         if count > 1:
             self.parameters["map_count"] = count
@@ -118,7 +133,9 @@ class PatientExecutor(SlurmExecutor):
             return str(found[-1])
         if alone := _ID_ALONE.fullmatch(text):
             return alone[1]
-        raise FailedSubmissionError(f"sbatch does not say which job it submitted: {_last_line(text)}")
+        raise FailedSubmissionError(
+            f"sbatch does not say which job it submitted: {_last_line(text)}"
+        )
 
     def _submit_command(self, command: str) -> Job[Any]:
         """As submitit's, but sbatch may print whatever it likes.

@@ -14,7 +14,14 @@ from tula_hpc.gradients.norms import squared_norm
 from tula_hpc.gradients.reference_gradient import local_gradient, reference_gradient
 from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms, looks_at_whole_batch
 from tula_hpc.optim.gate import Gate, Sensitivity, relative_change
-from tula_hpc.optim.gradscale import GradScale, Granularity, StaticScale, default_s_max, element_ratio, tensor_ratio
+from tula_hpc.optim.gradscale import (
+    GradScale,
+    Granularity,
+    StaticScale,
+    default_s_max,
+    element_ratio,
+    tensor_ratio,
+)
 from tula_hpc.optim.norm_ratio import norm_ratio
 from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, Seen
 from tula_hpc.optim.optimizer import Statistics, TulaOptimizer

@@ -1,7 +1,7 @@
 """Δ(G): how much the gradient's norm changed since the step before, and how much of the scale a step therefore uses.
 
-Source: Tula paper, equation of the gradient variability, Δ(G_i) = |(‖G_i‖² − ‖G_{i−1}‖²) / ‖G_{i−1}‖²|. Everything
-stays on the device.
+Source: Tula paper, equation of the gradient variability, Δ(G_i) = |(‖G_i‖² − ‖G_{i−1}‖²) /
+‖G_{i−1}‖²|. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 Gate = Literal["paper", "none", "smooth", "smoothed"]
 
-GATE_DECAY = 0.9  # of the norm's moving average for "smoothed", where no smoothing is asked for
+# of the norm's moving average for "smoothed", where no smoothing is asked for
+GATE_DECAY = 0.9
 
 
 def relative_change(current: Tensor, previous: Tensor) -> Tensor:
@@ -31,24 +32,31 @@ def relative_change(current: Tensor, previous: Tensor) -> Tensor:
 class _Seen(NamedTuple):
     """What the gate knows; 0-dim tensors on one device."""
 
-    previous: Tensor  # last finite ‖G‖², or the average with it; NaN before the first
-    norm_squared: Tensor  # ‖G‖² of the last step, finite or not
-    sensitivity: Tensor  # Δ(G) of the last step; NaN where it has no meaning
-    quiet: Tensor  # how much of the scale the last step used: 0, 1, or between them with gate "smooth"
-    quiet_steps: Tensor  # how many steps used any of it since the count was last taken
-    used: Tensor  # the sum of what these steps used of it
+    # last finite ‖G‖², or the average with it; NaN before the first
+    previous: Tensor
+    # ‖G‖² of the last step, finite or not
+    norm_squared: Tensor
+    # Δ(G) of the last step; NaN where it has no meaning
+    sensitivity: Tensor
+    # how much of the scale the last step used: 0, 1, or between them with gate "smooth"
+    quiet: Tensor
+    # how many steps used any of it since the count was last taken
+    quiet_steps: Tensor
+    # the sum of what these steps used of it
+    used: Tensor
 
 
 class Sensitivity:
     """Follows Δ(G) from step to step and says, on the device, how much of the scale a step uses.
 
-    The first step has no predecessor and a non-finite norm has no Δ: such steps use none of it, except with
-    gate "none". A non-finite norm is not remembered: the next Δ compares with the last finite one.
+    The first step has no predecessor and a non-finite norm has no Δ: such steps use none of it,
+    except with gate "none". A non-finite norm is not remembered: the next Δ compares with the last
+    finite one.
 
-    Args:
-        delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ.
-        gate: "paper": all of the scale where Δ < δ, else nothing. "none": always all. "smooth": the share
-            max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against its value before.
+    Args: delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ. gate: "paper": all
+        of the scale where Δ < δ, else nothing. "none": always all. "smooth": the share
+            max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against its
+            value before.
         decay: Of that average, for each step, from 0 to below 1.
     """
 
@@ -60,12 +68,11 @@ class Sensitivity:
     def observe(self, norm_squared: Tensor, most: float = 1.0) -> Tensor:
         """Take in ‖G‖² of one step, before any scaling.
 
-        Args:
-            norm_squared: ‖G‖², 0-dim.
-            most: What the gate's share is multiplied with, from 0 to 1: below 1 while the scale warms up.
+        Args: norm_squared: ‖G‖², 0-dim. most: What the gate's share is multiplied with, from 0 to
+            1: below 1 while the scale warms up.
 
-        Returns:
-            0-dim tensor: what share of the scale the step uses, a bool or, with gate "smooth", a number from 0 to 1.
+        Returns: 0-dim tensor: what share of the scale the step uses, a bool or, with gate "smooth",
+            a number from 0 to 1.
         """
         seen = self._seen or _nothing_seen(norm_squared)
         current = self._average(norm_squared, seen.previous)
@@ -74,7 +81,9 @@ class Sensitivity:
         share = share if most >= 1 else share * most
         previous = torch.where(torch.isfinite(current), current, seen.previous)
         counts = seen.quiet_steps + (share > 0), seen.used + share
-        self._seen = _Seen(previous, norm_squared, sensitivity, share.to(sensitivity.dtype), *counts)
+        self._seen = _Seen(
+            previous, norm_squared, sensitivity, share.to(sensitivity.dtype), *counts
+        )
         return share
 
     def read(self) -> tuple[float, float, float, int, float]:
@@ -85,7 +94,13 @@ class Sensitivity:
         if self._seen is None:
             return float("nan"), float("nan"), 0.0, 0, 0.0
         seen = self._seen
-        fields = [seen.sensitivity, seen.norm_squared.sqrt(), seen.quiet, seen.quiet_steps, seen.used]
+        fields = [
+            seen.sensitivity,
+            seen.norm_squared.sqrt(),
+            seen.quiet,
+            seen.quiet_steps,
+            seen.used,
+        ]
         change, norm, quiet, steps, used = torch.stack(fields).tolist()
         nothing = torch.zeros_like(seen.quiet_steps)
         self._seen = seen._replace(quiet_steps=nothing, used=nothing)
@@ -98,7 +113,11 @@ class Sensitivity:
     def load_state_dict(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
         """Restore what `state_dict` gave, as copies on `device`. Older states count the steps that used any alone."""
         state = None if state is None else {"used": state["quiet_steps"], **state}
-        fields = None if state is None else {name: state[name].to(device, copy=True) for name in _Seen._fields}
+        fields = (
+            None
+            if state is None
+            else {name: state[name].to(device, copy=True) for name in _Seen._fields}
+        )
         self._seen = None if fields is None else _Seen(**fields)
 
     def _average(self, norm_squared: Tensor, average: Tensor) -> Tensor:
@@ -113,7 +132,8 @@ class Sensitivity:
             return torch.ones_like(sensitivity, dtype=torch.bool)
         if self.gate == "smooth":
             return (1 - sensitivity / self.delta).clamp_min(0).nan_to_num_(nan=0.0)
-        return sensitivity < self.delta  # false where Δ is NaN
+        # false where Δ is NaN
+        return sensitivity < self.delta
 
 
 def _nothing_seen(like: Tensor) -> _Seen:

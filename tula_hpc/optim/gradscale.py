@@ -3,7 +3,8 @@
 Source: Tula paper, Algorithm 1 (UpdateGradScale): s = min(|g_small / (g_large + ε)|, s_max) with
 s_max = √(b_large / b_small). The floor s_min > 0 is what the paper's convergence lemma asks for.
 
-How the adaptive factors are estimated: from gradients of two batches, or from norms of gradients that are there.
+How the adaptive factors are estimated: from gradients of two batches, or from norms of gradients
+that are there.
 
 Checks of the numbers that a user gives to the optimizer: each mistake is one clear line.
 """
@@ -33,8 +34,10 @@ def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor
     """|g_small / (g_large + ε)|^exponent element by element, at least in float32; 1 where any of them is not finite."""
     dtype = torch.promote_types(large.dtype, torch.float32)
     ratio = (small.to(dtype) / (large.to(dtype) + EPSILON)).abs().nan_to_num_(nan=1.0, posinf=1.0)
-    ratio = torch.where(large.isinf(), 1.0, ratio)  # or an overflow would leave 0, and the element still until the next
-    return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()  # finite, however large
+    # or an overflow would leave 0, and the element still until the next
+    ratio = torch.where(large.isinf(), 1.0, ratio)
+    # finite, however large
+    return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()
 
 
 def tensor_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
@@ -55,12 +58,10 @@ class ScaleSummary(NamedTuple):
 class GradScale:
     """The adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
-    Args:
-        granularity: What shares a factor: an element, a tensor, a layer or the whole model.
-        s_min: Lower bound of a factor.
-        s_max: Upper bound of a factor.
-        exponent: Of the ratio.
-        smoothing: Decay, for each update, of the averages of squared norms; at "element", of the factor itself, where
+    Args: granularity: What shares a factor: an element, a tensor, a layer or the whole model.
+        s_min: Lower bound of a factor. s_max: Upper bound of a factor. exponent: Of the ratio.
+        smoothing: Decay, for each update, of the averages of squared norms; at "element", of the
+        factor itself, where
             more would take more memory.
         layers: See `NormRatios`.
         exclude: Parameters that never have a factor.
@@ -82,21 +83,29 @@ class GradScale:
         self.granularity, self.exponent, self.smoothing = granularity, exponent, smoothing
         self.exclude = frozenset(exclude)
         self.s_min, self.s_max = s_min, s_max
-        self.norms = NormRatios(granularity, exponent, smoothing, layers, self.exclude, spike_guard=spike_guard)
+        self.norms = NormRatios(
+            granularity, exponent, smoothing, layers, self.exclude, spike_guard=spike_guard
+        )
         self._factors: dict[Tensor, Tensor] = {}
-        self._summaries: dict[int, ScaleSummary] = {}  # by number of parameters; kept until a factor changes
+        # by number of parameters; kept until a factor changes
+        self._summaries: dict[int, ScaleSummary] = {}
 
     def factor(self, parameter: Tensor) -> Tensor | None:
         """The parameter's factor, of its shape or 0-dim; None stands for 1."""
         return self._factors.get(parameter)
 
     def update_elements(
-        self, parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
+        self,
+        parameters: Sequence[Tensor],
+        small: Sequence[Tensor | None],
+        large: Sequence[Tensor | None],
     ) -> None:
         """New factors from gradients of two batches at the same weights; where either is None the old factor stays."""
         for p, s, g in zip(parameters, small, large, strict=True):
             if s is not None and g is not None and p not in self.exclude:
-                ratio = element_ratio(s.detach().to(p.device), g.detach().to(p.device), self.exponent)
+                ratio = element_ratio(
+                    s.detach().to(p.device), g.detach().to(p.device), self.exponent
+                )
                 self._set(p, self._smoothed(p, ratio))
 
     def update_norms(
@@ -137,14 +146,17 @@ class GradScale:
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
         """Mean, minimum and maximum over all elements. Waits for the device when factors have changed."""
         if len(parameters) not in self._summaries:
-            self._summaries[len(parameters)] = _summarize([(p.numel(), self.factor(p)) for p in parameters])
+            self._summaries[len(parameters)] = _summarize(
+                [(p.numel(), self.factor(p)) for p in parameters]
+            )
         return self._summaries[len(parameters)]
 
     def _smoothed(self, parameter: Tensor, ratio: Tensor) -> Tensor:
         old = self._factors.get(parameter)
         if self.smoothing == 0 or old is None:
             return ratio
-        bounded = ratio.clamp_(self.s_min, self.s_max)  # or one tiny g_large would outweigh many updates
+        # or one tiny g_large would outweigh many updates
+        bounded = ratio.clamp_(self.s_min, self.s_max)
         return torch.lerp(old.to(ratio.dtype).expand_as(ratio), bounded, 1 - self.smoothing)
 
     def _set(self, parameter: Tensor, factor: Tensor) -> None:
@@ -176,14 +188,21 @@ class StaticScale:
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
         """Of the constant and of the ones that excluded parameters have."""
-        sizes = {kept: sum(p.numel() for p in parameters if (p in self.exclude) == kept) for kept in (True, False)}
-        values = [value for value, kept in ((1.0, True), (self.scale, False)) if sizes[kept]] or [self.scale]
+        sizes = {
+            kept: sum(p.numel() for p in parameters if (p in self.exclude) == kept)
+            for kept in (True, False)
+        }
+        values = [value for value, kept in ((1.0, True), (self.scale, False)) if sizes[kept]] or [
+            self.scale
+        ]
         share = sizes[False] / max(1, sizes[True] + sizes[False])
         mean = values[0] if len(values) == 1 else 1 + share * (self.scale - 1)
         return ScaleSummary(mean, min(values), max(values))
 
 
-def check_shapes(parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]) -> None:
+def check_shapes(
+    parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
+) -> None:
     """Raise ValueError unless there is a gradient of the parameter's shape, or None, for each parameter."""
     for name, gradients in (("small_grads", small), ("large_grads", large)):
         if len(gradients) != len(parameters):
@@ -193,7 +212,9 @@ def check_shapes(parameters: Sequence[Tensor], small: Sequence[Tensor | None], l
         both = [gradient for gradient in pair if gradient is not None]
         if len(both) == 2 and any(gradient.shape != parameter.shape for gradient in both):
             shapes = " and ".join(str(tuple(gradient.shape)) for gradient in both)
-            raise ValueError(f"gradients of shapes {shapes} for a parameter of shape {tuple(parameter.shape)}")
+            raise ValueError(
+                f"gradients of shapes {shapes} for a parameter of shape {tuple(parameter.shape)}"
+            )
 
 
 def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
@@ -203,7 +224,8 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
         return ScaleSummary(1.0, 1.0, 1.0)
     device = present[0][1].device
     rows = [torch.stack([f.mean(), f.amin(), f.amax()]).to(device) for _, f in present]
-    means, lows, highs = torch.stack(rows).T.tolist()  # the one transfer
+    # the one transfer
+    means, lows, highs = torch.stack(rows).T.tolist()
     weights = [size for size, _ in present]
     total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
     if ones:
@@ -214,8 +236,10 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
 class Batches(NamedTuple):
     """Global batches, in samples."""
 
-    small: int  # b_small, the reference
-    large: int  # b_large, trained with
+    # b_small, the reference
+    small: int
+    # b_large, trained with
+    large: int
 
 
 def require(holds: bool, message: str) -> None:
@@ -238,8 +262,12 @@ def checked_bounds(
         ValueError: The batches or bounds do not fit together.
     """
     small, large = batches
-    require(1 <= small <= large, f"small_batch: expected 1 <= small_batch <= large_batch, got {small} and {large}")
-    # batches change within a training: a default that follows them must not fall below what was asked for
+    require(
+        1 <= small <= large,
+        f"small_batch: expected 1 <= small_batch <= large_batch, got {small} and {large}",
+    )
+    # batches change within a training: a default that follows them must not fall below what was
+    # asked for
     s_max = max(default_s_max(small, large, exponent), s_min) if s_max is None else s_max
     fits = 0 <= s_min <= s_max and s_max > 0 and s_min < math.inf
     require(fits, f"s_min: expected 0 <= s_min <= s_max, got {s_min} and {s_max}")
@@ -269,9 +297,11 @@ def check_numbers(
 class _Small(NamedTuple):
     """Norms of small gradients that a step to come will use."""
 
-    squares: Tensor  # (n,), float64
+    # (n,), float64
+    squares: Tensor
     batch: float
-    large: Tensor | None  # (n,), float64; None: the step takes them itself
+    # (n,), float64; None: the step takes them itself
+    large: Tensor | None
 
 
 class Estimates:
@@ -284,12 +314,16 @@ class Estimates:
 
     def __init__(self, scale: GradScale, batches: Batches) -> None:
         self.scale, self.batches = scale, batches
-        self.reference: float = batches.small  # what factors from norms refer to
+        # what factors from norms refer to
+        self.reference: float = batches.small
         self.noise = NoiseScale()
         self._small: _Small | None = None
 
     def from_gradients(
-        self, parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
+        self,
+        parameters: Sequence[Tensor],
+        small: Sequence[Tensor | None],
+        large: Sequence[Tensor | None],
     ) -> None:
         """UpdateGradScale of Algorithm 1.
 
@@ -304,22 +338,34 @@ class Estimates:
         else:
             place = parameters[0].device
             both_squares = squares(norms[0], place), squares(norms[1], place)
-            self.scale.update_norms(parameters, *both_squares, present, guard=False)  # many steps will use one pass
+            # many steps will use one pass
+            self.scale.update_norms(parameters, *both_squares, present, guard=False)
         both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
-        if both:  # both norms are there anyway
-            sums = [sum_of_squares([pair[which] for pair in both], both[0][1].device) for which in (0, 1)]
+        # both norms are there anyway
+        if both:
+            sums = [
+                sum_of_squares([pair[which] for pair in both], both[0][1].device)
+                for which in (0, 1)
+            ]
             self.noise.observe(sums[0], sums[1], *self.batches)
 
-    def expect(self, parameters: Sequence[Tensor], small: Tensor, batch: float, large: Tensor | None) -> None:
+    def expect(
+        self, parameters: Sequence[Tensor], small: Tensor, batch: float, large: Tensor | None
+    ) -> None:
         """Keep squared norms of small gradients for the next `learn`; see `TulaOptimizer.observe_small`.
 
         Raises:
             ValueError: Shapes or batch do not fit, or each element has its own factor.
         """
         norms_do = self.scale.granularity != "element"
-        require(norms_do, 'observe_small: granularity = "element" needs gradients; see update_gradscale')
+        require(
+            norms_do, 'observe_small: granularity = "element" needs gradients; see update_gradscale'
+        )
         fits = 0 < batch < self.batches.large
-        require(fits, f"batch: expected above 0 and below large_batch = {self.batches.large}, got {batch}")
+        require(
+            fits,
+            f"batch: expected above 0 and below large_batch = {self.batches.large}, got {batch}",
+        )
         for name, given in (("squares", small), ("large", large)):
             right = given is None or given.shape == (len(parameters),)
             require(right, f"{name}: expected one number for each of {len(parameters)} parameters")
@@ -340,22 +386,23 @@ class Estimates:
     ) -> bool:
         """Use what `expect` was given, if anything; says whether there was. Does not wait for the device.
 
-        Args:
-            parameters: In the optimizer's order.
-            norms: Of the large gradient, 0-dim, by parameter.
-            norm_squared: ‖G‖² over all of them.
-            shortened: What both gradients were multiplied with where norms of the large one are these: the noise is
+        Args: parameters: In the optimizer's order. norms: Of the large gradient, 0-dim, by
+            parameter. norm_squared: ‖G‖² over all of them. shortened: What both gradients were
+            multiplied with where norms of the large one are these: the noise is
                 that of the gradient before. 0-dim.
         """
         if self._small is None:
             return False
         (small, batch, large), self._small = self._small, None
-        before = 1.0 if large is not None else 1.0 / shortened**2  # given by hand, both are as they were
+        # given by hand, both are as they were
+        before = 1.0 if large is not None else 1.0 / shortened**2
         if large is None:
             large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
         wanted = square_at(small, large, batch, self.batches.large, self.batches.small)
         present = [parameter in norms for parameter in parameters]
-        self.scale.update_norms(parameters, wanted, large, present, guard=True, stretch=self._stretch())
+        self.scale.update_norms(
+            parameters, wanted, large, present, guard=True, stretch=self._stretch()
+        )
         both = batch, self.batches.large
         self.noise.observe_parts(small, large, norm_squared, both, factor=before, decay=STEP_DECAY)
         return True
@@ -368,7 +415,8 @@ class Estimates:
 
     def refer_to(self, reference: float, s_min: float, s_max: float) -> None:
         """Bring factors from norms to this batch from the next `learn` on; averages stay at b_small."""
-        self.scale.s_min, self.scale.s_max = s_min, s_max  # the factors in force are those of the last estimate
+        # the factors in force are those of the last estimate
+        self.scale.s_min, self.scale.s_max = s_min, s_max
         self.reference = reference
 
     def _stretch(self) -> float:
@@ -376,7 +424,11 @@ class Estimates:
         small, large = self.batches
         if self.reference == small:
             return 1.0
-        return (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large) if small < large else 1.0
+        return (
+            (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large)
+            if small < large
+            else 1.0
+        )
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Factors, averages, noise, and the batches that they refer to; not what `expect` was given."""
@@ -399,10 +451,14 @@ class Estimates:
             for factor, parameter in zip(factors, parameters, strict=True)
         )
         require(fits, "state_dict: gradscale belongs to other parameters")
-        fits = averages is None or averages.shape in [(3, count) for count in range(len(parameters) + 1)]
+        fits = averages is None or averages.shape in [
+            (3, count) for count in range(len(parameters) + 1)
+        ]
         require(fits, "state_dict: averages belong to other parameters")
         reference, (_, largest) = state.get("reference"), state.get("batches", self.batches)
-        fits = reference is None or (isinstance(reference, int | float) and 1 <= reference <= largest)
+        fits = reference is None or (
+            isinstance(reference, int | float) and 1 <= reference <= largest
+        )
         require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
 
     def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:

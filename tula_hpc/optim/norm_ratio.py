@@ -4,14 +4,16 @@ With the squared norms ŝ at b_small and l̂ at b_large, summed over the tensors
 
     factor = (√ŝ / (√l̂ + ε))^exponent
 
-Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain of AdaScale (T. Johnson et al. 2020,
-"AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both norms are means.
+Exponent 1 is the tensor reading of the Tula paper's Algorithm 1; 2 is the gain of AdaScale (T.
+Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training") where both
+norms are means.
 
-With the spike guard l̂ is the larger of the average and this update's own squared norm, where every step brings norms of
-its own. An average knows nothing yet of a gradient that has just become many times as long, and a step along it,
-lengthened as the ones before, is what networks without normalization layers do not recover from; with exponent 2 and an
-average of b_small's norms that has not followed, such a step is shorter than the ones before. Norms from a pass say
-nothing of the steps until the next pass, which their fluctuation would all shorten: there is no guard for them.
+With the spike guard l̂ is the larger of the average and this update's own squared norm, where every
+step brings norms of its own. An average knows nothing yet of a gradient that has just become many
+times as long, and a step along it, lengthened as the ones before, is what networks without
+normalization layers do not recover from; with exponent 2 and an average of b_small's norms that has
+not followed, such a step is shorter than the ones before. Norms from a pass say nothing of the
+steps until the next pass, which their fluctuation would all shorten: there is no guard for them.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from torch import Tensor
 
 from tula_hpc.gradients.noise_scale import square_at
 
-EPSILON = 1e-8  # ε of Algorithm 1
+# ε of Algorithm 1
+EPSILON = 1e-8
 
 
-def norm_ratio(small: Tensor, large: Tensor, exponent: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def norm_ratio(
+    small: Tensor, large: Tensor, exponent: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """(√small / (√large + ε))^exponent; 1 where that is not finite, or where both are 0 and so say nothing.
 
     Args:
@@ -38,31 +43,36 @@ def norm_ratio(small: Tensor, large: Tensor, exponent: float = 1.0, dtype: torch
     """
     norms = [square.clamp_min(0).sqrt().to(dtype) for square in (small, large)]
     ratio = norms[0] / (norms[1] + EPSILON)
-    ratio = torch.where((norms[0] == 0) & (norms[1] == 0), 1.0, ratio).nan_to_num_(nan=1.0, posinf=1.0)
-    return ratio if exponent == 1.0 else ratio.pow(exponent).nan_to_num_()  # no infinity, which times 0 would be NaN
+    ratio = torch.where((norms[0] == 0) & (norms[1] == 0), 1.0, ratio).nan_to_num_(
+        nan=1.0, posinf=1.0
+    )
+    # no infinity, which times 0 would be NaN
+    return ratio if exponent == 1.0 else ratio.pow(exponent).nan_to_num_()
 
 
 class _Units(NamedTuple):
     """Which parameters share a factor."""
 
-    of: list[int | None]  # of each parameter; None: it keeps the factor 1
-    members: Tensor  # (units, most members): places of each unit's parameters, filled up with one beyond the last
-    dtype: torch.dtype  # of factors
+    # of each parameter; None: it keeps the factor 1
+    of: list[int | None]
+    # (units, most members): places of each unit's parameters, filled up with one beyond the last
+    members: Tensor
+    # of factors
+    dtype: torch.dtype
 
 
 class NormRatios:
     """Keeps averages of squared norms for each tensor and gives the ratio of each unit: what shares a factor.
 
-    The averages are exponential, without the bias of starting at 0. A pair that is not finite, or NaN because there is
-    no gradient, is passed over for its tensor. All ratios of a model come from a few operations on vectors.
+    The averages are exponential, without the bias of starting at 0. A pair that is not finite, or
+    NaN because there is no gradient, is passed over for its tensor. All ratios of a model come from
+    a few operations on vectors.
 
-    Args:
-        granularity: "tensor": each is its own unit. "layer": as `layers` says. "model": one unit.
-        exponent: Of the ratio.
-        smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
-        layers: Parameters that share a factor; one that is in none is a unit of its own.
-        exclude: Parameters of no unit.
-        spike_guard: Hold a unit's average at b_small against this update's own norm at b_large where that is above its
+    Args: granularity: "tensor": each is its own unit. "layer": as `layers` says. "model": one unit.
+        exponent: Of the ratio. smoothing: Decay of the averages for each update, from 0 (the last
+        pair alone) to below 1. layers: Parameters that share a factor; one that is in none is a
+        unit of its own. exclude: Parameters of no unit. spike_guard: Hold a unit's average at
+        b_small against this update's own norm at b_large where that is above its
             average, in updates that ask for it.
 
     Raises:
@@ -84,9 +94,12 @@ class NormRatios:
         self.layers, self.exclude = [list(layer) for layer in layers or ()], frozenset(exclude)
         if granularity == "layer":
             _check_layers(self.layers)
-        self.averages: Tensor | None = None  # (3, n), float64: small, large, and the weight that both have so far
-        self._units: dict[int, _Units] = {}  # by number of parameters
-        self._present: tuple[Sequence[bool], Tensor] | None = None  # what was the last not to be all, and its copy
+        # (3, n), float64: small, large, and the weight that both have so far
+        self.averages: Tensor | None = None
+        # by number of parameters
+        self._units: dict[int, _Units] = {}
+        # what was the last not to be all, and its copy
+        self._present: tuple[Sequence[bool], Tensor] | None = None
 
     def update(
         self,
@@ -100,26 +113,27 @@ class NormRatios:
     ) -> list[Tensor | None]:
         """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
 
-        Args:
-            parameters: In the optimizer's order; later calls may have more of them at the end.
-            small: (n,), float64, at b_small; may be an estimate below 0.
-            large: (n,), float64, on the same device.
-            present: Which parameters have a gradient now: of those without one, as once they are frozen, the averages
+        Args: parameters: In the optimizer's order; later calls may have more of them at the end.
+            small: (n,), float64, at b_small; may be an estimate below 0. large: (n,), float64, on
+            the same device. present: Which parameters have a gradient now: of those without one, as
+            once they are frozen, the averages
                 are kept but count for no unit. None: all.
             guard: Whether the spike guard may act: these are the norms of the one step that comes.
-            stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm at yet another
-                batch, by the line in 1/batch. The averages stay at b_small.
+            stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm
+                at yet another batch, by the line in 1/batch. The averages stay at b_small.
 
-        Returns:
-            For each parameter the 0-dim ratio of its unit, which is the same object for all of them; None if excluded.
+        Returns: For each parameter the 0-dim ratio of its unit, which is the same object for all of
+            them; None if excluded.
         """
-        known = (small + large).isfinite()  # of infinities of either sign the sum is not finite either
+        # of infinities of either sign the sum is not finite either
+        known = (small + large).isfinite()
         self.averages = self._averaged(small, large, known)
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where((weight > 0) & self._counted(present, small.device), sums / weight, 0.0)
         if stretch != 1.0:
-            more = (means[0] - means[1]).clamp_min(0.0)  # of noise; below 0 it would be stretched to no step
+            # of noise; below 0 it would be stretched to no step
+            more = (means[0] - means[1]).clamp_min(0.0)
             means = torch.stack([means[1] + stretch * more, means[1]])
         if guard and self.spike_guard:
             means = torch.stack([*means, torch.where(known, large, means[1])])
@@ -160,11 +174,17 @@ class NormRatios:
         if count not in self._units:
             places = {p: place for place, p in enumerate(parameters) if p not in self.exclude}
             units = self._places_of_units(places)
-            of: dict[int, int] = {place: number for number, unit in enumerate(units) for place in unit}
+            of: dict[int, int] = {
+                place: number for number, unit in enumerate(units) for place in unit
+            }
             widest = max((len(unit) for unit in units), default=0)
             filled = [[*unit, *[count] * (widest - len(unit))] for unit in units]
-            members = torch.tensor(filled, dtype=torch.int64, device=device).reshape(len(units), widest)
-            self._units[count] = _Units([of.get(place) for place in range(count)], members, _kind(parameters))
+            members = torch.tensor(filled, dtype=torch.int64, device=device).reshape(
+                len(units), widest
+            )
+            self._units[count] = _Units(
+                [of.get(place) for place in range(count)], members, _kind(parameters)
+            )
         return self._units[count]
 
     def _places_of_units(self, places: Mapping[Tensor, int]) -> list[list[int]]:
@@ -173,7 +193,9 @@ class NormRatios:
         layers = self.layers if self.granularity == "layer" else []
         shared = [[places[p] for p in layer if p in places] for layer in layers]
         taken = {place for unit in shared for place in unit}
-        return [unit for unit in shared if unit] + [[place] for place in places.values() if place not in taken]
+        return [unit for unit in shared if unit] + [
+            [place] for place in places.values() if place not in taken
+        ]
 
 
 def _kind(parameters: Sequence[Tensor]) -> torch.dtype:

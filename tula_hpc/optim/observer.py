@@ -2,9 +2,9 @@
 
 A histogram of the scale that was really applied, each element of a gradient counted once a step.
 
-Bins are evenly spaced in log2: the middle one is centred on 1, and so are others on every power of √2, where factors
-are clamped. The first and the last bin hold all that lies beyond (0 as well). Everything stays on the device until it
-is read.
+Bins are evenly spaced in log2: the middle one is centred on 1, and so are others on every power of
+√2, where factors are clamped. The first and the last bin hold all that lies beyond (0 as well).
+Everything stays on the device until it is read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from tula_hpc.optim.gate import Sensitivity
 class Seen(NamedTuple):
     """What `GradientObserver.statistics` returns."""
 
-    sensitivity: float  # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
-    gradient_norm: float  # ‖G‖ of the last step; NaN before the first step
+    # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
+    sensitivity: float
+    # ‖G‖ of the last step; NaN before the first step
+    gradient_norm: float
 
 
 class GradientObserver:
     """Looks at the gradients right before each step of an optimizer; changes nothing.
 
-    It never waits for the device, but for a fused optimizer under GradScaler, which leaves it to that to skip steps. A
-    step that is skipped is not seen, nor is any while `idle`. Gradients that are sparse or complex, and those
-    beside them, are not looked at.
+    It never waits for the device, but for a fused optimizer under GradScaler, which leaves it to
+    that to skip steps. A step that is skipped is not seen, nor is any while `idle`. Gradients that
+    are sparse or complex, and those beside them, are not looked at.
 
     Args:
         optimizer: Whose steps are waited for; its `step` must call torch's hooks.
@@ -49,7 +51,8 @@ class GradientObserver:
         self._small: tuple[Tensor, float] | None = None
         self._squares: Tensor | None = None
         self._shortened: Tensor | float = 1.0
-        self.idle = False  # set it while gradients are not of `large_batch` samples
+        # set it while gradients are not of `large_batch` samples
+        self.idle = False
         optimizer.register_step_pre_hook(lambda *_: self._look())
 
     def observe_small(self, small: Tensor, batch: float) -> None:
@@ -96,7 +99,9 @@ class GradientObserver:
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -105,7 +110,12 @@ class GradientObserver:
         self.forget()
         gradients = [parameter.grad for parameter in self._parameters]
         present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if self.idle or not present or any(map(_is_sparse_or_complex, gradients)) or self._is_skipped():
+        if (
+            self.idle
+            or not present
+            or any(map(_is_sparse_or_complex, gradients))
+            or self._is_skipped()
+        ):
             return
         large = self._taken(gradients) if told is None else told
         squares_seen = large.unbind()
@@ -113,7 +123,9 @@ class GradientObserver:
         self._sensitivity.observe(total / shortened**2)
         if small is not None:
             batches = small[1], self.large_batch
-            self._noise.observe_parts(small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY)
+            self._noise.observe_parts(
+                small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY
+            )
 
     def _taken(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Squared norms of the gradients, which a fused optimizer divides by the loss scale itself."""
@@ -132,29 +144,36 @@ def _is_sparse_or_complex(gradient: Tensor | None) -> bool:
 
 
 BINS_PER_OCTAVE = 6
-OCTAVES = 6  # on each side of 1
-ONE = OCTAVES * BINS_PER_OCTAVE + 1  # the bin of factor 1; before it one for all factors that are too small
+# on each side of 1
+OCTAVES = 6
+# the bin of factor 1; before it one for all factors that are too small
+ONE = OCTAVES * BINS_PER_OCTAVE + 1
 BINS = 2 * ONE + 1
-PIECE_ELEMENTS = 2**22  # counted at a time: bounds the extra memory, and float32 counts so far exactly
+# counted at a time: bounds the extra memory, and float32 counts so far exactly
+PIECE_ELEMENTS = 2**22
 
 
 class ScaleHistogram:
     """Counts applied factors over elements and steps."""
 
     def __init__(self) -> None:
-        self._counts: Tensor | None = None  # (BINS,), float64: exact up to 2^53
-        self._unscaled = 0  # elements × steps without any factor
+        # (BINS,), float64: exact up to 2^53
+        self._counts: Tensor | None = None
+        # elements × steps without any factor
+        self._unscaled = 0
         self._sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def observe(
-        self, factors: Sequence[Tensor | None], sizes: Sequence[int], gate: Tensor | float | None = None
+        self,
+        factors: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        gate: Tensor | float | None = None,
     ) -> None:
         """Take in one step. Does not wait for the device.
 
-        Args:
-            factors: For each gradient one factor for all its elements or one for each; None stands for 1.
-            sizes: Elements of each gradient.
-            gate: How much of the factors counts: 1 + gate·(factor − 1) was applied. 0-dim; None: all of it.
+        Args: factors: For each gradient one factor for all its elements or one for each; None
+            stands for 1. sizes: Elements of each gradient. gate: How much of the factors counts: 1
+            + gate·(factor − 1) was applied. 0-dim; None: all of it.
         """
         shared: dict[torch.device, list[tuple[Tensor, int]]] = {}
         for factor, size in zip(factors, sizes, strict=True):
@@ -165,7 +184,9 @@ class ScaleHistogram:
             else:
                 shared.setdefault(factor.device, []).append((factor.detach(), size))
         for pairs in shared.values():
-            self._count_shared([factor for factor, _ in pairs], tuple(size for _, size in pairs), gate)
+            self._count_shared(
+                [factor for factor, _ in pairs], tuple(size for _, size in pairs), gate
+            )
 
     def read(self) -> list[int]:
         """Elements × steps in each of the `BINS` bins since the last reading. Waits for the device."""
@@ -178,17 +199,22 @@ class ScaleHistogram:
         for piece in torch.split(factors.reshape(-1), PIECE_ELEMENTS):
             self._add(torch.histc(_bins(piece, gate), bins=BINS, min=-0.5, max=BINS - 0.5))
 
-    def _count_shared(self, factors: Sequence[Tensor], sizes: tuple[int, ...], gate: Tensor | float | None) -> None:
+    def _count_shared(
+        self, factors: Sequence[Tensor], sizes: tuple[int, ...], gate: Tensor | float | None
+    ) -> None:
         bins = _bins(torch.stack([factor.reshape(()).float() for factor in factors]), gate)
         key = (bins.device, sizes)
-        if key not in self._sizes:  # copied to the device once: a copy waits for it
+        # copied to the device once: a copy waits for it
+        if key not in self._sizes:
             self._sizes[key] = torch.tensor(sizes, dtype=torch.float64, device=bins.device)
         empty = torch.zeros(BINS, dtype=torch.float64, device=bins.device)
         self._add(empty.index_add_(0, bins.long(), self._sizes[key]))
 
     def _add(self, counts: Tensor) -> None:
         known = self._counts
-        self._counts = counts.double() if known is None else known + counts.to(known.device, known.dtype)
+        self._counts = (
+            counts.double() if known is None else known + counts.to(known.device, known.dtype)
+        )
 
 
 def _bins(factors: Tensor, gate: Tensor | float | None) -> Tensor:

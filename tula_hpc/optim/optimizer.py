@@ -38,68 +38,88 @@ from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where,
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 
 Apply = Literal["gradient", "update"]
-VERSION = 2  # of the state; 1 had no averages and no batches
-STEPS_UNTIL_WARNING = 100  # without any estimate of the factors
+# of the state; 1 had no averages and no batches
+VERSION = 2
+# without any estimate of the factors
+STEPS_UNTIL_WARNING = 100
 
 
 class Statistics(NamedTuple):
     """What `TulaOptimizer.statistics` returns."""
 
-    sensitivity: float  # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
-    gradient_norm: float  # ‖G‖ of the last step, before scaling; NaN before the first step
-    scaled: float  # what share of the scale the last step used: 0, 1, or by gate "smooth" and warm-up between them
-    scale_mean: float  # of the scale over all elements of all parameters, whether or not the last step used it
+    # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
+    sensitivity: float
+    # ‖G‖ of the last step, before scaling; NaN before the first step
+    gradient_norm: float
+    # what share of the scale the last step used: 0, 1, or by gate "smooth" and warm-up between them
+    scaled: float
+    # of the scale over all elements of all parameters, whether or not the last step used it
+    scale_mean: float
     scale_min: float
     scale_max: float
-    scaled_steps: int  # steps since the last call of statistics() that used any of the scale
-    steps: int  # steps since the last call of statistics()
-    share: float  # mean of what these steps used of the scale, from 0 to 1: they applied 1 + share·(scale − 1)
+    # steps since the last call of statistics() that used any of the scale
+    scaled_steps: int
+    # steps since the last call of statistics()
+    steps: int
+    # mean of what these steps used of the scale, from 0 to 1: they applied 1 + share·(scale − 1)
+    share: float
 
 
 class _Look(NamedTuple):
     """What a step has seen of its gradients."""
 
-    gradients: dict[Tensor, Tensor]  # by parameter
-    share: Tensor  # 0-dim: how much of the scale counts, a bool or from 0 to 1
+    # by parameter
+    gradients: dict[Tensor, Tensor]
+    # 0-dim: how much of the scale counts, a bool or from 0 to 1
+    share: Tensor
 
 
 class TulaOptimizer(WrappingOptimizer):
     """Scales gradients in place where training is not sensitive, then steps the wrapped optimizer.
 
-    It has no parameter groups or state of its own but shows the base's, the very same objects: schedulers, GradScaler
-    and `zero_grad` work as on the base. Without a scale (before the first update), or with scale 1, it equals the base
-    bit for bit. The gate is decided on the device: a step never waits for it.
+    It has no parameter groups or state of its own but shows the base's, the very same objects:
+    schedulers, GradScaler and `zero_grad` work as on the base. Without a scale (before the first
+    update), or with scale 1, it equals the base bit for bit. The gate is decided on the device: a
+    step never waits for it.
 
-    Every worker must hold the same all-reduced gradient when `step` is called; then all take the same branch. Gradients
-    with loss scaling must have been unscaled (GradScaler.step does that). Parameters without a gradient are skipped.
+    Every worker must hold the same all-reduced gradient when `step` is called; then all take the
+    same branch. Gradients with loss scaling must have been unscaled (GradScaler.step does that).
+    Parameters without a gradient are skipped.
 
-    Two things give the factors: `update_gradscale`, from the gradients of two batches, or `observe_small`, from norms
-    of small gradients that the workers have anyway. A norm that is not finite changes no factor; at "element", a ratio
-    that is not finite counts as 1.
+    Two things give the factors: `update_gradscale`, from the gradients of two batches, or
+    `observe_small`, from norms of small gradients that the workers have anyway. A norm that is not
+    finite changes no factor; at "element", a ratio that is not finite counts as 1.
 
-    Args:
-        base: The optimizer to wrap. Use it no longer directly.
-        small_batch: b_small, the global reference batch that factors refer to.
-        large_batch: b_large, the global batch that is trained with; not below `small_batch`.
-        delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its gradient is left as it is. `math.inf` turns the gate off.
-        granularity: "element": a factor for each element. "tensor": one for each tensor, the ratio of norms. "layer":
+    Args: base: The optimizer to wrap. Use it no longer directly. small_batch: b_small, the global
+        reference batch that factors refer to. large_batch: b_large, the global batch that is
+        trained with; not below `small_batch`. delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its
+        gradient is left as it is. `math.inf` turns the gate off. granularity: "element": a factor
+        for each element. "tensor": one for each tensor, the ratio of norms. "layer":
             one for the tensors of each of `layers`. "model": one for all.
-        s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None, but not below `s_min`.
+        s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None, but not below
+            `s_min`.
         s_min: Lower bound of the factors. The convergence lemma needs it above 0.
-        static_scale: Use this constant s instead of adaptive factors (the paper's static scaling); bounds do not apply.
+        static_scale: Use this constant s instead of adaptive factors (the paper's static scaling);
+            bounds do not apply.
         update_interval: `update_due` turns true after so many steps; None: never.
-        exponent: Of the ratio of gradients or norms, above 0. 1 is the paper's, 2 a gain like AdaScale's.
-        smoothing: Decay of moving averages of the squared norms (at "element": of the factor) for each update, from 0
-            to below 1. With gate "smoothed" also of ‖G‖² for each step, there 0.9 where it is 0.
-        scale_warmup: Steps over which factors grow from 1 to their value: 1 + (factor − 1)·min(1, steps/scale_warmup).
+        exponent: Of the ratio of gradients or norms, above 0. 1 is the paper's, 2 a gain like
+            AdaScale's.
+        smoothing: Decay of moving averages of the squared norms (at "element": of the factor) for
+            each update, from 0 to below 1. With gate "smoothed" also of ‖G‖² for each step, there
+            0.9 where it is 0.
+        scale_warmup: Steps over which factors grow from 1 to their value: 1 + (factor − 1)·min(1,
+            steps/scale_warmup).
         gate: Which steps use the scale, see `Sensitivity`: "paper", "none", "smooth" or "smoothed".
         exclude: Parameters that keep the factor 1 and whose norms count for no other's factor.
-        apply: "gradient", or "update": the factor multiplies what the base makes of the gradient,
-            p ← p_old + s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS, LAMB), where a
-            factor before that would cancel out. Takes a copy of the parameters during the step.
-        layers: For granularity "layer": the parameters that share a factor. One that is in none has its own.
-        spike_guard: A gradient that is longer than its moving average is scaled by its own length, see `norm_ratio.py`;
-            for norms that `observe_small` gives, without effect at "element" and where `smoothing` is 0.
+        apply: "gradient", or "update": the factor multiplies what the base makes of the gradient, p
+            ← p_old + s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
+            LAMB), where a factor before that would cancel out. Takes a copy of the parameters
+            during the step.
+        layers: For granularity "layer": the parameters that share a factor. One that is in none has
+            its own.
+        spike_guard: A gradient that is longer than its moving average is scaled by its own length,
+            see `norm_ratio.py`; for norms that `observe_small` gives, without effect at "element"
+            and where `smoothing` is 0.
 
     Raises:
         TypeError: `base` is not an optimizer.
@@ -128,12 +148,18 @@ class TulaOptimizer(WrappingOptimizer):
         spike_guard: bool = False,
     ) -> None:
         super().__init__(base)
-        require(not isinstance(exclude, Tensor), "exclude: expected a collection of parameters, got one tensor")
+        require(
+            not isinstance(exclude, Tensor),
+            "exclude: expected a collection of parameters, got one tensor",
+        )
         require_one_of("granularity", granularity, get_args(Granularity))
         require_one_of("gate", gate, get_args(Gate))
         require_one_of("apply", apply, get_args(Apply))
         form: dict[str, Any] = {"exponent": exponent, "smoothing": smoothing}
-        intervals: dict[str, Any] = {"update_interval": update_interval, "scale_warmup": scale_warmup}
+        intervals: dict[str, Any] = {
+            "update_interval": update_interval,
+            "scale_warmup": scale_warmup,
+        }
         check_numbers(delta=delta, static_scale=static_scale, **form, **intervals)
         batches = Batches(small_batch, large_batch)
         bounds = checked_bounds(batches, s_min, s_max, exponent)
@@ -145,8 +171,10 @@ class TulaOptimizer(WrappingOptimizer):
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
         self._shortened: Tensor | float = 1.0
-        self._squares: Tensor | None = None  # of the next step's gradients, where they are known
-        self.histogram: ScaleHistogram | None = None  # give it one to have the scales that are applied counted
+        # of the next step's gradients, where they are known
+        self._squares: Tensor | None = None
+        # give it one to have the scales that are applied counted
+        self.histogram: ScaleHistogram | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
 
@@ -195,35 +223,49 @@ class TulaOptimizer(WrappingOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Gate and scale the gradients in place, then step the base; or step it, then scale what it did.
 
-        Args:
-            closure: Computes loss and gradients anew. The base calls it; its gradients are gated after each call. With
+        Args: closure: Computes loss and gradients anew. The base calls it; its gradients are gated
+            after each call. With
                 apply="update" the last call decides.
 
         Raises:
             TypeError: A gradient is sparse or complex. Nothing has been changed.
         """
-        loss = self._step_on_gradients(closure) if self.apply == "gradient" else self._step_and_scale(closure)
+        loss = (
+            self._step_on_gradients(closure)
+            if self.apply == "gradient"
+            else self._step_and_scale(closure)
+        )
         self.steps += 1
-        if self.steps >= STEPS_UNTIL_WARNING and self.update_interval is None and not self._looked_for_factors:
-            self._warn_without_factors()  # with an interval, whoever set it will come to it
+        if (
+            self.steps >= STEPS_UNTIL_WARNING
+            and self.update_interval is None
+            and not self._looked_for_factors
+        ):
+            # with an interval, whoever set it will come to it
+            self._warn_without_factors()
         self._steps_since_update += 1
         self._steps_since_statistics += 1
         return loss
 
     @untraced
-    def update_gradscale(self, small_grads: Sequence[Tensor | None], large_grads: Sequence[Tensor | None]) -> None:
+    def update_gradscale(
+        self, small_grads: Sequence[Tensor | None], large_grads: Sequence[Tensor | None]
+    ) -> None:
         """Estimate the factors anew (UpdateGradScale of Algorithm 1).
 
-        Args:
-            small_grads: Gradient of the reference batch, averaged over the workers, for each parameter of all groups in
+        Args: small_grads: Gradient of the reference batch, averaged over the workers, for each
+            parameter of all groups in
                 order.
-            large_grads: Gradient of the large batch at the same weights, all-reduced, not yet scaled nor clipped. Where
-                either is None the parameter keeps its factor.
+            large_grads: Gradient of the large batch at the same weights, all-reduced, not yet
+                scaled nor clipped. Where either is None the parameter keeps its factor.
 
-        Raises:
-            ValueError: The numbers of gradients or their shapes do not fit the parameters, or scaling is static.
+        Raises: ValueError: The numbers of gradients or their shapes do not fit the parameters, or
+            scaling is static.
         """
-        require(self._scale is self._adaptive, "static_scale is set: there are no adaptive factors to update")
+        require(
+            self._scale is self._adaptive,
+            "static_scale is set: there are no adaptive factors to update",
+        )
         with torch.no_grad():
             self._estimates.from_gradients(self.parameters(), small_grads, large_grads)
         self._steps_since_update = 0
@@ -232,31 +274,38 @@ class TulaOptimizer(WrappingOptimizer):
     def observe_small(self, squares: Tensor, batch: float, large: Tensor | None = None) -> None:
         """Give the next step squared norms of small gradients: it estimates the factors anew before it uses them.
 
-        The step takes the large gradient's norms itself and brings the small ones from `batch` to `small_batch` by the
-        law of the gradient noise, see `square_at`. Smoothing helps: one estimate is noisy, and may fall below 0.
+        The step takes the large gradient's norms itself and brings the small ones from `batch` to
+        `small_batch` by the law of the gradient noise, see `square_at`. Smoothing helps: one
+        estimate is noisy, and may fall below 0.
 
-        Call it after the backward pass. `zero_grad` forgets what no step has used, as when a step is skipped for an
-        overflow; a state_dict does not hold it. Does not wait for the device.
+        Call it after the backward pass. `zero_grad` forgets what no step has used, as when a step
+        is skipped for an overflow; a state_dict does not hold it. Does not wait for the device.
 
-        Args:
-            squares: (n,) squared norm of each parameter's gradient over `batch` samples, unscaled, or a mean of several
+        Args: squares: (n,) squared norm of each parameter's gradient over `batch` samples,
+            unscaled, or a mean of several
                 such; in parameter order, NaN where there is none.
             batch: Samples of which such a gradient is the mean, below `large_batch`.
-            large: (n,) squared norms of the large gradient. Needed only where the gradients are changed before the
-                step, as by clipping: both must be measured on the same side of it.
+            large: (n,) squared norms of the large gradient. Needed only where the gradients are
+                changed before the step, as by clipping: both must be measured on the same side of
+                it.
 
-        Raises:
-            ValueError: Shapes or batch do not fit, scaling is static, or each element has its own factor.
+        Raises: ValueError: Shapes or batch do not fit, scaling is static, or each element has its
+            own factor.
         """
-        require(self._scale is self._adaptive, "static_scale is set: there are no adaptive factors to update")
+        require(
+            self._scale is self._adaptive,
+            "static_scale is set: there are no adaptive factors to update",
+        )
         self._estimates.expect(self.parameters(), squares, batch, large)
 
     @untraced
     def observe_clipping(self, factor: Tensor | float) -> None:
         """Say what the next step's gradients were multiplied with: the gate compares what they were before.
 
-        Gradients that are all clipped to one norm would seem not to change at all. The noise, too, is that of gradients
-        before: where `observe_small` is given no norms of the large one, the small ones must be clipped alike.
+        Gradients that are all clipped to one norm would seem not to change at all. The noise, too,
+        is that of gradients
+        before: where `observe_small` is given no norms of the large one, the small ones must be
+            clipped alike.
 
         Args:
             factor: 0-dim or a number above 0, at most 1; does not wait for the device.
@@ -267,25 +316,29 @@ class TulaOptimizer(WrappingOptimizer):
     def observe_norms(self, squares: Tensor) -> None:
         """Say what the squared norms of the next step's gradients are: the step then passes over them once less.
 
-        As `LocalNorms.averaged` has them, taken while other gradients were still on their way. What changes gradients
-        afterwards, like clipping, must be in them. Forgotten as what `observe_small` was given.
+        As `LocalNorms.averaged` has them, taken while other gradients were still on their way. What
+        changes gradients afterwards, like clipping, must be in them. Forgotten as what
+        `observe_small` was given.
 
-        Args:
-            squares: (n,) in parameter order, for each parameter that has a gradient; does not wait for the device.
+        Args: squares: (n,) in parameter order, for each parameter that has a gradient; does not
+            wait for the device.
 
         Raises:
             ValueError: There is not one number for each parameter.
         """
         count = len(self.parameters())
-        require(squares.shape == (count,), f"squares: expected one number for each of {count} parameters")
+        require(
+            squares.shape == (count,),
+            f"squares: expected one number for each of {count} parameters",
+        )
         self._squares = squares
 
     def set_batch(self, large_batch: int, small_batch: int | None = None) -> None:
         """Go on with another batch, as after running out of memory.
 
-        The default s_max follows, the factors are clamped, and averages of squared norms are carried over to the new
-        batches. Warm-up and interval go on with the data seen: both, and the steps taken, are turned into steps of the
-        new batch.
+        The default s_max follows, the factors are clamped, and averages of squared norms are
+        carried over to the new batches. Warm-up and interval go on with the data seen: both, and
+        the steps taken, are turned into steps of the new batch.
 
         Args:
             large_batch: The new b_large.
@@ -306,9 +359,10 @@ class TulaOptimizer(WrappingOptimizer):
     def set_reference(self, batch: float) -> None:
         """Let factors from norms refer to another batch than b_small from the next estimate on.
 
-        What the averages hold stays what it is, at b_small: the ratio alone is brought to `batch` by the law of the
-        gradient noise, see `square_at`. The default s_max follows. A state brings it along to the same batches only.
-        `update_gradscale` goes on with b_small, at which its gradients were computed.
+        What the averages hold stays what it is, at b_small: the ratio alone is brought to `batch`
+        by the law of the gradient noise, see `square_at`. The default s_max follows. A state brings
+        it along to the same batches only. `update_gradscale` goes on with b_small, at which its
+        gradients were computed.
 
         Args:
             batch: Samples, at least 1 and at most `large_batch`.
@@ -318,7 +372,9 @@ class TulaOptimizer(WrappingOptimizer):
         """
         fits = 1 <= batch <= self.large_batch
         require(fits, f"batch: expected from 1 to large_batch = {self.large_batch}, got {batch}")
-        bounds = checked_bounds((batch, self.large_batch), self.s_min, self._fixed_s_max, self._adaptive.exponent)
+        bounds = checked_bounds(
+            (batch, self.large_batch), self.s_min, self._fixed_s_max, self._adaptive.exponent
+        )
         self._estimates.refer_to(batch, *bounds)
 
     def set_delta(self, delta: float) -> None:
@@ -336,7 +392,9 @@ class TulaOptimizer(WrappingOptimizer):
         scale = self._scale.summary(self.parameters())
         steps, self._steps_since_statistics = self._steps_since_statistics, 0
         counts = scaled_steps, steps, used / max(1, steps)
-        return Statistics(sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts)
+        return Statistics(
+            sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts
+        )
 
     def noise(self) -> NoiseReading:
         """The gradient's noise scale, from the pairs of gradients or norms that the factors were estimated from.
@@ -356,7 +414,8 @@ class TulaOptimizer(WrappingOptimizer):
         self._looked_for_factors = True
         if all(factor is None for factor in self.gradscale):
             message = "nothing has been scaled: call update_gradscale or observe_small, which give the factors"
-            warnings.warn(f"after {self.steps} steps {message}", stacklevel=6)  # through what `untraced` adds
+            # through what `untraced` adds
+            warnings.warn(f"after {self.steps} steps {message}", stacklevel=6)
 
     def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
@@ -406,7 +465,9 @@ class TulaOptimizer(WrappingOptimizer):
     def _scale_gradients(self, look: _Look | None) -> None:
         if look is not None:
             with torch.no_grad():
-                multiply_where(look.share, list(look.gradients.values()), list(self._factors(look).values()))
+                multiply_where(
+                    look.share, list(look.gradients.values()), list(self._factors(look).values())
+                )
             self._count_scales(look)
 
     def _factors(self, look: _Look) -> dict[Tensor, Tensor | None]:
@@ -424,9 +485,13 @@ class TulaOptimizer(WrappingOptimizer):
         if self.histogram is not None:
             sizes = [parameter.numel() for parameter in look.gradients]
             with torch.no_grad():
-                self.histogram.observe([self._scale.factor(p) for p in look.gradients], sizes, look.share)
+                self.histogram.observe(
+                    [self._scale.factor(p) for p in look.gradients], sizes, look.share
+                )
 
-    def _copies(self, parameters: Sequence[Tensor], *, factors_to_come: bool = False) -> dict[Tensor, Tensor]:
+    def _copies(
+        self, parameters: Sequence[Tensor], *, factors_to_come: bool = False
+    ) -> dict[Tensor, Tensor]:
         """Of those that have a factor, or may have one by the end of the step."""
         wanted = [p for p in parameters if factors_to_come or self._scale.factor(p) is not None]
         with torch.no_grad():
@@ -436,7 +501,8 @@ class TulaOptimizer(WrappingOptimizer):
         """Take in the gradients as they are: norms, new factors if there is news, the gate. None without gradients."""
         parameters = self.parameters()
         gradients = dense_gradients(parameters)
-        if not gradients:  # nothing seen: neither a norm to remember nor anything to scale
+        # nothing seen: neither a norm to remember nor anything to scale
+        if not gradients:
             return None
         with torch.no_grad():
             norms = self._norms(parameters, gradients)
@@ -447,14 +513,20 @@ class TulaOptimizer(WrappingOptimizer):
             self._shortened = 1.0
             return _Look(gradients, share)
 
-    def _norms(self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _norms(
+        self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]
+    ) -> dict[Tensor, Tensor]:
         """Of each gradient by parameter, taken now unless somebody has said what they are."""
         squares, self._squares = self._squares, None
         if squares is None:
             taken, order = foreach_norms(list(gradients.values())), list(gradients)
             return {order[place]: norm for place, norm in taken.items()}
         norms = squares.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32)).unbind()
-        return {parameter: norms[place] for place, parameter in enumerate(parameters) if parameter in gradients}
+        return {
+            parameter: norms[place]
+            for place, parameter in enumerate(parameters)
+            if parameter in gradients
+        }
 
     @property
     def _warm_share(self) -> float:
@@ -474,17 +546,25 @@ class TulaOptimizer(WrappingOptimizer):
     def _check_own_state(self, own: Mapping[str, Any]) -> None:
         version = own.get("version")
         known = version in (1, VERSION)
-        require(known, f"state_dict: expected version 1 or {VERSION} of the {STATE_KEY!r} entry, got {version}")
+        require(
+            known,
+            f"state_dict: expected version 1 or {VERSION} of the {STATE_KEY!r} entry, got {version}",
+        )
         self._estimates.check_state(self.parameters(), own)
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None
-        if own.get("reference") is not None and own.get("batches") == [self.small_batch, self.large_batch]:
-            self.set_reference(own["reference"])  # the factors are within its bounds
+        if own.get("reference") is not None and own.get("batches") == [
+            self.small_batch,
+            self.large_batch,
+        ]:
+            # the factors are within its bounds
+            self.set_reference(own["reference"])
         self._estimates.load_state_dict(parameters, own)
         self._sensitivity.load_state_dict(own["sensitivity"], parameters[0].device)
-        # warm-up and interval are steps of today's batch: they go on with the data seen, not with another batch's steps
+        # warm-up and interval are steps of today's batch: they go on with the data seen, not with
+        # another batch's steps
         batch = own["batches"][1] if "batches" in own else self.large_batch
         self.steps = round(own["steps"] * batch / self.large_batch)
         self._steps_since_update = round(own["steps_since_update"] * batch / self.large_batch)

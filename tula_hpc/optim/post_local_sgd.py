@@ -1,7 +1,8 @@
 """Post-local SGD: synchronous at first, then every worker steps by itself and models are averaged now and then.
 
-T. Lin et al. 2020, "Don't use large mini-batches, use local SGD"; as a baseline of the Tula paper it is synchronous for
-5 epochs and then averages 4 times an epoch. torch's `PostLocalSGDOptimizer` does the steps; its averager is replaced.
+T. Lin et al. 2020, "Don't use large mini-batches, use local SGD"; as a baseline of the Tula paper
+it is synchronous for 5 epochs and then averages 4 times an epoch. torch's `PostLocalSGDOptimizer`
+does the steps; its averager is replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ AVERAGES_PER_EPOCH = 4
 class EpochAverager(ModelAverager):
     """Averages parameters and buffers at equal parts of an epoch, the last of them at its end.
 
-    torch's `PeriodicModelAverager` counts steps, whose number an epoch seldom divides, and which are less data after a
-    fall-back to a smaller batch. This one is told the data that a step sees: an epoch always ends with an average, so
-    that what is evaluated is one model.
+    torch's `PeriodicModelAverager` counts steps, whose number an epoch seldom divides, and which
+    are less data after a fall-back to a smaller batch. This one is told the data that a step sees:
+    an epoch always ends with an average, so that what is evaluated is one model.
 
-    Args:
-        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of batches) and frozen
+    Args: model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
+        batches) and frozen
             parameters are not.
         synchronous_epochs: Before this many, nothing is averaged.
         times_per_epoch: Averages in an epoch; with fewer steps, one after each.
@@ -83,8 +84,9 @@ class EpochAverager(ModelAverager):
 def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace tensors by their mean over the workers, in place and in one all-reduce.
 
-    torch's own `average_parameters` gives parameters new storage without their memory format, and leaves out those that
-    had no gradient on a worker, so that workers could exchange vectors of different lengths.
+    torch's own `average_parameters` gives parameters new storage without their memory format, and
+    leaves out those that had no gradient on a worker, so that workers could exchange vectors of
+    different lengths.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat /= dist.get_world_size(group)
@@ -97,11 +99,11 @@ def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | N
 class PostLocalSGD(PostLocalSGDOptimizer):
     """torch's post-local SGD, with three things set right.
 
-    - With GradScaler a worker skips its own step where its own gradient overflowed; averages are everybody's, so that
-      `step` must be called all the same. `_step_supports_amp_scaling` makes GradScaler do so, and leave the check to
-      us. Gradients must have been unscaled.
-    - Loading a state replaces the base's parameter groups; torch's class would go on showing the old ones, and a
-      learning rate that is set there would have no effect.
+    - With GradScaler a worker skips its own step where its own gradient overflowed; averages are
+      everybody's, so that `step` must be called all the same. `_step_supports_amp_scaling` makes
+      GradScaler do so, and leave the check to us. Gradients must have been unscaled.
+    - Loading a state replaces the base's parameter groups; torch's class would go on showing the
+      old ones, and a learning rate that is set there would have no effect.
     - A local gradient is dropped before the average, whose buffer takes its place in memory.
 
     Args:
@@ -117,7 +119,8 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override] # the base class takes no closure either
         """The base's step, unless the gradient overflowed; then the average if it is due."""
-        if not float(getattr(self, "found_inf", 0.0)):  # set by GradScaler, and only by it
+        # set by GradScaler, and only by it
+        if not float(getattr(self, "found_inf", 0.0)):
             self.optim.step()
         if self.averager.due:
             self.optim.zero_grad(set_to_none=True)

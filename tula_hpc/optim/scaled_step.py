@@ -1,15 +1,17 @@
 """Scale tensors in place by factors of which a number on the device says how much counts; nothing waits for it.
 
-A factor s with the share w counts as 1 + w·(s − 1): s itself where w is 1 or true, exactly 1 where it is 0 or false.
-Factors that many elements share stay one number: they are mixed with 1 in one vector and never spread out.
+A factor s with the share w counts as 1 + w·(s − 1): s itself where w is 1 or true, exactly 1 where
+it is 0 or false. Factors that many elements share stay one number: they are mixed with 1 in one
+vector and never spread out.
 
 Scaling and SGD's step on a CPU in one go, large tensors piece by piece.
 
-SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps it anew at every step,
-and the kernel clears each of its pages: for layers of a hundred million weights that takes as long as the arithmetic.
-Pieces use the same memory again and again, which pays for the scaling.
-The arithmetic is torch's own, `torch.optim.sgd.sgd`, and so is its rounding: a tensor is cut only where all operations
-fall into the same vectors of elements, on the same threads, as for the whole of it (`pieces`), else it is one piece.
+SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps it
+anew at every step, and the kernel clears each of its pages: for layers of a hundred million weights
+that takes as long as the arithmetic. Pieces use the same memory again and again, which pays for the
+scaling. The arithmetic is torch's own, `torch.optim.sgd.sgd`, and so is its rounding: a tensor is
+cut only where all operations fall into the same vectors of elements, on the same threads, as for
+the whole of it (`pieces`), else it is one piece.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
-PIECE_ELEMENTS = 2**24  # full-size factors are mixed for so many elements at a time: 64 MiB more memory in float32
-HEAP_ELEMENTS = 2**22  # on a CPU for so many: what they take, 16 MiB in float32, the C library gives again and again;
-# above 32 MiB it maps memory anew each time. Smaller pieces are no faster and wait more often for a core that is busy
+# full-size factors are mixed for so many elements at a time: 64 MiB more memory in float32
+PIECE_ELEMENTS = 2**24
+# on a CPU for so many: what they take, 16 MiB in float32, the C library gives again and again;
+HEAP_ELEMENTS = 2**22
+# above 32 MiB it maps memory anew each time. Smaller pieces are no faster and wait more often for a
+# core that is busy
 
 Mix = Callable[[Tensor], Tensor]
 
 
-def multiply_where(share: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+def multiply_where(
+    share: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]
+) -> None:
     """Multiply gradients in place by their factors, as far as `share` says; None stands for the factor 1.
 
     Args:
@@ -40,17 +47,23 @@ def multiply_where(share: Tensor, gradients: Sequence[Tensor], factors: Sequence
         gradients: Dense gradients.
         factors: For each gradient a factor of its shape or 0-dim, on its device.
     """
-    for piece in _pieces([_Part((g,), f) for g, f in zip(gradients, factors, strict=True) if f is not None]):
+    for piece in _pieces(
+        [_Part((g,), f) for g, f in zip(gradients, factors, strict=True) if f is not None]
+    ):
         by = mixed(share, [part.factor for part in piece])
         targets = [part.tensors[0] for part in piece]
         if by[0].dim() == 0 and all(factor is by[0] for factor in by):
-            torch._foreach_mul_(targets, by[0])  # one kernel for all of them on a GPU
+            # one kernel for all of them on a GPU
+            torch._foreach_mul_(targets, by[0])
         else:
             torch._foreach_mul_(targets, by)
 
 
 def move_where(
-    share: Tensor, parameters: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor | None]
+    share: Tensor,
+    parameters: Sequence[Tensor],
+    before: Sequence[Tensor],
+    factors: Sequence[Tensor | None],
 ) -> None:
     """Take parameters to p_before + s·(p − p_before) in place, as far as `share` says; None stands for the factor 1.
 
@@ -66,7 +79,9 @@ def move_where(
     for piece in _pieces([_Part((p, old), f) for p, old, f in triples if f is not None]):
         mix = partial(_rest, share.to(piece[0].factor.device), piece[0].tensors[0].dtype)
         rests = _each(mix, [part.factor for part in piece])
-        torch._foreach_lerp_([part.tensors[0] for part in piece], [part.tensors[1] for part in piece], rests)
+        torch._foreach_lerp_(
+            [part.tensors[0] for part in piece], [part.tensors[1] for part in piece], rests
+        )
 
 
 def mixed(share: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
@@ -91,9 +106,11 @@ class _Part(NamedTuple):
 
 def _mixed(share: Tensor, factor: Tensor) -> Tensor:
     if share.dtype is torch.bool and factor.device.type != "cpu":
-        return torch.where(share, factor, 1.0)  # one operation, where each is a launch
+        # one operation, where each is a launch
+        return torch.where(share, factor, 1.0)
     weight = share.to(factor.dtype)
-    return (factor * weight).add_(1 - weight)  # exact at 0 and 1; on a CPU these two are faster than `where`
+    # exact at 0 and 1; on a CPU these two are faster than `where`
+    return (factor * weight).add_(1 - weight)
 
 
 def _rest(share: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
@@ -104,7 +121,11 @@ def _rest(share: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
 def _each(mix: Mix, factors: Sequence[Tensor]) -> list[Tensor]:
     """`mix` of each factor; 0-dim ones all at once, and those that are one and the same give one and the same."""
     shared = {id(factor): factor for factor in factors if factor.dim() == 0}
-    mixed = dict(zip(shared, mix(torch.stack(list(shared.values()))).unbind(), strict=True)) if shared else {}
+    mixed = (
+        dict(zip(shared, mix(torch.stack(list(shared.values()))).unbind(), strict=True))
+        if shared
+        else {}
+    )
     return [mixed[id(factor)] if factor.dim() == 0 else mix(factor) for factor in factors]
 
 
@@ -136,9 +157,12 @@ def _limit(factor: Tensor) -> int:
     return min(HEAP_ELEMENTS, PIECE_ELEMENTS) if factor.device.type == "cpu" else PIECE_ELEMENTS
 
 
-PIECE = HEAP_ELEMENTS  # at most
-GRAIN = 2**15  # elements: ATen gives no thread fewer, unless it has all of them
-VECTOR = 64  # elements, a multiple of what ATen's kernels take at once; what is left over it rounds otherwise
+# at most
+PIECE = HEAP_ELEMENTS
+# elements: ATen gives no thread fewer, unless it has all of them
+GRAIN = 2**15
+# elements, a multiple of what ATen's kernels take at once; what is left over it rounds otherwise
+VECTOR = 64
 HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
@@ -154,8 +178,8 @@ class _StepPiece(NamedTuple):
 def fits(base: Optimizer, gradients: Mapping[Tensor, Tensor]) -> TypeGuard[SGD]:
     """Whether `scale_and_step` does what scaling and then `base.step()` would do for these gradients of parameters.
 
-    Not where somebody else follows the base's step (hooks, a scheduler made for it), nor at its first step, which makes
-    the momenta.
+    Not where somebody else follows the base's step (hooks, a scheduler made for it), nor at its
+    first step, which makes the momenta.
     """
     if type(base) is not SGD or any(each.device.type != "cpu" for each in gradients.values()):
         return False
@@ -173,7 +197,10 @@ def fits(base: Optimizer, gradients: Mapping[Tensor, Tensor]) -> TypeGuard[SGD]:
 
 
 def scale_and_step(
-    base: SGD, share: Tensor, gradients: Mapping[Tensor, Tensor], factors: Mapping[Tensor, Tensor | None]
+    base: SGD,
+    share: Tensor,
+    gradients: Mapping[Tensor, Tensor],
+    factors: Mapping[Tensor, Tensor | None],
 ) -> None:
     """Multiply gradients in place by their factors, as far as `share` says, and take the base's step with them.
 
@@ -188,7 +215,10 @@ def scale_and_step(
     for group in base.param_groups:
         stepped = [parameter for parameter in group["params"] if parameter in gradients]
         momenta = [base.state[p]["momentum_buffer"] if group["momentum"] else None for p in stepped]
-        parts = [_StepPiece(p.detach(), gradients[p], m, factors[p]) for p, m in zip(stepped, momenta, strict=True)]
+        parts = [
+            _StepPiece(p.detach(), gradients[p], m, factors[p])
+            for p, m in zip(stepped, momenta, strict=True)
+        ]
         for piece in _step_pieces(parts):
             for _, gradient, _, factor in piece:
                 if (by := once.get(id(factor))) is not None:
@@ -202,8 +232,8 @@ def scale_and_step(
 def pieces(elements: int, threads: int) -> int:
     """Into how many equal pieces of half of `PIECE` to all of it a tensor is cut; 1: it is not.
 
-    ATen cuts a large tensor evenly among the threads and takes each share vector by vector. Pieces that are whole
-    vectors on every thread, as the whole tensor is, give the same bits.
+    ATen cuts a large tensor evenly among the threads and takes each share vector by vector. Pieces
+    that are whole vectors on every thread, as the whole tensor is, give the same bits.
     """
     vectors, rest = divmod(elements, VECTOR * threads)
     if rest or GRAIN * threads > PIECE // 2:
@@ -216,7 +246,9 @@ def _plain(base: Optimizer, group: Mapping[str, Any], gradients: Collection[Tens
     if group["foreach"] or group["fused"] or group["differentiable"]:
         return False
     stepped = (parameter for parameter in group["params"] if parameter in gradients)
-    return not group["momentum"] or all(base.state[p].get("momentum_buffer") is not None for p in stepped)
+    return not group["momentum"] or all(
+        base.state[p].get("momentum_buffer") is not None for p in stepped
+    )
 
 
 def _step(group: Mapping[str, Any], piece: Sequence[_StepPiece]) -> None:
@@ -245,9 +277,15 @@ def _cut_to_vectors(part: _StepPiece) -> list[_StepPiece]:
     count = pieces(part.parameter.numel(), torch.get_num_threads())
     full = [tensor for tensor in part if tensor is not None and tensor.dim()]
     in_order = all(tensor.stride() == part.parameter.stride() for tensor in full)
-    if count == 1 or not in_order or not torch.ops.aten.is_non_overlapping_and_dense(part.parameter):
+    if (
+        count == 1
+        or not in_order
+        or not torch.ops.aten.is_non_overlapping_and_dense(part.parameter)
+    ):
         return [part]
-    return [_StepPiece(*cut) for cut in zip(*(_cuts(tensor, count) for tensor in part), strict=True)]
+    return [
+        _StepPiece(*cut) for cut in zip(*(_cuts(tensor, count) for tensor in part), strict=True)
+    ]
 
 
 def _cuts(tensor: Tensor | None, count: int) -> Sequence[Tensor | None]:

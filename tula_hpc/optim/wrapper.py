@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from tula_hpc.optim.gradscale import require
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-STATE_KEY = "tula"  # beside "state" and "param_groups" in state_dict()
+# beside "state" and "param_groups" in state_dict()
+STATE_KEY = "tula"
 
 
 def untraced(method: Method) -> Method:
@@ -24,7 +25,8 @@ def untraced(method: Method) -> Method:
 class WrappingOptimizer(Optimizer, ABC):
     """Has no parameter groups or state of its own but shows the base's, the very same objects.
 
-    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses give `step` and their own state.
+    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses give `step` and
+    their own state.
 
     Args:
         base: The optimizer to wrap. Use it no longer directly.
@@ -37,8 +39,8 @@ class WrappingOptimizer(Optimizer, ABC):
         if not isinstance(base, Optimizer):
             raise TypeError(f"base: expected a torch.optim.Optimizer, got {type(base).__name__}")
         self.base = base
-        # torch's own way to complete an optimizer that was not built from parameters: it adds the hook tables.
-        # Optimizer.__init__ would replace the shared groups and state.
+        # torch's own way to complete an optimizer that was not built from parameters: it adds the
+        # hook tables. Optimizer.__init__ would replace the shared groups and state.
         super().__setstate__({})
 
     # The base may replace these objects (load_state_dict does), so they are looked up each time.
@@ -90,8 +92,8 @@ class WrappingOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both, bit for bit.
 
-        Raises:
-            ValueError: Its own part is not there, or belongs to other parameters. Nothing has been changed.
+        Raises: ValueError: Its own part is not there, or belongs to other parameters. Nothing has
+            been changed.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -109,7 +111,11 @@ class WrappingOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Like every torch optimizer, copies and pickles leave hooks and a scheduler's patch of `step` behind."""
         patches = ("step", "_opt_called")
-        return {k: v for k, v in self.__dict__.items() if k not in patches and not k.startswith("_optimizer_")}
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in patches and not k.startswith("_optimizer_")
+        }
 
     def parameters(self) -> list[Tensor]:
         """All parameters of all groups, in order."""

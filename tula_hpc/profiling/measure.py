@@ -46,15 +46,18 @@ from tula_hpc.records import Configuration, Measurement, ProcessorUse, StepTimes
 
 # A partition that suspends its jobs in turns would have them measured for ever.
 MOST_ATTEMPTS = 3
-# After what lay ready in the loader is gone, it may take so long until it delivers as it always will.
+# After what lay ready in the loader is gone, it may take so long until it delivers as it always
+# will.
 SETTLING_S = 1.0
 
 
 class SharedTimes(NamedTuple):
     """What one configuration of a job tells of later ones."""
 
-    allreduce_s: dict[int, float]  # bare all-reduce by world size: it does not depend on the batch
-    computed: set[tuple[int, int]]  # world sizes and samples whose computation was timed
+    # bare all-reduce by world size: it does not depend on the batch
+    allreduce_s: dict[int, float]
+    # world sizes and samples whose computation was timed
+    computed: set[tuple[int, int]]
 
     @classmethod
     def none(cls) -> SharedTimes:
@@ -84,20 +87,24 @@ def measure(
 
     Collective: every worker of the process group calls it; the result is whole on rank 0.
 
-    Args:
-        sweep: The workload, and how long to measure.
-        cluster: The device.
-        configuration: Nodes and local batch.
-        env: This worker's place among those that measure.
-        shared: What earlier configurations of the same job measured for this one too; what this one measures is added.
-        job_began_at: Unix time, for the first configuration of a job: how long a start takes is measured too.
+    Args: sweep: The workload, and how long to measure. cluster: The device. configuration: Nodes
+        and local batch. env: This worker's place among those that measure. shared: What earlier
+        configurations of the same job measured for this one too; what this one measures is added.
+        job_began_at: Unix time, for the first configuration of a job: how long a start takes is
+        measured too.
     """
     suspensions = Suspensions().install()
     for left in reversed(range(MOST_ATTEMPTS)):
         known = SharedTimes.none() if shared is None else shared.copy()
         with suspensions.blamed():
             measured, suspended = _measure(
-                sweep, cluster, configuration, env, known, job_began_at=job_began_at, suspensions=suspensions
+                sweep,
+                cluster,
+                configuration,
+                env,
+                known,
+                job_began_at=job_began_at,
+                suspensions=suspensions,
             )
         if not suspended:
             break
@@ -146,7 +153,9 @@ def _measure(
     gc.collect()
     if cluster.device == "cuda":
         torch.cuda.empty_cache()
-    record = Measurement(status="ok", elapsed_s=time.monotonic() - started, finished_at=unix_time(), **facts)
+    record = Measurement(
+        status="ok", elapsed_s=time.monotonic() - started, finished_at=unix_time(), **facts
+    )
     return record, bool(suspended)
 
 
@@ -156,7 +165,9 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
         "times": profile.times(),
         "steps": len(profile.samples["step"]) * profile.round_steps["step"],
         "converged": profile.rule.converged(profile.samples["step"]),
-        "samples": {name: [round(s, 7) for s in values] for name, values in profile.samples.items()},
+        "samples": {
+            name: [round(s, 7) for s in values] for name, values in profile.samples.items()
+        },
         "round_steps": profile.round_steps,
         "processor": profile.processor(),
         "noise_scale": profile.noise.noise_scale,
@@ -181,16 +192,20 @@ def _without_updates(sweep: SweepSpec) -> SweepSpec:
 class StepProfile:
     """Times a step and its parts. The learning rate is 0 throughout, so that no weight can diverge meanwhile."""
 
-    def __init__(self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None) -> None:
+    def __init__(
+        self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None
+    ) -> None:
         self.worker, self.rule = worker, rule
         self.shared = SharedTimes.none() if shared is None else shared
         self.samples: dict[str, list[float]] = {}
         # of each sample that is a mean over several steps or passes
         self.round_steps: dict[str, int] = {}
-        self.computed: list[int] = []  # smaller batches whose computation was timed
+        # smaller batches whose computation was timed
+        self.computed: list[int] = []
         self.batch_bytes = 0
         self.noise = NoiseEstimate()
-        self.stepped_at = math.inf  # Unix time at the end of the first step
+        # Unix time at the end of the first step
+        self.stepped_at = math.inf
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         self.batches = worker.batches()
@@ -210,11 +225,14 @@ class StepProfile:
             self._note_first_step()
         (diverged,) = self.worker.agree(0.0 if math.isfinite(float(loss)) else 1.0)
         if diverged:
-            raise DivergedError("the loss is not finite before any training: look at the model and at the data")
+            raise DivergedError(
+                "the loss is not finite before any training: look at the model and at the data"
+            )
         about_s = self._settle_loader()
         power.start()
         memory.start()
-        self.worker.train_step(*next(self.batches))  # it takes back the memory that metering gave to the kernel
+        # it takes back the memory that metering gave to the kernel
+        self.worker.train_step(*next(self.batches))
         self._time_whole_steps(about_s)
         memory.stop()
         power.stop()
@@ -223,10 +241,17 @@ class StepProfile:
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
-        if self.worker.sweep.training.adapts and self.worker.norms is None:  # else no update takes a pass
-            self._compute(inputs, targets)  # the update looks at the gradients of a backward pass
-            self._time("update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True)
-        if self.worker.env.world_size > 1 and self.worker.env.world_size not in self.shared.allreduce_s:
+        # else no update takes a pass
+        if self.worker.sweep.training.adapts and self.worker.norms is None:
+            # the update looks at the gradients of a backward pass
+            self._compute(inputs, targets)
+            self._time(
+                "update", lambda: self.worker.update_gradscale(inputs, targets), briefly=True
+            )
+        if (
+            self.worker.env.world_size > 1
+            and self.worker.env.world_size not in self.shared.allreduce_s
+        ):
             self._time("allreduce", bare_all_reduce(self.worker), briefly=True)
         self.noise = probe_noise(self.worker, self.batches, self.worker.sweep.search.noise_steps)
         self.samples["forward"] = time_forward(self.worker, inputs, targets)
@@ -239,9 +264,9 @@ class StepProfile:
     def _settle_loader(self) -> float:
         """Take what lies ready, then some steps; return the seconds of a step, about, the same on all workers.
 
-        During warm-up the loader gets ahead by all that it may hold. A training uses that up once: timed steps that
-        live on it would not see a loader that is too slow. The other way about, a loader that keeps up needs some steps
-        until it is ahead again.
+        During warm-up the loader gets ahead by all that it may hold. A training uses that up once:
+        timed steps that live on it would not see a loader that is too slow. The other way about, a
+        loader that keeps up needs some steps until it is ahead again.
         """
         for _ in range(prefetched_batches(self.worker)):
             next(self.batches)
@@ -280,10 +305,8 @@ class StepProfile:
     def _time(self, name: str, step: Callable[[], object], *, briefly: bool = False) -> None:
         """Time a part of a step, by itself, in rounds as whole steps.
 
-        Args:
-            name: Of the part.
-            step: Does it.
-            briefly: The fewest rounds, and short ones: for parts that only guide the model, or are small.
+        Args: name: Of the part. step: Does it. briefly: The fewest rounds, and short ones: for
+            parts that only guide the model, or are small.
         """
         steps = self._steps_of(step, BRIEF_ROUND_S if briefly else ROUND_S)
         rule = self.rule._replace(max_steps=LEAST_ROUNDS * steps) if briefly else self.rule
@@ -303,15 +326,21 @@ class StepProfile:
     def _time_smaller_computes(self, inputs: Batch, targets: Batch) -> None:
         """Of one part of the batch, where a step takes it in parts; and of other candidates' batches.
 
-        They take turns: what disturbs the machine for seconds disturbs one round of each, which does not decide.
+        They take turns: what disturbs the machine for seconds disturbs one round of each, which
+        does not decide.
         """
         worker, batch = self.worker, samples_in(targets)
         part = math.ceil(batch / worker.parts)
         place = worker.configuration
-        others = batches_timed_apart(worker.sweep.search, place.nodes, place.workers_per_node, batch)
+        others = batches_timed_apart(
+            worker.sweep.search, place.nodes, place.workers_per_node, batch
+        )
         known = {size for world, size in self.shared.computed if world == place.world_size}
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
-        passes = {size: partial(self._compute, *take((inputs, targets), 0, size), whole=True) for size in self.computed}
+        passes = {
+            size: partial(self._compute, *take((inputs, targets), 0, size), whole=True)
+            for size in self.computed
+        }
         steps = {size: self._steps_of(compute, BRIEF_ROUND_S) for size, compute in passes.items()}
         samples: dict[int, list[float]] = {size: [] for size in self.computed}
         for size in self.computed * LEAST_ROUNDS:
@@ -333,7 +362,8 @@ class StepProfile:
         return ProcessorUse(loader_s=loader_s, worker_s=worker_s, cores=-cores)
 
     def _time_optimizer(self) -> None:
-        for parameter in self.worker.parameters:  # or each step would scale, in place, what the one before has scaled
+        # or each step would scale, in place, what the one before has scaled
+        for parameter in self.worker.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         self._time("optimizer", self.worker.optimizer.step, briefly=True)

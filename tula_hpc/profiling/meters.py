@@ -1,9 +1,10 @@
 """What this node draws, in watts, as far as it can be read: processors by RAPL, GPUs by NVML or nvidia-smi. No torch.
 
-RAPL counts the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are often
-readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the energy of each GPU since
-the driver was loaded, from Volta on; nvidia-smi only says the power of now, which is asked at both ends. Power
-supplies, fans, memory and network are in neither: a node draws more, by some tens of per cent.
+RAPL counts the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the
+counters are often readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML
+counts the energy of each GPU since the driver was loaded, from Volta on; nvidia-smi only says the
+power of now, which is asked at both ends. Power supplies, fans, memory and network are in neither:
+a node draws more, by some tens of per cent.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class PowerMeter:
             raise ValueError("start() comes first")
         began, ended = self._began, self._read()
         elapsed_s = max(ended.time_s - began.time_s, 1e-9)
-        return Power(_rapl_watts(began.rapl, ended.rapl, elapsed_s), _gpu_watts(began, ended, elapsed_s))
+        return Power(
+            _rapl_watts(began.rapl, ended.rapl, elapsed_s), _gpu_watts(began, ended, elapsed_s)
+        )
 
     def _read(self) -> _Reading:
         joules = _nvml_joules(self._nvml)
@@ -104,24 +107,30 @@ class RaplCounter(NamedTuple):
     """Energy counter of a processor package."""
 
     microjoules: int
-    wraps_at: int  # microjoules, where it begins at 0 again
+    # microjoules, where it begins at 0 again
+    wraps_at: int
 
 
 def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
     """Counters of all processor packages that may be read, by name; their parts (cores, memory) are in them."""
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
-        if zone.name.count(":") != 1:  # intel-rapl:0:1 is a part of intel-rapl:0
+        # intel-rapl:0:1 is a part of intel-rapl:0
+        if zone.name.count(":") != 1:
             continue
         try:
-            energy, limit = (int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+            energy, limit = (
+                int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
+            )
         except (OSError, ValueError):
             continue
         found[zone.name] = RaplCounter(energy, limit)
     return found
 
 
-def _rapl_watts(began: Mapping[str, RaplCounter], ended: Mapping[str, RaplCounter], elapsed_s: float) -> float | None:
+def _rapl_watts(
+    began: Mapping[str, RaplCounter], ended: Mapping[str, RaplCounter], elapsed_s: float
+) -> float | None:
     both = began.keys() & ended.keys()
     if not both:
         return None
@@ -156,7 +165,9 @@ def _nvml_joules(load: Callable[[], Any]) -> float | None:
         return None
     try:
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
         energy = [nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles]
         nvml.nvmlShutdown()
     except nvml.NVMLError:
@@ -166,7 +177,9 @@ def _nvml_joules(load: Callable[[], Any]) -> float | None:
 
 def _run_smi() -> str:
     try:
-        done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
+        done = subprocess.run(
+            SMI, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -184,14 +197,16 @@ def _parse_watts(printed: str) -> float | None:
 class NodePower:
     """Mean power of the nodes over the timed steps, read by one worker of each; 0 where it is unknown.
 
-    It is the whole node's, so that it means something only where the job has its nodes to itself. Emulated nodes are
-    one machine.
+    It is the whole node's, so that it means something only where the job has its nodes to itself.
+    Emulated nodes are one machine.
     """
 
     def __init__(self, cluster: ClusterSpec, worker: Worker) -> None:
         self.worker = worker
         real = worker.configuration.nodes == 1 or worker.env.on_slurm
-        self.meter = PowerMeter() if worker.env.local_rank == 0 and cluster.exclusive and real else None
+        self.meter = (
+            PowerMeter() if worker.env.local_rank == 0 and cluster.exclusive and real else None
+        )
         self.watts = 0.0
 
     def start(self) -> None:
@@ -240,7 +255,10 @@ class MemoryMeter:
     def stop(self) -> None:
         """Take the peaks since `start`."""
         if self.cuda:
-            self.peak_bytes, self.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.peak_bytes, self.reserved_bytes = (
+                torch.cuda.max_memory_allocated(),
+                torch.cuda.max_memory_reserved(),
+            )
             self.short = _times_short() - self.short
             free, total = torch.cuda.mem_get_info()
             self.total_bytes = total
@@ -300,5 +318,7 @@ def processor_seconds() -> tuple[float, float]:
 
 def cores_of(worker: Worker) -> float:
     """Cores that a worker may run on: where workers are not bound to cores of their own, its share of the machine."""
-    on_machine = worker.configuration.workers_per_node if worker.env.on_slurm else worker.env.world_size
+    on_machine = (
+        worker.configuration.workers_per_node if worker.env.on_slurm else worker.env.world_size
+    )
     return min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / on_machine)

@@ -1,14 +1,15 @@
 """The gradient's noise scale at profiling: a few gradients of parts of a batch against that of the whole.
 
-Parts are the workers' local batches, or, for a single worker, pieces of its own. With k parts of b samples and the mean
-of their gradients, `optim.noise_scale` gives |G|² and tr(Σ) for each pass. Layers that look at a whole batch, such as
-BatchNorm, see parts throughout, so that both gradients are of one function.
+Parts are the workers' local batches, or, for a single worker, pieces of its own. With k parts of b
+samples and the mean of their gradients, `optim.noise_scale` gives |G|² and tr(Σ) for each pass.
+Layers that look at a whole batch, such as BatchNorm, see parts throughout, so that both gradients
+are of one function.
 
 How long a forward pass of the evaluation takes, timed at profiling.
 
-A pass is what training does with a batch of test samples once it is loaded: `Worker.score`. The batch is the training
-batch that is at hand, of the configuration's local batch: nothing else has to be loaded, and where a training step fits
-a pass without gradients does.
+A pass is what training does with a batch of test samples once it is loaded: `Worker.score`. The
+batch is the training batch that is at hand, of the configuration's local batch: nothing else has to
+be loaded, and where a training step fits a pass without gradients does.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.timing import round_s
 from tula_hpc.workloads.optimizers import forget
 
-PASSES = 4  # each costs about as much as a training step
-PIECES = 4  # of a single worker's batch, at most
-SMALLEST_PIECE = 8  # samples; below, BatchNorm's statistics are mostly noise of their own
-LEARNING_RATE_SHARE = 0.1  # of workload.lr, for steps before the measurement: where a warm-up begins
+# each costs about as much as a training step
+PASSES = 4
+# of a single worker's batch, at most
+PIECES = 4
+# samples; below, BatchNorm's statistics are mostly noise of their own
+SMALLEST_PIECE = 8
+# of workload.lr, for steps before the measurement: where a warm-up begins
+LEARNING_RATE_SHARE = 0.1
 
 Batches = Iterator[tuple[Batch, Batch]]
 
@@ -41,20 +46,22 @@ Batches = Iterator[tuple[Batch, Batch]]
 class NoiseEstimate(NamedTuple):
     """What the passes saw."""
 
-    noise_scale: float = 0.0  # samples; 0 where noise hides the gradient or nothing could be measured
+    # samples; 0 where noise hides the gradient or nothing could be measured
+    noise_scale: float = 0.0
     samples: int = 0
-    terms: tuple[tuple[float, float], ...] = ()  # |G|² and tr(Σ) of each pass
+    # |G|² and tr(Σ) of each pass
+    terms: tuple[tuple[float, float], ...] = ()
 
 
 def probe_noise(worker: Worker, batches: Batches, steps: int = 0) -> NoiseEstimate:
     """Estimate the noise scale at the worker's weights. Collective; the same result on every worker.
 
-    Model and `.grad` are left as they are. Where memory does not suffice for a second gradient, nothing is known.
+    Model and `.grad` are left as they are. Where memory does not suffice for a second gradient,
+    nothing is known.
 
-    Args:
-        worker: Model, loss and parameters.
-        batches: Training batches of one size.
-        steps: Train so many steps first, at a tenth of the learning rate: at the initial weights the noise scale is far
+    Args: worker: Model, loss and parameters. batches: Training batches of one size. steps: Train so
+        many steps first, at a tenth of the learning rate: at the initial weights the noise scale is
+        far
             below that of most of training. Weights and buffers are put back; the optimizer is not.
     """
     with _trained(worker, batches, steps):
@@ -67,8 +74,12 @@ def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
     if steps == 0:
         yield
         return
-    saved = {name: value.detach().to("cpu", copy=True) for name, value in worker.model.state_dict().items()}
-    forget(worker.optimizer)  # the optimizer was timed on gradients that were not reduced, nor unscaled
+    saved = {
+        name: value.detach().to("cpu", copy=True)
+        for name, value in worker.model.state_dict().items()
+    }
+    # the optimizer was timed on gradients that were not reduced, nor unscaled
+    forget(worker.optimizer)
     for group in worker.optimizer.param_groups:
         group["lr"] = LEARNING_RATE_SHARE * worker.sweep.workload.lr
     for _ in range(steps):
@@ -81,7 +92,8 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     world, batch = worker.env.world_size, worker.configuration.local_batch
     pieces = 1 if world > 1 else min(PIECES, max(2, batch // SMALLEST_PIECE))
     piece = batch // pieces
-    if piece < 2:  # BatchNorm cannot train on one sample
+    # BatchNorm cannot train on one sample
+    if piece < 2:
         return NoiseEstimate()
     large, terms = piece * pieces * world, []
     for _ in range(PASSES):
@@ -96,7 +108,9 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     return NoiseEstimate(0.0 if math.isnan(scale) else scale, large * PASSES, tuple(terms))
 
 
-def _norms(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int) -> tuple[float, float] | None:
+def _norms(
+    worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
+) -> tuple[float, float] | None:
     """Mean of the parts' |g|² over all workers, and |mean g|²; None where any worker ran out of memory."""
     mine = None
     try:
@@ -104,7 +118,8 @@ def _norms(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: in
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    (failed,) = worker.agree(float(mine is None))  # whoever went on alone would wait for ever
+    # whoever went on alone would wait for ever
+    (failed,) = worker.agree(float(mine is None))
     if failed or mine is None:
         return None
     gradient, squares = mine
@@ -115,7 +130,9 @@ def _norms(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: in
     return total / parts, _squared(gradient / parts)
 
 
-def _sums(worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int) -> tuple[Tensor, float]:
+def _sums(
+    worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
+) -> tuple[Tensor, float]:
     """Sum of this worker's gradients, one vector, and the sum of their squared norms."""
     gradients = (
         _flat_gradient(worker, *take((inputs, targets), start, start + piece))
@@ -136,11 +153,15 @@ def _squared(vector: Tensor) -> float:
 def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
     gradients = worker.local_gradient(inputs, targets)
     pairs = zip(gradients, worker.parameters, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs])
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).reshape(-1).float() for g, p in pairs]
+    )
 
 
 FORWARD_PASSES = (
-    3  # each takes about a quarter of a training step; the median sheds a first one that has something to set up
+    # each takes about a quarter of a training step; the median sheds a first one that has something
+    # to set up
+    3
 )
 
 

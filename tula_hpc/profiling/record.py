@@ -22,7 +22,9 @@ def oom_record(
     return Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
 
 
-def describe(configuration: Configuration, cluster: ClusterSpec, env: WorkerEnvironment) -> dict[str, Any]:
+def describe(
+    configuration: Configuration, cluster: ClusterSpec, env: WorkerEnvironment
+) -> dict[str, Any]:
     """The part of a measurement that says where it was taken."""
     return {
         "nodes": configuration.nodes,

@@ -50,7 +50,9 @@ def _measure_and_record(
 ) -> None:
     failure = measurement = None
     try:
-        measurement = measure(job.sweep, job.cluster, configuration, env, shared, job_began_at=began_at)
+        measurement = measure(
+            job.sweep, job.cluster, configuration, env, shared, job_began_at=began_at
+        )
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
         if failure is None:
@@ -60,7 +62,9 @@ def _measure_and_record(
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
         record = oom_record(job.cluster, configuration, env, failure)
-        append_record(rank_file(job.output, env.rank), record.model_copy(update={"partition": job.partition}))
+        append_record(
+            rank_file(job.output, env.rank), record.model_copy(update={"partition": job.partition})
+        )
         # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if env.rank == 0 and measurement is not None:

@@ -1,8 +1,8 @@
 """Timing in rounds of free-running steps until the mean is known, with all workers agreeing on when to stop.
 
-Training waits for the device about once a second, so a step that is timed by itself, with the device waited for before
-and after it, pays each time for what the host does before the device has work again. A round is a number of steps with
-the device waited for at its two ends only.
+Training waits for the device about once a second, so a step that is timed by itself, with the
+device waited for before and after it, pays each time for what the host does before the device has
+work again. A round is a number of steps with the device waited for at its two ends only.
 
 How long steps wait for their batches, as far as the device feels it.
 """
@@ -19,13 +19,15 @@ import torch
 
 from tula_hpc.ddp.agreement import Agreement
 
-# Waiting for the device at a round's ends costs about a millisecond: within 0.25 s that is below half a per cent.
+# Waiting for the device at a round's ends costs about a millisecond: within 0.25 s that is below
+# half a per cent.
 ROUND_S = 0.25
 # For what only guides the model, or is small.
 BRIEF_ROUND_S = 0.05
 # An interval from fewer rounds is taken for what it is, but ends no measurement.
 LEAST_ROUNDS = 5
-# So many rounds should fit into max_steps: the interval of ten is about half as wide as that of five.
+# So many rounds should fit into max_steps: the interval of ten is about half as wide as that of
+# five.
 USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -48,14 +50,16 @@ class Interval(NamedTuple):
 def mean_interval(rounds: Sequence[float]) -> Interval:
     """Return the mean over rounds with its 95 % interval, the largest and the smallest round pulled in.
 
-    A training of n steps takes n times the mean step: a median does not see that loader processes which started
-    together deliver in bursts, so that one step of L waits for all. A mean follows each disturbance of the machine
-    instead, and a profile of seconds must not be decided by one pause. From five rounds on the largest therefore counts
-    as the second largest, and the smallest as the second smallest (Winsorized mean). Nothing is cut that happens twice,
-    and bursts of a loader are in every round, as a round holds a multiple of L steps. The interval is that of W. J.
-    Dixon, J. W. Tukey, "Approximate behavior of the distribution of Winsorized t" (Technometrics 10, 1968): with
-    h = n − 2 rounds left as they are and the deviation s of all n after pulling in, t(h−1) · (n−1)/(h−1) · s/√n. Below
-    five rounds it is Student's, n = h; a single round has no width. Times are positive: the low end is at least 0.
+    A training of n steps takes n times the mean step: a median does not see that loader processes
+    which started together deliver in bursts, so that one step of L waits for all. A mean follows
+    each disturbance of the machine instead, and a profile of seconds must not be decided by one
+    pause. From five rounds on the largest therefore counts as the second largest, and the smallest
+    as the second smallest (Winsorized mean). Nothing is cut that happens twice, and bursts of a
+    loader are in every round, as a round holds a multiple of L steps. The interval is that of W. J.
+    Dixon, J. W. Tukey, "Approximate behavior of the distribution of Winsorized t" (Technometrics
+    10, 1968): with h = n − 2 rounds left as they are and the deviation s of all n after pulling in,
+    t(h−1) · (n−1)/(h−1) · s/√n. Below five rounds it is Student's, n = h; a single round has no
+    width. Times are positive: the low end is at least 0.
 
     Args:
         rounds: Mean seconds of a step in each round, at least one.
@@ -91,16 +95,17 @@ class StoppingRule(NamedTuple):
     max_seconds: float
     ci_width: float
 
-    def steps_per_round(self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1) -> int:
+    def steps_per_round(
+        self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
+    ) -> int:
         """Return how many steps make a round of about `round_s` seconds.
 
-        At least so many that five rounds hold min_steps, and at most so many that max_steps holds ten; a multiple comes
-        before both.
+        At least so many that five rounds hold min_steps, and at most so many that max_steps holds
+        ten; a multiple comes before both.
 
-        Args:
-            about_s: Seconds of a step, about; the same on all workers.
-            round_s: Of a round.
-            multiple_of: Loader processes deliver in turns: only a whole number of turns takes what training does.
+        Args: about_s: Seconds of a step, about; the same on all workers. round_s: Of a round.
+            multiple_of: Loader processes deliver in turns: only a whole number of turns takes what
+            training does.
         """
         wanted = math.ceil(round_s / max(about_s, 1e-6))
         fewest = math.ceil(self.min_steps / LEAST_ROUNDS)
@@ -136,7 +141,9 @@ def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> f
     return slowest_s
 
 
-def time_rounds(worker: Agreement, rule: StoppingRule, step: Callable[[], object], steps: int) -> Iterator[float]:
+def time_rounds(
+    worker: Agreement, rule: StoppingRule, step: Callable[[], object], steps: int
+) -> Iterator[float]:
     """Yield the mean seconds of a step in each round until the rule or, with it, the slowest worker says enough.
 
     Every worker takes as many rounds of as many steps: `step` may be collective. So is this.
@@ -152,11 +159,12 @@ def time_rounds(worker: Agreement, rule: StoppingRule, step: Callable[[], object
 class LoaderWaits:
     """Sums up waits for the loader between two moments at which the device has nothing left to do.
 
-    On a CPU a step waits itself: each second of the host's wait makes training longer by one. A GPU works behind the
-    host, which asks for the next batch while steps are still queued: with a loader that keeps up the host may wait in
-    every step without the device ever being idle. What training loses is the part of a wait for which the device had
-    nothing to do: the time on the device between the end of the last step's work and the arrival of the batch, by two
-    events. It is at most the host's own wait: whatever else keeps the device idle in between is no wait for data.
+    On a CPU a step waits itself: each second of the host's wait makes training longer by one. A GPU
+    works behind the host, which asks for the next batch while steps are still queued: with a loader
+    that keeps up the host may wait in every step without the device ever being idle. What training
+    loses is the part of a wait for which the device had nothing to do: the time on the device
+    between the end of the last step's work and the arrival of the batch, by two events. It is at
+    most the host's own wait: whatever else keeps the device idle in between is no wait for data.
 
     Args:
         device: That trains.

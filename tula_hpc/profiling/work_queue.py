@@ -2,7 +2,8 @@
 
 Asks the search what to profile next, in a process of its own.
 
-Inside a job the numeric libraries of the search would stay in the worker's memory, and be measured as the training's.
+Inside a job the numeric libraries of the search would stay in the worker's memory, and be measured
+as the training's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
         raise StageError(f"the search did not answer within {TIMEOUT_S:g} s") from None
     except subprocess.CalledProcessError as error:
         words = error.stderr.strip().splitlines()
-        raise StageError(f"the search failed in the job: {words[-1] if words else error.returncode}") from None
+        raise StageError(
+            f"the search failed in the job: {words[-1] if words else error.returncode}"
+        ) from None
     return [Configuration(*row) for row in json.loads(done.stdout)]
 
 
@@ -58,21 +61,23 @@ def answer(question: str) -> str:
     from tula_hpc.analysis.search.propose import propose
 
     asked = json.loads(question)
-    # the paths of the workload were checked when the sweep was read, and do not matter to the search
+    # the paths of the workload were checked when the sweep was read, and do not matter to the
+    # search
     sweep = SweepSpec.model_validate(asked["sweep"], context={"check_paths": False})
     cluster = ClusterSpec.model_validate(asked["cluster"])
     measurements = [Measurement.model_validate(row) for row in asked["measurements"]]
     return json.dumps(propose(sweep, cluster, measurements, trusted_batch=asked["trusted_batch"]))
 
 
-MARGIN = 1.5  # nothing is begun when less time is left than so many times the longest configuration so far
+# nothing is begun when less time is left than so many times the longest configuration so far
+MARGIN = 1.5
 
 
 class Agenda:
     """Decides for one run of a job, and writes down what it is about to do.
 
-    The notes are on disk before the work begins. When the job is killed without a word, as by the memory limit of a
-    node, they tell which configuration did it.
+    The notes are on disk before the work begins. When the job is killed without a word, as by the
+    memory limit of a node, they tell which configuration did it.
 
     Args:
         job: The list, and whether to ask the search for more.
@@ -81,12 +86,16 @@ class Agenda:
     """
 
     def __init__(
-        self, job: ProfileJob, env: WorkerEnvironment, ask: Callable[[ProfileJob], list[Configuration]] = ask_search
+        self,
+        job: ProfileJob,
+        env: WorkerEnvironment,
+        ask: Callable[[ProfileJob], list[Configuration]] = ask_search,
     ) -> None:
         self.job, self.env, self._ask = job, env, ask
         self._began_at, self._here_since = job_started_at(), unix_time()
         self._todo = deque(job.configurations)
-        self._startup_s: float | None = None  # known when all workers have met
+        # known when all workers have met
+        self._startup_s: float | None = None
         if env.rank == 0:
             self._note("began")
 
@@ -96,7 +105,9 @@ class Agenda:
             self._startup_s = unix_time() - self._began_at
             self._note("ready")
         recorded = self.job.recorded()
-        longest_s = max((m.elapsed_s for m in recorded if m.finished_at >= self._here_since), default=None)
+        longest_s = max(
+            (m.elapsed_s for m in recorded if m.finished_at >= self._here_since), default=None
+        )
         if longest_s is not None and self._left_s() < MARGIN * longest_s:
             self._note("ended", detail="too little time was left for another configuration")
             return None
@@ -106,8 +117,11 @@ class Agenda:
         failure = ""
         if not self._pending(done) and self.job.asks:
             try:
-                self._todo.extend(c for c in self._ask(self.job) if self._belongs_here(c, longest_s))
-            except StageError as error:  # the command will ask the search itself, and say so if that fails too
+                self._todo.extend(
+                    c for c in self._ask(self.job) if self._belongs_here(c, longest_s)
+                )
+            except StageError as error:
+                # the command will ask the search itself, and say so if that fails too
                 failure = str(error)
         if not self._pending(done):
             self._note("ended", detail=failure)
@@ -119,8 +133,8 @@ class Agenda:
     def _belongs_here(self, configuration: Configuration, longest_s: float) -> bool:
         """Whether these nodes measure it, and for less than a job of its own would.
 
-        A smaller size keeps nodes waiting here, N·e node-seconds in all; a job of its own would first have to start,
-        n·(s + e).
+        A smaller size keeps nodes waiting here, N·e node-seconds in all; a job of its own would
+        first have to start, n·(s + e).
         """
         here, own = self.job.nodes, configuration.nodes
         if own >= here or not self.job.smaller:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
 WorkersPerNode = Annotated[int, Field(ge=1, le=2**12)]
 Batch = Annotated[int, Field(ge=1, le=2**44)]
-JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]  # goes into commands, and names files
+# goes into commands, and names files
+JobId = Annotated[str, Field(pattern=r"^(\w[\w.,:%+\[\]-]{0,99})?$")]
 
 
 class Record(BaseModel):

@@ -1,8 +1,8 @@
 """What a run knows of broken devices: in which hosts they are, and how often a job that met one is submitted again.
 
-A host in which a device failed is left out of the run's later submissions for a day; then it is tried again, since it
-may have been repaired. A configuration or a training that met such hosts is submitted again, twice; a training that got
-further in between has two attempts again.
+A host in which a device failed is left out of the run's later submissions for a day; then it is
+tried again, since it may have been repaired. A configuration or a training that met such hosts is
+submitted again, twice; a training that got further in between has two attempts again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class BrokenHost(Record):
     """A host in which a device failed."""
 
     host: str
-    said: str  # by the worker there, or its log
-    until: float  # Unix time; so long it is left out of submissions
+    # by the worker there, or its log
+    said: str
+    # Unix time; so long it is left out of submissions
+    until: float
 
 
 def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
@@ -46,7 +48,9 @@ def hosts_in(event: Event) -> list[str]:
     if not isinstance(named, list):
         return []
     # they become part of a job script
-    return [host for host in named if isinstance(host, str) and re.fullmatch(r"[\w.-]{1,255}", host)]
+    return [
+        host for host in named if isinstance(host, str) and re.fullmatch(r"[\w.-]{1,255}", host)
+    ]
 
 
 def list_hosts(broken: Sequence[BrokenHost]) -> str:
@@ -90,8 +94,16 @@ def in_vain(events: Iterable[Event], failure: Failure, since: float) -> int:
     return len(starts) - max(last, 0)
 
 
-def profiled_in_vain(events: Iterable[Event], configuration: Configuration, partition: str, since: float) -> int:
+def profiled_in_vain(
+    events: Iterable[Event], configuration: Configuration, partition: str, since: float
+) -> int:
     """Count the jobs that a device ended while they measured this configuration."""
     wanted = {"configuration": list(configuration), "partition": partition}
-    failed = [e for e in events if e.event == "ended" and e.failure is Failure.DEVICE_FAILED and e.time >= since]
-    return sum(all(event.data.get(key) == value for key, value in wanted.items()) for event in failed)
+    failed = [
+        e
+        for e in events
+        if e.event == "ended" and e.failure is Failure.DEVICE_FAILED and e.time >= since
+    ]
+    return sum(
+        all(event.data.get(key) == value for key, value in wanted.items()) for event in failed
+    )

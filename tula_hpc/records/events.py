@@ -16,13 +16,17 @@ class JobNote(Record):
     A job that is requeued begins again: its notes then hold several runs, each from "began" on.
     """
 
-    note: Literal["began", "ready", "measuring", "ended"]  # ready: all workers have met
-    time: float  # Unix time
+    # ready: all workers have met
+    note: Literal["began", "ready", "measuring", "ended"]
+    # Unix time
+    time: float
     job_id: JobId = ""
     allocated_nodes: Nodes = 1
     submitted_at: float = 0.0
-    began_at: float = 0.0  # when the allocation was granted, as far as the job can tell
-    configuration: Configuration | None = None  # what it is about to measure
+    # when the allocation was granted, as far as the job can tell
+    began_at: float = 0.0
+    # what it is about to measure
+    configuration: Configuration | None = None
     detail: str = ""
 
 

@@ -14,11 +14,14 @@ from tula_hpc.errors import Failure
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.storage import parse_record
 
-CREDIBLE_S = 1e6  # what a record says beyond that is damaged
-MOMENT_S = 1e-9  # no step takes less
+# what a record says beyond that is damaged
+CREDIBLE_S = 1e6
+# no step takes less
+MOMENT_S = 1e-9
 CREDIBLE_BYTES = 1e18
 
-# a smaller batch, samples, and seconds of forward and backward of it at once, without synchronization
+# a smaller batch, samples, and seconds of forward and backward of it at once, without
+# synchronization
 SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)]]
 
 
@@ -28,16 +31,24 @@ class StepTimes(Record):
     Records of earlier versions hold medians of steps that were timed one by one.
     """
 
-    step_time_s: float  # a whole training step: data wait, forward, backward with all-reduce, optimizer
-    step_time_low_s: float  # 95 % interval of the mean
+    # a whole training step: data wait, forward, backward with all-reduce, optimizer
+    step_time_s: float
+    # 95 % interval of the mean
+    step_time_low_s: float
     step_time_high_s: float
-    # part of step_time_s: what waiting for the loader adds to it, as far as the device has nothing to do meanwhile
+    # part of step_time_s: what waiting for the loader adds to it, as far as the device has nothing
+    # to do meanwhile
     data_time_s: float
-    compute_time_s: float  # forward and backward without synchronization (no_sync), measured apart
-    optimizer_time_s: float  # the optimizer's step alone, measured apart
-    allreduce_time_s: float  # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
-    update_time_s: float = 0.0  # an update of AGS's gradient scale, measured apart; not part of step_time_s
-    forward_time_s: float | None = None  # a local batch as evaluation takes it, median of passes; None: unknown
+    # forward and backward without synchronization (no_sync), measured apart
+    compute_time_s: float
+    # the optimizer's step alone, measured apart
+    optimizer_time_s: float
+    # bare all-reduce of the gradient's bytes, measured apart; 0 for one worker
+    allreduce_time_s: float
+    # an update of AGS's gradient scale, measured apart; not part of step_time_s
+    update_time_s: float = 0.0
+    # a local batch as evaluation takes it, median of passes; None: unknown
+    forward_time_s: float | None = None
 
     @property
     def are_credible(self) -> bool:
@@ -55,14 +66,19 @@ class StepTimes(Record):
 class MemoryUse(Record):
     """What one worker used, bytes; the largest over the workers."""
 
-    peak_bytes: int  # CUDA: peak allocated; CPU: peak resident set over the baseline
-    reserved_bytes: int  # CUDA: peak reserved by the allocator; CPU: peak resident set of the whole process
-    baseline_bytes: int  # CUDA: 0; CPU: resident set before the model was built (interpreter and libraries)
+    # CUDA: peak allocated; CPU: peak resident set over the baseline
+    peak_bytes: int
+    # CUDA: peak reserved by the allocator; CPU: peak resident set of the whole process
+    reserved_bytes: int
+    # CUDA: 0; CPU: resident set before the model was built (interpreter and libraries)
+    baseline_bytes: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    batch_bytes: int  # the loader's prefetched batches on the host
-    sharded_bytes: int = 0  # part of optimizer_bytes that the workers divide among them (ZeRO)
+    # the loader's prefetched batches on the host
+    batch_bytes: int
+    # part of optimizer_bytes that the workers divide among them (ZeRO)
+    sharded_bytes: int = 0
     # what follows is CUDA's alone: memory of the device, the least of any worker's; None: unknown
     total_bytes: int | None = None
     # of it outside of torch's allocator after the timed steps: CUDA context, NCCL, cuDNN, others
@@ -77,7 +93,9 @@ class MemoryUse(Record):
         """Whether the counts can be true."""
         held = self.baseline_bytes + self.peak_bytes
         counts = [count for count in self.__dict__.values() if count is not None]
-        return min(self.reserved_bytes, held) > 0 and min(counts) >= 0 and max(counts) < CREDIBLE_BYTES
+        return (
+            min(self.reserved_bytes, held) > 0 and min(counts) >= 0 and max(counts) < CREDIBLE_BYTES
+        )
 
     @property
     def ran_short(self) -> bool:
@@ -88,8 +106,8 @@ class MemoryUse(Record):
 class ProcessorUse(Record):
     """What the timed steps took of a node's processors, of the worker that has most to do."""
 
-    # seconds of processors for a step: of the loader's processes (of waiting for files there is none), and of the
-    # worker's own, which loads by itself where there are none
+    # seconds of processors for a step: of the loader's processes (of waiting for files there is
+    # none), and of the worker's own, which loads by itself where there are none
     loader_s: float = Field(ge=0.0, lt=CREDIBLE_S)
     worker_s: float = Field(ge=0.0, lt=CREDIBLE_S)
     # that the worker may run on, loader included
@@ -108,48 +126,74 @@ class Measurement(Record):
     memory: MemoryUse | None = None
     failure: Failure | None = None
     detail: str = ""
-    stage: Literal["profile", "train"] = "profile"  # train: an OOM of the final job, a bound all the same
+    # train: an OOM of the final job, a bound all the same
+    stage: Literal["profile", "train"] = "profile"
     steps: int = 0
-    converged: bool = False  # the mean's 95 % interval became narrower than search.ci_width
-    exclusive: bool = True  # the nodes were the task's alone
-    emulated: bool = False  # several "nodes" shared one machine (local executor)
-    dataset_samples: int = 0  # training samples in an epoch, D
-    test_samples: int = 0  # that an evaluation takes; 0: unknown
-    updates_per_epoch: float = 0.0  # of AGS's gradient scale, on average
+    # the mean's 95 % interval became narrower than search.ci_width
+    converged: bool = False
+    # the nodes were the task's alone
+    exclusive: bool = True
+    # several "nodes" shared one machine (local executor)
+    emulated: bool = False
+    # training samples in an epoch, D
+    dataset_samples: int = 0
+    # that an evaluation takes; 0: unknown
+    test_samples: int = 0
+    # of AGS's gradient scale, on average
+    updates_per_epoch: float = 0.0
     parameters: int = 0
-    parts: int = Field(default=1, ge=1, le=10**6)  # in so many a step takes the local batch, one after another
+    # in so many a step takes the local batch, one after another
+    parts: int = Field(default=1, ge=1, le=10**6)
     smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
     device: str = ""
     backend: str = ""
     hosts: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default={})
-    # seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce, forward
+    # seconds: step, data, compute, compute of smaller batches, optimizer, update, allreduce,
+    # forward
     samples: dict[str, list[float]] = Field(default={})
-    # of so many steps or passes in a row each of these samples is the mean; of one where it is not said
+    # of so many steps or passes in a row each of these samples is the mean; of one where it is not
+    # said
     round_steps: dict[str, Annotated[int, Field(ge=1, le=2**31)]] = Field(default={})
     processor: ProcessorUse | None = None
     job_id: JobId = ""
-    finished_at: float = 0.0  # Unix time
-    elapsed_s: float = 0.0  # of the whole profile of this configuration
-    start_s: float = 0.0  # from the start of its job to the end of the first step; 0 for what the job measured later
-    partition: str = ""  # which of [[partitions]]; empty where the cluster has none
-    watts_per_node: float = 0.0  # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
-    node_seconds: float = 0.0  # elapsed_s × nodes of the job's allocation, those that only waited included
-    noise_scale: float = 0.0  # samples, tr(Σ)/|G|² at the weights that were profiled; 0: unknown
-    noise_samples: int = 0  # so many samples the estimate was made from
-    noise_terms: tuple[tuple[float, float], ...] = ()  # |G|² and tr(Σ) of each pass, unbiased, so of any sign
+    # Unix time
+    finished_at: float = 0.0
+    # of the whole profile of this configuration
+    elapsed_s: float = 0.0
+    # from the start of its job to the end of the first step; 0 for what the job measured later
+    start_s: float = 0.0
+    # which of [[partitions]]; empty where the cluster has none
+    partition: str = ""
+    # electrical power of a node during the timed steps, mean over the nodes; 0: unknown
+    watts_per_node: float = 0.0
+    # elapsed_s × nodes of the job's allocation, those that only waited included
+    node_seconds: float = 0.0
+    # samples, tr(Σ)/|G|² at the weights that were profiled; 0: unknown
+    noise_scale: float = 0.0
+    # so many samples the estimate was made from
+    noise_samples: int = 0
+    # |G|² and tr(Σ) of each pass, unbiased, so of any sign
+    noise_terms: tuple[tuple[float, float], ...] = ()
 
     @model_validator(mode="after")
     def _smaller_indeed(self) -> Measurement:
-        if self.smaller_computes and max(batch for batch, _ in self.smaller_computes) >= self.local_batch:
-            raise ValueError(f"smaller_computes: expected batches below local_batch = {self.local_batch}")
+        if (
+            self.smaller_computes
+            and max(batch for batch, _ in self.smaller_computes) >= self.local_batch
+        ):
+            raise ValueError(
+                f"smaller_computes: expected batches below local_batch = {self.local_batch}"
+            )
         return self
 
     @property
     def beside_s(self) -> float:
         """Part of `elapsed_s` that went into smaller_computes."""
         names = [compute_of(batch) for batch, _ in self.smaller_computes]
-        return sum(self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names)
+        return sum(
+            self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names
+        )
 
     def without_samples(self) -> Measurement:
         """The same, of whose samples only the sums are left that `beside_s` is made of."""
@@ -195,27 +239,39 @@ def compute_of(batch: int) -> str:
 class Footprint(Record):
     """An estimate of one worker's memory from counting, before any step was run; bytes.
 
-    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with local batch b, once
-    b is so large that the peak lies in the backward pass. `peaks` is what the limit counts, at the powers of two.
+    `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with
+    local batch b, once b is so large that the peak lies in the backward pass. `peaks` is what the
+    limit counts, at the powers of two.
     """
 
     schema_version: Literal[1] = 1
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # of one worker, its share under ZeRO
+    # of one worker, its share under ZeRO
+    optimizer_bytes: int
     activation_bytes_per_sample: int
     fixed_bytes: int
-    host_baseline_bytes: int = 0  # CPU: the process with its libraries, before the model
+    # CPU: the process with its libraries, before the model
+    host_baseline_bytes: int = 0
     scaling_bytes: int = (
-        0  # AGS: reference gradient and scale factors, on top of `peaks` once training has updated them
+        # AGS: reference gradient and scale factors, on top of `peaks` once training has updated
+        # them
+        0
     )
-    checkpoint_bytes: int = 0  # host memory of the copy that a checkpoint is written from, on the first node
-    peaks: dict[Batch, int] = Field(min_length=1)  # by local batch
-    limit_bytes: int | None = None  # of one worker, the margin taken off
-    largest_local_batch: int | None = None  # of `peaks`, within the limit; None: no limit, 0: none fits
-    world_size: int = 1  # workers that were assumed: the fewest of the search
-    counted_at: tuple[int, ...] = ()  # local batches
-    method: Literal["fake", "real"] = "fake"  # real: counted on small real batches, since the model needs values
+    # host memory of the copy that a checkpoint is written from, on the first node
+    checkpoint_bytes: int = 0
+    # by local batch
+    peaks: dict[Batch, int] = Field(min_length=1)
+    # of one worker, the margin taken off
+    limit_bytes: int | None = None
+    # of `peaks`, within the limit; None: no limit, 0: none fits
+    largest_local_batch: int | None = None
+    # workers that were assumed: the fewest of the search
+    world_size: int = 1
+    # local batches
+    counted_at: tuple[int, ...] = ()
+    # real: counted on small real batches, since the model needs values
+    method: Literal["fake", "real"] = "fake"
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -12,10 +12,13 @@ from pydantic import Field, RootModel
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, R, lines_of, parse_record
 
-SCALE_OCTAVES = 6  # histograms of the scale reach so far on each side of 1
+# histograms of the scale reach so far on each side of 1
+SCALE_OCTAVES = 6
 SCALE_BINS_PER_OCTAVE = 6
-MAX_STEPS = 4_000  # logged steps of a training that are held; of more an even choice
-ROUNDING = 1e-4  # factors so near to 1 come of norms in single precision alone
+# logged steps of a training that are held; of more an even choice
+MAX_STEPS = 4_000
+# factors so near to 1 come of norms in single precision alone
+ROUNDING = 1e-4
 # beginnings of lines that earlier versions wrote
 OLD_LINES = (b'{"kind":"rollback",', b'{"kind":"curvature",')
 
@@ -24,33 +27,47 @@ class StepMetrics(Record):
     """A line of metrics.jsonl for a logged step."""
 
     kind: Literal["step"] = "step"
-    step: int  # optimizer steps taken since the start of training
+    # optimizer steps taken since the start of training
+    step: int
     samples_seen: int
-    epoch: float  # of its whole batches, so that the last step's is a whole number; in older files of all its samples
+    # of its whole batches, so that the last step's is a whole number; in older files of all its
+    # samples
+    epoch: float
     loss: float
     lr: float
-    step_time_s: float  # mean over the steps since the last logged one
-    sensitivity: float | None = None  # Δ(G)
+    # mean over the steps since the last logged one
+    step_time_s: float
+    # Δ(G)
+    sensitivity: float | None = None
     gradient_norm: float | None = None
-    scaled: float | None = None  # share of the steps since the last line whose gradient was scaled
-    # mean share of the scale that those steps used, from 0 to 1: gate "smooth" and warm-up leave a part of it
-    scale_share: float | None = None  # None in older files
-    scale_mean: float | None = None  # of the scale as last estimated, over all elements; see `applied_scale`
+    # share of the steps since the last line whose gradient was scaled
+    scaled: float | None = None
+    # mean share of the scale that those steps used, from 0 to 1: gate "smooth" and warm-up leave a
+    # part of it None in older files
+    scale_share: float | None = None
+    # of the scale as last estimated, over all elements; see `applied_scale`
+    scale_mean: float | None = None
     scale_min: float | None = None
     scale_max: float | None = None
-    data_time_s: float | None = None  # part of step_time_s: rank 0's wait for the loader, mean
-    noise_scale: float | None = None  # samples, tr(Σ)/|G|² smoothed over the readings of the noise so far
-    noise_gradient_square: float | None = None  # mean |G|² of those since the last line, unbiased, so of any sign
-    noise_trace: float | None = None  # mean tr(Σ) of the same
-    # elements × steps since the last line by the scale that was applied: how many below the bins, those in the bins
-    # around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to 2^SCALE_OCTAVES, and those above
+    # part of step_time_s: rank 0's wait for the loader, mean
+    data_time_s: float | None = None
+    # samples, tr(Σ)/|G|² smoothed over the readings of the noise so far
+    noise_scale: float | None = None
+    # mean |G|² of those since the last line, unbiased, so of any sign
+    noise_gradient_square: float | None = None
+    # mean tr(Σ) of the same
+    noise_trace: float | None = None
+    # elements × steps since the last line by the scale that was applied: how many below the bins,
+    # those in the bins around 2^(k / SCALE_BINS_PER_OCTAVE) from 2^−SCALE_OCTAVES to
+    # 2^SCALE_OCTAVES, and those above
     scale_histogram: list[int] | None = None
 
     @property
     def applied_scale(self) -> float | None:
         """Mean factor on the gradient over the steps since the last line: the scale as far as they used it, else 1.
 
-        In older files, which lack `scale_share`, each step that used any of the scale counts as one that used all.
+        In older files, which lack `scale_share`, each step that used any of the scale counts as one
+        that used all.
         """
         if self.scale_mean is None:
             return None
@@ -69,21 +86,31 @@ class EpochMetrics(Record):
     """A line of metrics.jsonl at the end of an epoch."""
 
     kind: Literal["epoch"] = "epoch"
-    epoch: int  # epochs completed
+    # epochs completed
+    epoch: int
     step: int
     samples_seen: int
     global_batch: Batch
     train_loss: float
     test_loss: float
-    test_accuracy: float | None  # share of 1; None: of targets that know no right and wrong
-    test_top5_accuracy: float | None  # None: of targets that are no labels
-    epoch_time_s: float  # training steps only; without evaluation and checkpoints
-    steps: int  # steps in this epoch that epoch_time_s covers
-    complete: bool = True  # False: a restart fell into the epoch, so that epoch_time_s covers only a part
-    noise_scale: float | None = None  # samples, as of the end of the epoch
-    critical_batch: float | None = None  # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
-    evaluation_time_s: float | None = None  # of the test set, after the epoch's steps
-    workers: int | None = None  # over all nodes
+    # share of 1; None: of targets that know no right and wrong
+    test_accuracy: float | None
+    # None: of targets that are no labels
+    test_top5_accuracy: float | None
+    # training steps only; without evaluation and checkpoints
+    epoch_time_s: float
+    # steps in this epoch that epoch_time_s covers
+    steps: int
+    # False: a restart fell into the epoch, so that epoch_time_s covers only a part
+    complete: bool = True
+    # samples, as of the end of the epoch
+    noise_scale: float | None = None
+    # samples, mean tr(Σ) over mean |G|² of the readings since the last such line
+    critical_batch: float | None = None
+    # of the test set, after the epoch's steps
+    evaluation_time_s: float | None = None
+    # over all nodes
+    workers: int | None = None
 
 
 AnyMetrics = StepMetrics | EpochMetrics
@@ -96,10 +123,12 @@ class _AnyMetrics(RootModel[AnyMetrics]):
 class Metrics(NamedTuple):
     """metrics.jsonl, split by kind."""
 
-    steps: list[StepMetrics]  # at most about `MAX_STEPS`
+    # at most about `MAX_STEPS`
+    steps: list[StepMetrics]
     epochs: list[EpochMetrics]
     skipped: int
-    logged: int = 0  # steps, those that are not held included; 0 where all are
+    # steps, those that are not held included; 0 where all are
+    logged: int = 0
 
     @property
     def scaled_nothing(self) -> bool:
@@ -125,7 +154,8 @@ def read_metrics(path: Path) -> Metrics:
         bounds.check(path, len(rows), len(line))
     if next(lines, None) is None:
         return split(rows, skipped)
-    from tula_hpc.records.metrics_choice import read_chosen  # NumPy, which few commands need
+    # NumPy, which few commands need
+    from tula_hpc.records.metrics_choice import read_chosen
 
     return read_chosen(path)
 

@@ -1,8 +1,9 @@
 """Reading a metrics.jsonl of millions of steps: an even choice of them, in two passes and little memory.
 
-The first pass looks at where each line belongs, without parsing those that the trainer wrote; the second one parses
-the chosen. Of each of `MAX_STEPS` parts with equally many steps one is chosen by chance, so that nothing periodic is
-missed or doubled; one with a reading of the noise scale, which are rare, goes first.
+The first pass looks at where each line belongs, without parsing those that the trainer wrote; the
+second one parses the chosen. Of each of `MAX_STEPS` parts with equally many steps one is chosen by
+chance, so that nothing periodic is missed or doubled; one with a reading of the noise scale, which
+are rare, goes first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.records.metrics import MAX_STEPS, AnyMetrics, Metrics, StepMetrics, metrics_lines, parse_metrics, split
+from tula_hpc.records.metrics import (
+    MAX_STEPS,
+    AnyMetrics,
+    Metrics,
+    StepMetrics,
+    metrics_lines,
+    parse_metrics,
+    split,
+)
 from tula_hpc.records.storage import Bounds, out_of_bounds
 
 MAX_LINES = 5_000_000
-SEED = 0  # the same file gives the same choice
+# the same file gives the same choice
+SEED = 0
 
 Places = NDArray[np.int64]
 
@@ -34,7 +44,8 @@ class _Index:
     def __init__(self) -> None:
         self.line = array("q")
         self.samples_seen = array("d")
-        self.noise = array("b")  # whether the line has a reading of it
+        # whether the line has a reading of it
+        self.noise = array("b")
         self.others: list[AnyMetrics] = []
         self.skipped = 0
 

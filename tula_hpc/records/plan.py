@@ -12,29 +12,38 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 class Candidate(Record):
     """One configuration with what the models say of it."""
 
-    partition: str = ""  # which of [[partitions]]; empty where the cluster has none
+    # which of [[partitions]]; empty where the cluster has none
+    partition: str = ""
     nodes: Nodes
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
     step_time_s: float
     epoch_time_s: float
-    train_time_s: float  # steps alone
+    # steps alone
+    train_time_s: float
     wall_time_s: float | None = (
-        None  # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid for
+        # expected, with starts, checkpoints and what restarts repeat; not the queue. This is paid
+        # for
+        None
     )
     cost: float
-    currency: Literal["USD", "SU"] = "USD"  # SU: service units, that is billing units times hours
-    energy_kwh: float | None = None  # of the site, its overhead included; None where no power is known
-    checkpoint_minutes: float | None = None  # between two checkpoints, as time and cost reckon; training measures anew
+    # SU: service units, that is billing units times hours
+    currency: Literal["USD", "SU"] = "USD"
+    # of the site, its overhead included; None where no power is known
+    energy_kwh: float | None = None
+    # between two checkpoints, as time and cost reckon; training measures anew
+    checkpoint_minutes: float | None = None
     # of wall_time_s: steps, evaluation, checkpoints, starts, repeated (what restarts do again)
     wall_parts_s: dict[str, float] = Field(default={})
     peak_memory_bytes: int
     interval_90: dict[str, tuple[float, float]] = Field(default={})
     feasible: bool = True
     measured: bool = False
-    why: str = ""  # why it is not feasible
-    pareto: bool = False  # no feasible candidate is both faster and cheaper
+    # why it is not feasible
+    why: str = ""
+    # no feasible candidate is both faster and cheaper
+    pareto: bool = False
 
     @property
     def configuration(self) -> Configuration:
@@ -50,9 +59,12 @@ class Candidate(Record):
 class Knee(Record):
     """The knee of the curve of training time against global batch, and how sure the measurements make it."""
 
-    global_batch: float | None  # None: the curve has no knee
-    interval_90: tuple[float, float] | None = None  # over curves drawn from the fit's uncertainty, of those with a knee
-    share_without_knee: float = 0.0  # of those curves
+    # None: the curve has no knee
+    global_batch: float | None
+    # over curves drawn from the fit's uncertainty, of those with a knee
+    interval_90: tuple[float, float] | None = None
+    # of those curves
+    share_without_knee: float = 0.0
 
 
 class Plan(Record):
@@ -61,16 +73,24 @@ class Plan(Record):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     objective: str
     chosen: Candidate
-    reason: str  # one sentence: why this one
+    # one sentence: why this one
+    reason: str
     candidates: list[Candidate]
-    fallbacks: list[Candidate]  # ranked smaller batches for OOM, first to be tried first
-    candidates_total: int | None = None  # where candidates holds only the best of so many
-    runners_up: list[Candidate] = Field(default=[])  # what would have been chosen next, best first
-    binding: list[str] = Field(default=[])  # constraints that rule out a better candidate
+    # ranked smaller batches for OOM, first to be tried first
+    fallbacks: list[Candidate]
+    # where candidates holds only the best of so many
+    candidates_total: int | None = None
+    # what would have been chosen next, best first
+    runners_up: list[Candidate] = Field(default=[])
+    # constraints that rule out a better candidate
+    binding: list[str] = Field(default=[])
     knee: Knee | None = None
-    critical_batch: float | None = None  # samples; gradient noise scale, weighted mean of tr(Σ) over that of |G|²
-    critical_batch_source: Literal["training", "profile"] | None = None  # the training's metrics, or the first weights
-    notes: list[str] = Field(default=[])  # what prices and times assume
+    # samples; gradient noise scale, weighted mean of tr(Σ) over that of |G|²
+    critical_batch: float | None = None
+    # the training's metrics, or the first weights
+    critical_batch_source: Literal["training", "profile"] | None = None
+    # what prices and times assume
+    notes: list[str] = Field(default=[])
     models: dict[str, Any]
     warnings: list[str] = Field(default=[])
     dataset_samples: int

@@ -2,9 +2,11 @@
 
 Paths of one training.
 
-Which command works on a run directory: asked without taking the lock, so that nobody is ever refused for the asking.
+Which command works on a run directory: asked without taking the lock, so that nobody is ever
+refused for the asking.
 
-`RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there afterwards.
+`RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there
+afterwards.
 """
 
 from __future__ import annotations
@@ -67,8 +69,10 @@ class TrainDirectory(NamedTuple):
         return None
 
 
-MAIN_LABEL = "main"  # of the training that a sweep ends with
-MAX_SAMPLED_BYTES = 32 * 1024**2  # of measurements with every sample, which are most of their bytes and rarely read
+# of the training that a sweep ends with
+MAIN_LABEL = "main"
+# of measurements with every sample, which are most of their bytes and rarely read
+MAX_SAMPLED_BYTES = 32 * 1024**2
 
 
 def _check_room(folder: Path) -> None:
@@ -91,8 +95,9 @@ def _note_owner(lock: Path, descriptor: int, role: str) -> None:
 class RunDirectory:
     """Paths inside one run directory. It and its folders have mode 0700: they hold pickles that are executed.
 
-    The folders above it may be writable for a group, as those of projects usually are, but not for everybody without
-    the sticky bit: there any user could put another folder in its place while a job is about to read from it.
+    The folders above it may be writable for a group, as those of projects usually are, but not for
+    everybody without the sticky bit: there any user could put another folder in its place while a
+    job is about to read from it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -101,8 +106,8 @@ class RunDirectory:
     def create(self) -> RunDirectory:
         """Make the directory and its rooms; what is there already is checked first.
 
-        Raises:
-            RunDirectoryError: It, or a room, belongs to someone else, others may write to it or to a folder above it,
+        Raises: RunDirectoryError: It, or a room, belongs to someone else, others may write to it or
+            to a folder above it,
                 or a link leads to it.
             OSError: It cannot be made.
         """
@@ -128,7 +133,9 @@ class RunDirectory:
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
-        left += [path for path in (self.events_file, *self.root.glob("footprint*.json")) if path.exists()]
+        left += [
+            path for path in (self.events_file, *self.root.glob("footprint*.json")) if path.exists()
+        ]
         if not left:
             return None
         aside = next(path for n in count(1) if not (path := self.root / f"earlier-{n}").exists())
@@ -154,8 +161,8 @@ class RunDirectory:
     def locked(self, role: str = "") -> Iterator[None]:
         """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
 
-        Args:
-            role: What this process is to the run, for those who are kept from it, in at most 100 characters.
+        Args: role: What this process is to the run, for those who are kept from it, in at most 100
+            characters.
 
         Raises:
             RunDirectoryError: Another one holds it; the message says who.
@@ -163,7 +170,9 @@ class RunDirectory:
         """
         path = self.root / ".lock"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+            )
         except OSError as error:
             raise StorageError(f"{path}: cannot be written: {in_words(error)}") from None
         with os.fdopen(descriptor, "r+", errors="replace") as file:
@@ -173,7 +182,8 @@ class RunDirectory:
                 owner = file.read(200).strip() or "another command"
                 message = f"is in use by {owner}; what it does: {self.status_command}"
                 raise RunDirectoryError(message, source=self.root) from None
-            except OSError as error:  # as on NFS without its lock service
+            except OSError as error:
+                # as on NFS without its lock service
                 message = f"{path}: cannot be locked: {in_words(error)}; put the run on a file system with flock"
                 raise StorageError(message) from None
             _note_owner(path, descriptor, role)
@@ -194,7 +204,8 @@ class RunDirectory:
         status = self.root.stat()
         if status.st_uid != os.geteuid():
             raise RunDirectoryError(
-                f"belongs to user id {status.st_uid}, not to you; use another --run-dir", source=self.root
+                f"belongs to user id {status.st_uid}, not to you; use another --run-dir",
+                source=self.root,
             )
         if any(self.root.iterdir()) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
@@ -207,8 +218,12 @@ class RunDirectory:
             raise RunDirectoryError(message, source=self.root)
         folder = open_to_all(self.root)
         if folder is not None:
-            message = f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
-            raise RunDirectoryError(f"{message}, or have its owner do so, or use another --run-dir", source=self.root)
+            message = (
+                f"everybody may put another folder in its place; chmod o-w {folder}, or chmod +t it"
+            )
+            raise RunDirectoryError(
+                f"{message}, or have its owner do so, or use another --run-dir", source=self.root
+            )
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
         """The folder of one training, made if it is missing.
@@ -292,7 +307,9 @@ class RunDirectory:
         """All measurements, in order of file name and line; of very many without their single samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        return read_records(Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None)
+        return read_records(
+            Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None
+        )
 
     def job_notes(self) -> list[JobNote]:
         """What all profile jobs said of themselves, job by job."""
@@ -315,7 +332,9 @@ class RunDirectory:
         try:
             return read_document(Plan, self.plan_file)
         except FileNotFoundError:
-            raise RunDirectoryError("no plan yet; run the sweep with --until plan", source=self.plan_file) from None
+            raise RunDirectoryError(
+                "no plan yet; run the sweep with --until plan", source=self.plan_file
+            ) from None
 
     def read_rates(self) -> TunedRates | None:
         """Read study_rates.json; None where there is none.
@@ -330,16 +349,22 @@ class RunDirectory:
 
 KERNELS_LIST = Path("/proc/locks")
 _OWNER = re.compile(r"process (\d+) on (\S+)")
-_LOCK = re.compile(r"(?:FLOCK|POSIX|OFDLCK)\s+ADVISORY\s+WRITE\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)")
-_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
+_LOCK = re.compile(
+    r"(?:FLOCK|POSIX|OFDLCK)\s+ADVISORY\s+WRITE\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)"
+)
+# struct flock: type, whence, start, length, process
+_FLOCK = "hhqqi4x"
 
 
 class Holder(NamedTuple):
     """The command that has the lock, or the last one that had it."""
 
-    process: int  # 0: unknown
-    host: str  # "": unknown
-    alive: bool | None  # whether it holds the lock; None: cannot be seen from this machine
+    # 0: unknown
+    process: int
+    # "": unknown
+    host: str
+    # whether it holds the lock; None: cannot be seen from this machine
+    alive: bool | None
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}" if self.host else "a command"
@@ -359,7 +384,8 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
         descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return NOBODY
-    except PermissionError:  # someone else's; whether it is locked can be seen all the same
+    except PermissionError:
+        # someone else's; whether it is locked can be seen all the same
         return Holder(0, "", _is_listed(lock_file.stat(), 0, locks) or None)
     try:
         match = _OWNER.match(os.read(descriptor, 200).decode(errors="replace"))
@@ -374,7 +400,8 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
 def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
     """Whether a process of this machine holds a lock on the file.
 
-    Some file systems show another device to stat than to the kernel's list: there the process must be the noted one.
+    Some file systems show another device to stat than to the kernel's list: there the process must
+    be the noted one.
     """
     try:
         text = locks.read_text()
@@ -393,13 +420,16 @@ def _is_locked_elsewhere(descriptor: int) -> bool:
     question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
-    except OSError:  # a file system without such locks
+    except OSError:
+        # a file system without such locks
         return False
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
-CONTROL = "control"  # the stage of a detached sweep's controller jobs
-GUARD = "guard"  # the role of one that waits in case another dies with its whole job
+# the stage of a detached sweep's controller jobs
+CONTROL = "control"
+# the role of one that waits in case another dies with its whole job
+GUARD = "guard"
 
 
 def unsettled(run: RunDirectory, *stages: str) -> list[Event]:

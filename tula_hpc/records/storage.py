@@ -24,12 +24,18 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import in_words, open_regular, read_bounded
 
 MAX_LINE_BYTES = 4_000_000
-MAX_LINES_BYTES = 4 * 1024**3  # of a JSON Lines file
-MAX_RECORDS = 150_000  # of one kind that are held at once: a few hundred megabytes
-MAX_HELD_BYTES = 500_000_000  # by which reading one kind may let the process grow
-MAX_DOCUMENT_BYTES = 64 * 1024**2  # of a file that is one record, as plan.json is
-MANY = 10_000  # records
-MAX_FLOAT = 1e100  # beyond it products overflow
+# of a JSON Lines file
+MAX_LINES_BYTES = 4 * 1024**3
+# of one kind that are held at once: a few hundred megabytes
+MAX_RECORDS = 150_000
+# by which reading one kind may let the process grow
+MAX_HELD_BYTES = 500_000_000
+# of a file that is one record, as plan.json is
+MAX_DOCUMENT_BYTES = 64 * 1024**2
+# records
+MANY = 10_000
+# beyond it products overflow
+MAX_FLOAT = 1e100
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -40,13 +46,13 @@ class ReadResult(NamedTuple, Generic[R]):
     skipped: int
 
 
-def read_records(kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], R] | None = None) -> ReadResult[R]:
+def read_records(
+    kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], R] | None = None
+) -> ReadResult[R]:
     """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted.
 
-    Args:
-        kind: Of the records.
-        paths: The files.
-        parse: In place of `parse_record`; for those that leave out what nobody needs of so many records.
+    Args: kind: Of the records. paths: The files. parse: In place of `parse_record`; for those that
+        leave out what nobody needs of so many records.
 
     Raises:
         RunDirectoryError: A file is there and cannot be read, or is out of all bounds.
@@ -63,7 +69,8 @@ def read_records(kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], 
             records.append(_light(record))
             bounds.check(path, len(records), len(line))
             if len(records) % MANY == 0:
-                # they will stay: the collector of cycles would look through all of them again and again
+                # they will stay: the collector of cycles would look through all of them again and
+                # again
                 gc.freeze()
     return ReadResult(records, skipped)
 
@@ -87,7 +94,9 @@ class Bounds:
             return
         self.unseen_bytes = 0
         if _resident_bytes() - self.before_bytes > MAX_HELD_BYTES:
-            raise out_of_bounds(path, f"records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE)
+            raise out_of_bounds(
+                path, f"records that need at most {MAX_HELD_BYTES / 1e6:,.0f} MB of memory", ASIDE
+            )
 
 
 ASIDE = "move what is not needed out of the run directory"
@@ -124,7 +133,10 @@ def _light(record: R) -> R:
 @functools.cache
 def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
     """Fields that hold a record."""
-    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
+    kinds = {
+        name: (field.annotation, *get_args(field.annotation))
+        for name, field in kind.model_fields.items()
+    }
     return tuple(name for name, types in kinds.items() if any(_is_record(each) for each in types))
 
 
@@ -149,8 +161,9 @@ def lines_of(path: Path) -> Iterator[bytes]:
         raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=path) from None
 
 
-# what may be a number that is none, or too large: worth a closer look. Plain words are found ten times as fast as
-# patterns, so all digits are made alike before, and all that may stand before a number
+# what may be a number that is none, or too large: worth a closer look. Plain words are found ten
+# times as fast as patterns, so all digits are made alike before, and all that may stand before a
+# number
 _ALIKE = bytes.maketrans(b"123456789E:[- \t\r\n", b"000000000e,,,,,,,")
 _SUSPECT = (b"NaN", b"Infinity", b"," + b"0" * 18)
 _LARGE_EXPONENT = re.compile(rb"e\+?000")
@@ -177,7 +190,9 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             _check_numbers(item)
-    elif isinstance(value, int | float) and not abs(value) <= (MAX_FLOAT if isinstance(value, float) else 2**63):
+    elif isinstance(value, int | float) and not abs(value) <= (
+        MAX_FLOAT if isinstance(value, float) else 2**63
+    ):
         raise ValueError(f"holds the number {value:.3g}")
 
 
@@ -213,15 +228,18 @@ def _first_of(error: ValidationError) -> str:
 def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
     """Append one line with a single write, so that lines of several writers never mix.
 
-    Args:
-        path: A JSON Lines file; made if it is missing.
-        record: What to append.
-        durable: Whether to wait until the disk has it. Not for metrics: they are many, and the wait would be a step's.
+    Args: path: A JSON Lines file; made if it is missing. record: What to append. durable: Whether
+        to wait until the disk has it. Not for metrics: they are many, and the wait would be a
+        step's.
 
     Raises:
         StorageError: It cannot be written; the file then ends as it did before.
     """
-    text = record.model_dump_json() if isinstance(record, BaseModel) else json.dumps(record, allow_nan=False)
+    text = (
+        record.model_dump_json()
+        if isinstance(record, BaseModel)
+        else json.dumps(record, allow_nan=False)
+    )
     try:
         _append(path, text.encode() + b"\n", durable)
     except OSError as error:
@@ -229,7 +247,8 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
 
 
 def _append(path: Path, line: bytes, durable: bool) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # a pipe without a reader is an error, not a wait
+    # a pipe without a reader is an error, not a wait
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
         _write_whole(descriptor, _newline_if_torn(path) + line)
@@ -244,7 +263,8 @@ def _write_whole(descriptor: int, data: bytes) -> None:
     written = os.write(descriptor, data)
     try:
         while written < len(data):
-            written += os.write(descriptor, data[written:])  # the first write only said how much, this one says why
+            # the first write only said how much, this one says why
+            written += os.write(descriptor, data[written:])
     except OSError:
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
         if os.fstat(descriptor).st_size == end:

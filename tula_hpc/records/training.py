@@ -23,23 +23,31 @@ class TrainResult(Record):
     steps: int
     samples_seen: int
     final_loss: float
-    test_accuracy: float | None  # None: of targets that know no right and wrong
+    # None: of targets that know no right and wrong
+    test_accuracy: float | None
     test_top5_accuracy: float | None
-    train_time_s: float  # sum of epoch_time_s
-    wall_time_s: float  # from the first start to the end, with queueing between restarts
+    # sum of epoch_time_s
+    train_time_s: float
+    # from the first start to the end, with queueing between restarts
+    wall_time_s: float
     restarts: int
     test_loss: float | None = None
-    diverged: bool = False  # of a study: the loss was not finite, which ended it; its accuracies are 0
-    train_accuracy: float | None = None  # of a study: on a fixed choice of training samples, not augmented
+    # of a study: the loss was not finite, which ended it; its accuracies are 0
+    diverged: bool = False
+    # of a study: on a fixed choice of training samples, not augmented
+    train_accuracy: float | None = None
     train_top5_accuracy: float | None = None
 
 
 class StepParts(Record):
     """Seconds of the parts of a step that are timed apart, the slowest worker's; None where one is not known."""
 
-    data_time_s: float | None = None  # waiting for the loader
-    compute_time_s: float | None = None  # forward and backward without synchronization
-    allreduce_time_s: float | None = None  # bare all-reduce of the gradient's bytes
+    # waiting for the loader
+    data_time_s: float | None = None
+    # forward and backward without synchronization
+    compute_time_s: float | None = None
+    # bare all-reduce of the gradient's bytes
+    allreduce_time_s: float | None = None
 
 
 class Drift(Record):
@@ -50,7 +58,8 @@ class Drift(Record):
     local_batch: Batch
     measured_s: float
     predicted_s: float
-    part: str  # compute, network, loader or unknown
+    # compute, network, loader or unknown
+    part: str
     partition: str = ""
     measured: StepParts
     expected: StepParts
@@ -64,13 +73,16 @@ class Drift(Record):
 class RateTrial(Record):
     """One rate that was tried for a study, on training samples held out for that."""
 
-    family: str  # of optimizers, see `TunedRates.rates`
+    # of optimizers, see `TunedRates.rates`
+    family: str
     lr: float
-    accuracy: float | None  # None: it diverged, or there is none
+    # None: it diverged, or there is none
+    accuracy: float | None
 
 
 class TunedRates(Record):
     """study_rates.json: workload.lr as chosen for a study at its small batch, and from what."""
 
-    rates: dict[str, float]  # by family: the base optimizer, or the method where that changes its step (lars, lamb)
+    # by family: the base optimizer, or the method where that changes its step (lars, lamb)
+    rates: dict[str, float]
     trials: list[RateTrial]

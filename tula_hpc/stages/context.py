@@ -18,7 +18,8 @@ from tula_hpc.launch.reasons import telling_line, without_chatter
 from tula_hpc.records import Configuration, Event, Measurement, RunDirectory
 from tula_hpc.records.run_directory import unsettled
 
-LOG_EVERY_S = 60.0  # in a log an unchanged state is repeated this often, as a sign of life
+# in a log an unchanged state is repeated this often, as a sign of life
+LOG_EVERY_S = 60.0
 
 
 class StageProgress(Protocol):
@@ -28,7 +29,10 @@ class StageProgress(Protocol):
         """Start showing."""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop showing."""
 
@@ -46,7 +50,13 @@ class BarProgress:
 
     def __init__(self, stage: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         columns = (
             TextColumn("[bold]{task.fields[stage]:<8}"),
@@ -62,12 +72,16 @@ class BarProgress:
     def __enter__(self) -> BarProgress:
         """Start drawing."""
         self.bar.start()
-        # rich has put itself in the place of both streams, and takes escapes in what is printed meanwhile for its own
+        # rich has put itself in the place of both streams, and takes escapes in what is printed
+        # meanwhile for its own
         self.cleaning.enter_context(printable_output())
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Leave the bar as it is."""
         self.cleaning.close()
@@ -89,7 +103,10 @@ class LineProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Nothing to stop."""
 
@@ -109,9 +126,12 @@ class Sweep(NamedTuple):
     spec: SweepSpec
     cluster: ClusterSpec
     run: RunDirectory
-    started_at: float = 0.0  # of the command, Unix time: failures before it may have been mended, and do not count
-    detached: bool = False  # whether controller jobs wait, not this process
-    partition: str = ""  # of `cluster`, where that is one part of a larger one; see `Measurement.partition`
+    # of the command, Unix time: failures before it may have been mended, and do not count
+    started_at: float = 0.0
+    # whether controller jobs wait, not this process
+    detached: bool = False
+    # of `cluster`, where that is one part of a larger one; see `Measurement.partition`
+    partition: str = ""
 
     @property
     def launcher(self) -> Launcher:
@@ -165,7 +185,8 @@ def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
     first = failures[0]
     words = (failure or first.failure).value.replace("_", " ")
     log = f"\nlog: {first.log_file}" if first.log_file else ""
-    if (failure or first.failure).is_the_users:  # the log's last line is a sentence
+    # the log's last line is a sentence
+    if (failure or first.failure).is_the_users:
         return f"{last_line(first.log_tail)}{log}"
     return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail) or last_line(first.log_tail)}{log}"
 

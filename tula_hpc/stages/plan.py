@@ -23,7 +23,9 @@ def plan_stage(sweep: Sweep) -> Plan:
         if not isinstance(error, InfeasibleError):
             raise
         again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
-        raise InfeasibleError(f"{error}\nOther constraints, over the same measurements: {again}") from None
+        raise InfeasibleError(
+            f"{error}\nOther constraints, over the same measurements: {again}"
+        ) from None
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
 
@@ -38,4 +40,6 @@ def plan_is_good(run: RunDirectory) -> bool:
     if not run.plan_file.exists():
         return False
     written = run.plan_file.stat().st_mtime
-    return training_began(run) or all(path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl"))
+    return training_began(run) or all(
+        path.stat().st_mtime <= written for path in run.profile.glob("*.jsonl")
+    )

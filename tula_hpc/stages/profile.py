@@ -1,6 +1,7 @@
 """The profile stage: rounds of jobs for what the search proposes, until it proposes nothing more.
 
-The estimate of memory before any profile, for callers without torch: it is made in a process of its own.
+The estimate of memory before any profile, for callers without torch: it is made in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from tula_hpc.stages.context import (
     why,
 )
 
-TIMEOUT_S = 300.0  # importing torch on a busy login node takes the most of it
+# importing torch on a busy login node takes the most of it
+TIMEOUT_S = 300.0
 
 
 class Estimate(NamedTuple):
@@ -67,7 +69,9 @@ class Estimate(NamedTuple):
         return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
 
 
-def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = "") -> Estimate:
+def estimate(
+    sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
+) -> Estimate:
     """Run `tula footprint`. It never raises for what goes wrong there.
 
     Args:
@@ -79,13 +83,17 @@ def estimate(sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S,
     inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
     command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return Estimate(None, f"the estimate took more than {timeout_s:.0f} s")
     except OSError as error:
         return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
     if done.returncode != 0:
-        return Estimate(None, _last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}")
+        return Estimate(
+            None, _last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
+        )
     try:
         return Estimate(Footprint.model_validate_json(_last_line(done.stdout)))
     except ValidationError as error:
@@ -98,7 +106,8 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-HOPELESS_ROUNDS = 3  # of jobs that fail, for other reasons than memory, before anything was measured
+# of jobs that fail, for other reasons than memory, before anything was measured
+HOPELESS_ROUNDS = 3
 
 
 def profile_stage(sweep: Sweep) -> None:
@@ -108,10 +117,16 @@ def profile_stage(sweep: Sweep) -> None:
         StageError: Nothing could be measured at all; the message holds the first failure's log.
     """
     with stage_progress("profile") as progress:
-        failures = [failure for part in parts_of(sweep) for failure in _profile_part(part, progress)]
+        failures = [
+            failure for part in parts_of(sweep) for failure in _profile_part(part, progress)
+        ]
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
-        progress.update(tried if good else 0, tried, plural(good, "measurement") if good else "nothing was measured")
+        progress.update(
+            tried if good else 0,
+            tried,
+            plural(good, "measurement") if good else "nothing was measured",
+        )
     if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
@@ -124,7 +139,9 @@ def parts_of(sweep: Sweep) -> list[Sweep]:
     named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
     return [
-        sweep._replace(spec=spec, cluster=cluster, partition=name) for spec, cluster, name in specs if spec is not None
+        sweep._replace(spec=spec, cluster=cluster, partition=name)
+        for spec, cluster, name in specs
+        if spec is not None
     ]
 
 
@@ -134,7 +151,9 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
     while True:
         failures += _settle(part, progress)
         wrong = any(end.failure.is_the_users for end in failures)
-        hopeless = not _measured_anything(part) and (wrong or _broken_rounds(part) >= HOPELESS_ROUNDS)
+        hopeless = not _measured_anything(part) and (
+            wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
+        )
         proposed = [] if hopeless else propose_on(part, trusted_batch)
         if not proposed:
             return failures
@@ -152,7 +171,9 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
 
 def _measured_anything(part: Sweep) -> bool:
     """Whether any profile of this part succeeded."""
-    return any(m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records)
+    return any(
+        m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records
+    )
 
 
 def _broken_rounds(part: Sweep) -> int:
@@ -160,7 +181,11 @@ def _broken_rounds(part: Sweep) -> int:
     events = [event for event in part.run.events() if event.stage == "profile"]
     folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
     ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
-    broken = (e for e in ended if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED)
+    broken = (
+        e
+        for e in ended
+        if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED
+    )
     return len({folders.get(e.job_id) for e in broken} - {None})
 
 
@@ -178,7 +203,9 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
     progress.update(0, 1, "estimating which batches fit into memory")
     made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
     if made.footprint is not None:
-        write_atomically(part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1))
+        write_atomically(
+            part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1)
+        )
     progress.update(0, 1, made.describe())
     return made.trusted_batch
 
@@ -186,7 +213,9 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
 def wants_estimate(part: Sweep) -> bool:
     """Whether the first profile waits for an estimate of memory, which needs a limit to be of use."""
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
-    return part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
+    return (
+        part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
+    )
 
 
 def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
@@ -195,8 +224,12 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     Returns:
         Those that died without a record of their own.
     """
-    events = {event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)}
-    wanted = {(part.partition, each) for event in events.values() for each in _configurations(event)}
+    events = {
+        event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)
+    }
+    wanted = {
+        (part.partition, each) for event in events.values() for each in _configurations(event)
+    }
     expected = len(_tried(part) | wanted)
 
     def tick(text: str) -> None:
@@ -212,7 +245,9 @@ def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
     """What is measured or failed, on any part. A failure before this command may have been mended, see `counted`."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
-    return {(name, m.configuration) for name in parts for m in counted(records, name, sweep.started_at)}
+    return {
+        (name, m.configuration) for name in parts for m in counted(records, name, sweep.started_at)
+    }
 
 
 def _configurations(event: Event) -> list[Configuration]:
@@ -227,13 +262,20 @@ def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
-        if event.time < part.started_at:  # what made an earlier command's job fail may have been mended
+        # what made an earlier command's job fail may have been mended
+        if event.time < part.started_at:
             record = record.model_copy(update={"finished_at": event.time})
         append_record(output, record)
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
-        data = {"hosts": list(end.hosts), "configuration": list(blamed), "partition": part.partition}
+        data = {
+            "hosts": list(end.hosts),
+            "configuration": list(blamed),
+            "partition": part.partition,
+        }
         detail = last_line(end.log_tail)
-        part.run.log_event("ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data)
+        part.run.log_event(
+            "ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data
+        )
         return True
     failure = end.failure if blamed is not None else None
     part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
@@ -252,10 +294,11 @@ def first_wave(
 ) -> list[tuple[Configuration, ...]]:
     """What is submitted together, one batch of jobs for each size of allocation.
 
-    Where jobs would disturb each other only the first batch or job is submitted; the search then proposes anew, knowing
-    more (a batch that ran out of memory is not tried on more nodes).
+    Where jobs would disturb each other only the first batch or job is submitted; the search then
+    proposes anew, knowing more (a batch that ran out of memory is not tried on more nodes).
     """
-    if spec.search.nest:  # small batches first: what runs out of memory ends the job
+    # small batches first: what runs out of memory ends the job
+    if spec.search.nest:
         return [tuple(sorted(proposed, key=lambda c: (c.local_batch, c.nodes)))]
     by_nodes = [tuple(group) for _, group in groupby(sorted(proposed), key=lambda c: c.nodes)]
     if cluster.executor == "local" and not spec.search.packed:
@@ -273,13 +316,18 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
     return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
 
 
-def _submit(part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None) -> None:
+def _submit(
+    part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
+) -> None:
     """One job for each group. What the site's limits leave out is proposed again when these are over."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
     outputs = [_new_output(part, nodes, group) for group in groups]
-    jobs = [_job(part, nodes, group, output, trusted_batch) for group, output in zip(groups, outputs, strict=True)]
+    jobs = [
+        _job(part, nodes, group, output, trusted_batch)
+        for group, output in zip(groups, outputs, strict=True)
+    ]
     data = [
         {
             "partition": part.partition,
@@ -288,11 +336,17 @@ def _submit(part: Sweep, configurations: tuple[Configuration, ...], trusted_batc
         }
         for group, output in zip(groups, outputs, strict=True)
     ]
-    part.launcher.submit(jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data)
+    part.launcher.submit(
+        jobs, stage="profile", nodes=nodes, minutes=part.cluster.profile_minutes, data=data
+    )
 
 
 def _job(
-    part: Sweep, nodes: int, group: tuple[Configuration, ...], output: Path, trusted_batch: int | None
+    part: Sweep,
+    nodes: int,
+    group: tuple[Configuration, ...],
+    output: Path,
+    trusted_batch: int | None,
 ) -> ProfileJob:
     return ProfileJob(
         part.spec,
@@ -323,14 +377,17 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
     """The configuration that a job was measuring when it died without a word of its own; None if it did not.
 
-    A job that died before it began to measure is held against the first of its list, so that it is not tried for ever.
+    A job that died before it began to measure is held against the first of its list, so that it is
+    not tried for ever.
     """
     recorded = read_records(Measurement, with_rank_files(output)).records
     notes = read_records(JobNote, [notes_file(output)]).records
     if any(m.status != "ok" for m in recorded) or (notes and notes[-1].note == "ended"):
-        return None  # by itself, or by a command that was killed right after it had written that down
+        # by itself, or by a command that was killed right after it had written that down
+        return None
     done = {m.configuration for m in recorded}
-    if notes and notes[-1].configuration in done:  # between two configurations: neither is to blame
+    # between two configurations: neither is to blame
+    if notes and notes[-1].configuration in done:
         return None
     begun = [notes[-1].configuration] if notes else []
     return next((c for c in [*begun, *group] if c is not None and c not in done), None)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tula_hpc.config import REFERENCE_COLUMN, ClusterSpec, StudyCell, StudySpec, SweepSpec, study_column, study_part
+from tula_hpc.config import (
+    REFERENCE_COLUMN,
+    ClusterSpec,
+    StudyCell,
+    StudySpec,
+    SweepSpec,
+    study_column,
+    study_part,
+)
 from tula_hpc.errors import StageError
 from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import TrainJob
@@ -15,7 +23,8 @@ from tula_hpc.records import Configuration, RateTrial, RunDirectory, TunedRates,
 from tula_hpc.stages.context import Sweep, stage_progress
 from tula_hpc.stages.train_many import Trainings, most_at_once
 
-OWN_RATES = ("lars", "lamb")  # methods whose step is of another size: a rate for the base optimizer is none for them
+# methods whose step is of another size: a rate for the base optimizer is none for them
+OWN_RATES = ("lars", "lamb")
 
 
 def study_stage(sweep: Sweep) -> dict[str, str]:
@@ -39,7 +48,8 @@ def study_stage(sweep: Sweep) -> dict[str, str]:
 def _study_and_part(spec: SweepSpec, cluster: ClusterSpec) -> tuple[StudySpec, str, ClusterSpec]:
     part = study_part(spec.study, cluster) if spec.study else None
     if spec.study is None or part is None:
-        raise StageError("study: no [study] table, or too few nodes for it")  # the inputs were checked: by hand only
+        # the inputs were checked: by hand only
+        raise StageError("study: no [study] table, or too few nodes for it")
     return spec.study, *part
 
 
@@ -52,24 +62,27 @@ def _job(sweep: Sweep, partition: str, batch: int, spec: SweepSpec, label: str) 
 def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> SweepSpec:
     """The sweep as one cell trains it: the column's keys, the cell's seed, and the chosen rate.
 
-    Args:
-        sweep: With its study.
-        cell: Which one.
-        rates: By family, see `TunedRates`, for columns that have none; they were chosen at the small batch, where lr
+    Args: sweep: With its study. cell: Which one. rates: By family, see `TunedRates`, for columns
+        that have none; they were chosen at the small batch, where lr
             scaling then starts.
     """
     column = study_column(sweep, cell.column, check_paths=False)
     workload: dict[str, object] = {"seed": cell.seed}
-    training: dict[str, object] = {"drift": False}  # there is no plan whose prediction could be kept
+    # there is no plan whose prediction could be kept
+    training: dict[str, object] = {"drift": False}
     given = sweep.study.overrides(cell.column) if sweep.study else {}
     rate = None if "workload.lr" in given else rates.get(family(column))
     if rate is not None and sweep.study is not None:
         workload |= {"lr": rate}
-        training |= {} if "training.base_batch" in given else {"base_batch": sweep.study.small_batch}
+        training |= (
+            {} if "training.base_batch" in given else {"base_batch": sweep.study.small_batch}
+        )
     return _updated(column, workload, training)
 
 
-def _updated(spec: SweepSpec, workload: Mapping[str, object], training: Mapping[str, object]) -> SweepSpec:
+def _updated(
+    spec: SweepSpec, workload: Mapping[str, object], training: Mapping[str, object]
+) -> SweepSpec:
     return spec.model_copy(
         update={
             "workload": spec.workload.model_copy(update=workload),
@@ -107,13 +120,20 @@ def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
     study = sweep.study
     if study is None:
         return {}
-    names = [n for n in dict.fromkeys([REFERENCE_COLUMN, *study.columns]) if "workload.lr" not in study.overrides(n)]
+    names = [
+        n
+        for n in dict.fromkeys([REFERENCE_COLUMN, *study.columns])
+        if "workload.lr" not in study.overrides(n)
+    ]
     columns = [study_column(sweep, name, check_paths=False) for name in names]
-    families = {family(column): column for column in reversed(columns)}  # the first column of a family counts
+    # the first column of a family counts
+    families = {family(column): column for column in reversed(columns)}
     fixed = {"seed": study.seeds[0], "holdout": study.tuning_holdout}
     return {
         f"study/rate-{name}-{rate:g}": _updated(
-            column, {**fixed, "lr": rate}, {"method": name if name in OWN_RATES else REFERENCE_COLUMN, "drift": False}
+            column,
+            {**fixed, "lr": rate},
+            {"method": name if name in OWN_RATES else REFERENCE_COLUMN, "drift": False},
         )
         for name, column in sorted(families.items())
         for rate in study.rates_of(name)
@@ -123,10 +143,14 @@ def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
 def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
     result = run.train(label).read_result()
     if result is None:
-        raise StageError(f"study: {run.train(label).root} was deleted before a learning rate was chosen")
+        raise StageError(
+            f"study: {run.train(label).root} was deleted before a learning rate was chosen"
+        )
     top5 = spec.study is not None and spec.study.metric == "top5"
     accuracy = result.test_top5_accuracy if top5 else result.test_accuracy
-    return RateTrial(family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy)
+    return RateTrial(
+        family=family(spec), lr=spec.workload.lr, accuracy=None if result.diverged else accuracy
+    )
 
 
 def choose(trials: Iterator[RateTrial]) -> TunedRates:
@@ -139,10 +163,14 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
     rates: dict[str, float] = {}
     for name in dict.fromkeys(trial.family for trial in ordered):
         finished = {
-            trial.lr: trial.accuracy for trial in ordered if trial.family == name and trial.accuracy is not None
+            trial.lr: trial.accuracy
+            for trial in ordered
+            if trial.family == name and trial.accuracy is not None
         }
         if not finished:
-            message = f"study: {name} diverged with every one of study.base_lrs, or gave no accuracy"
+            message = (
+                f"study: {name} diverged with every one of study.base_lrs, or gave no accuracy"
+            )
             raise StageError(f"{message}; give smaller ones")
         rates[name] = max(finished, key=lambda rate: finished[rate])
     return TunedRates(rates=rates, trials=ordered)

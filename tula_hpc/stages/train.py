@@ -37,9 +37,12 @@ from tula_hpc.stages.context import (
     why,
 )
 
-REQUEUES_USED_UP = "training.max_requeues"  # in the last word of a job that does not go on for that reason
-KILLS = 3  # in a row without getting further: then it is something that the training does
-RESULT_WAIT_S = 90.0  # NFS clients remember for up to a minute that a file was not there
+# in the last word of a job that does not go on for that reason
+REQUEUES_USED_UP = "training.max_requeues"
+# in a row without getting further: then it is something that the training does
+KILLS = 3
+# NFS clients remember for up to a minute that a file was not there
+RESULT_WAIT_S = 90.0
 
 
 def train_stage(sweep: Sweep, plan: Plan, label: str = MAIN_LABEL) -> TrainResult:
@@ -51,14 +54,18 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = MAIN_LABEL) -> TrainResul
     files = sweep.run.make_train(label)
     with stage_progress("train") as progress:
         while not files.result_file.exists():
-            submitted = [e for e in unsettled(sweep.run, "train") if e.data.get("label", label) == label]
+            submitted = [
+                e for e in unsettled(sweep.run, "train") if e.data.get("label", label) == label
+            ]
             for event in submitted:
                 _settle(sweep, plan, event, label, progress)
             if not submitted:
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, label, progress)
         result = read_document(TrainResult, files.result_file)
-        progress.update(result.epochs, result.epochs, format_score(result.test_accuracy, result.test_loss))
+        progress.update(
+            result.epochs, result.epochs, format_score(result.test_accuracy, result.test_loss)
+        )
     return result
 
 
@@ -70,7 +77,9 @@ def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageP
     """
     candidate = _candidate_of(event, plan)
     launcher = sweep.on(candidate.partition).launcher
-    end = launcher.wait([submission_of(sweep.run, event)], _training_tick(sweep, label, progress))[0]
+    end = launcher.wait([submission_of(sweep.run, event)], _training_tick(sweep, label, progress))[
+        0
+    ]
     files = sweep.run.train(label)
     await_result(sweep.run, files.result_file, end.job)
     done = files.result_file.exists()
@@ -78,7 +87,8 @@ def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageP
     events = events_of(sweep.run, end.job.job_id)
     failure = training_failure(events, end)
     end = end._replace(failure=failure)
-    if not done:  # before the end counts as seen to: a command that is killed in between writes it down once more
+    # before the end counts as seen to: a command that is killed in between writes it down once more
+    if not done:
         _note_failure(sweep, candidate, end, events)
     sweep.run.log_event("ended", "train", job_id=end.job.job_id, failure=None if done else failure)
     if not done:
@@ -98,8 +108,10 @@ def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
     deadline = time.monotonic() + RESULT_WAIT_S
     while finished and not result_file.exists() and time.monotonic() < deadline:
         try:
-            list(result_file.parent.iterdir())  # makes the client look again
-        except FileNotFoundError:  # the whole folder is gone, see `told_of_deletion`
+            # makes the client look again
+            list(result_file.parent.iterdir())
+        except FileNotFoundError:
+            # the whole folder is gone, see `told_of_deletion`
             return
         time.sleep(1.0)
 
@@ -127,26 +139,38 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
     """
     records = run.measurements().records
-    failed = {(m.partition, m.local_batch) for m in records if m.status == "oom" and m.stage == "train"}
+    failed = {
+        (m.partition, m.local_batch) for m in records if m.status == "oom" and m.stage == "train"
+    }
     if not failed:
         return plan.chosen
     if len(failed) > max_fallbacks:
-        raise StageError(f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}")
+        raise StageError(
+            f"train: out of memory {len(failed)} times; training.max_fallbacks = {max_fallbacks}"
+        )
     for candidate in (plan.chosen, *plan.fallbacks):
-        if not any(part == candidate.partition and batch <= candidate.local_batch for part, batch in failed):
+        if not any(
+            part == candidate.partition and batch <= candidate.local_batch for part, batch in failed
+        ):
             return candidate
     smallest = min(batch for _, batch in failed)
-    raise StageError(f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback")
+    raise StageError(
+        f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback"
+    )
 
 
-def _submit_training(sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress) -> None:
+def _submit_training(
+    sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress
+) -> None:
     sweep.run.make_train(label)
     there = sweep.on(candidate.partition)
     at = candidate.configuration
     job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, label, candidate.partition)
     data = {"label": label, "configuration": list(at), "partition": candidate.partition}
     minutes = there.cluster.train_minutes
-    submitted = there.launcher.submit([job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data])
+    submitted = there.launcher.submit(
+        [job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data]
+    )
     _training_tick(sweep, label, progress)(f"submitted as job {submitted[0].job_id} at {at}")
 
 
@@ -158,7 +182,9 @@ def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callabl
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
         seen = ""
         if metrics.epochs:
-            seen = f"; {format_score(metrics.epochs[-1].test_accuracy, metrics.epochs[-1].test_loss)}"
+            seen = (
+                f"; {format_score(metrics.epochs[-1].test_accuracy, metrics.epochs[-1].test_loss)}"
+            )
         drift = describe_drift(sweep.run.events())
         progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}{drift}")
 
@@ -170,8 +196,11 @@ def _note_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequen
     if not end.failure.is_oom:
         detail = reason(events, end)
         hosts = {"hosts": list(end.hosts)} if end.hosts else {}
-        sweep.run.log_event("failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail, data=hosts)
-    elif not any(event.event == "oom" for event in events):  # killed before it could say so
+        sweep.run.log_event(
+            "failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail, data=hosts
+        )
+    elif not any(event.event == "oom" for event in events):
+        # killed before it could say so
         _record_training_oom(sweep, in_force(candidate, events), end)
 
 
@@ -183,14 +212,20 @@ def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Seque
     """
     failure, detail, attempts = end.failure, reason(events, end), _attempts(sweep)
     if failure.is_oom:
-        sweep.run.log_event("fell_back", "train", detail=f"out of memory at {candidate.configuration}")
+        sweep.run.log_event(
+            "fell_back", "train", detail=f"out of memory at {candidate.configuration}"
+        )
     if failure.is_oom or not attempts:
         return
     if REQUEUES_USED_UP in detail:
-        raise StageError(f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved")
+        raise StageError(
+            f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved"
+        )
     if failure is Failure.DEVICE_FAILED:
         if in_vain(sweep.run.events(), failure, sweep.started_at) > RETRIES:
-            raise StageError(f"train: {why_given_up(sweep.run.events(), end.job.job_id, unix_time())}")
+            raise StageError(
+                f"train: {why_given_up(sweep.run.events(), end.job.job_id, unix_time())}"
+            )
         return
     again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
     if not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep):
@@ -204,7 +239,11 @@ def _is_stuck(sweep: Sweep) -> bool:
 
 def _attempts(sweep: Sweep) -> int:
     """Jobs that this command submitted. What an earlier one left may have died of something that has been mended."""
-    submitted = [event for event in sweep.run.events() if (event.event, event.stage) == ("submitted", "train")]
+    submitted = [
+        event
+        for event in sweep.run.events()
+        if (event.event, event.stage) == ("submitted", "train")
+    ]
     return sum(event.time >= sweep.started_at for event in submitted)
 
 
@@ -228,6 +267,8 @@ def reason(events: Sequence[Event], end: Ended) -> str:
 def _record_training_oom(sweep: Sweep, candidate: Candidate, end: Ended) -> None:
     cluster = sweep.on(candidate.partition).cluster
     record = failed_measurement(cluster, candidate.configuration, end, candidate.partition)
-    append_record(sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"}))
+    append_record(
+        sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"})
+    )
     detail = str(candidate.configuration)
     sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=detail)

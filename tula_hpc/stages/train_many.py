@@ -1,7 +1,7 @@
 """Many trainings through the scheduler, each once, whatever dies on the way.
 
-On Slurm they go in as one array, of which `array_parallelism` run at a time. On one machine as many run side by side as
-it has cores for.
+On Slurm they go in as one array, of which `array_parallelism` run at a time. On one machine as many
+run side by side as it has cores for.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from tula_hpc.stages.train import (
     training_failure,
 )
 
-ATTEMPTS = 3  # of a training that dies of what looks like a bug: a killed process looks the same
-MOST_TRAININGS = 500  # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
+# of a training that dies of what looks like a bug: a killed process looks the same
+ATTEMPTS = 3
+# at once: many sites allow fewer jobs a user than Slurm allows tasks an array
+MOST_TRAININGS = 500
 INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 
 
 class Trainings:
     """Trainings on their way, by label.
 
-    A training that has a result is not run again. One whose job died goes on from its checkpoint in a new job, so often
-    as its failure allows; what failed for good does not hold up the others.
+    A training that has a result is not run again. One whose job died goes on from its checkpoint in
+    a new job, so often as its failure allows; what failed for good does not hold up the others.
 
     Args:
         sweep: The run directory, and the part of the cluster that trains.
@@ -48,7 +50,8 @@ class Trainings:
     def __init__(self, sweep: Sweep, jobs: Sequence[TrainJob]) -> None:
         self.sweep, self.run_directory, self.launcher = sweep, sweep.run, sweep.launcher
         self.jobs = {job.label: job for job in jobs}
-        self.running: dict[str, tuple[Submitted, str]] = {}  # job and label by job id
+        # job and label by job id
+        self.running: dict[str, tuple[Submitted, str]] = {}
         self.waiting: deque[str] = deque()
         self.attempts: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
@@ -57,8 +60,8 @@ class Trainings:
     def run(self, progress: StageProgress) -> dict[str, str]:
         """Until every training has a result or has failed for good; returns the latter's labels with the reasons.
 
-        Raises:
-            StageError: Not one training came as far as its first logged step: something is wrong with all of them.
+        Raises: StageError: Not one training came as far as its first logged step: something is
+            wrong with all of them.
         """
         self._adopt()
         self._show(progress, "all done" if not (self.waiting or self.running) else "starting")
@@ -67,7 +70,9 @@ class Trainings:
             jobs = [job for job, _ in self.running.values()]
             for end in self.launcher.wait_for_some(jobs, lambda text: self._show(progress, text)):
                 self._settle(end)
-        self._show(progress, f"{len(self.failures)} without a result" if self.failures else "all done")
+        self._show(
+            progress, f"{len(self.failures)} without a result" if self.failures else "all done"
+        )
         return self.failures
 
     def _goes_on(self) -> bool:
@@ -88,7 +93,8 @@ class Trainings:
     def _adopt(self) -> None:
         """Jobs that an interrupted run of the same command left behind are seen to, not submitted again.
 
-        What has failed for good since the command began (its process may be another one by now) stays so.
+        What has failed for good since the command began (its process may be another one by now)
+        stays so.
         """
         left = [label for label in self.jobs if not self._is_done(label)]
         for event in unsettled(self.run_directory, "train"):
@@ -102,16 +108,26 @@ class Trainings:
             if label in adopted:
                 continue
             failure = event_of.failure or Failure.BUG if event_of is not None else None
-            if event_of is not None and failure and not self._may_try_again(label, failure, event_of.detail):
+            if (
+                event_of is not None
+                and failure
+                and not self._may_try_again(label, failure, event_of.detail)
+            ):
                 self.failures[label] = _in_words(failure, event_of.detail)
             else:
                 self.waiting.append(label)
 
     def _count_attempts(self) -> dict[str, Event]:
         """Count the submissions of this command; returns the last failure of each label."""
-        events = [event for event in self.run_directory.events() if event.time >= self.sweep.started_at]
-        self.attempts.update(str(e.data["label"]) for e in events if e.event == "submitted" and "label" in e.data)
-        return {str(e.data["label"]): e for e in events if e.event == "failed" and "label" in e.data}
+        events = [
+            event for event in self.run_directory.events() if event.time >= self.sweep.started_at
+        ]
+        self.attempts.update(
+            str(e.data["label"]) for e in events if e.event == "submitted" and "label" in e.data
+        )
+        return {
+            str(e.data["label"]): e for e in events if e.event == "failed" and "label" in e.data
+        }
 
     def _submit(self) -> None:
         """On Slurm only when no array is left: two at a time would be twice `array_parallelism`."""
@@ -125,9 +141,13 @@ class Trainings:
         jobs = [self.jobs[label] for label in labels]
         nodes, minutes = jobs[0].configuration.nodes, self.sweep.cluster.train_minutes
         data = [{"label": label} for label in labels]
-        submitted = self.launcher.submit(jobs, stage="train", nodes=nodes, minutes=minutes, data=data)
+        submitted = self.launcher.submit(
+            jobs, stage="train", nodes=nodes, minutes=minutes, data=data
+        )
         accepted = labels[: len(submitted)]
-        self.running |= {job.job_id: (job, label) for job, label in zip(submitted, accepted, strict=True)}
+        self.running |= {
+            job.job_id: (job, label) for job, label in zip(submitted, accepted, strict=True)
+        }
         self.attempts.update(accepted)
         self.waiting.extendleft(reversed(labels[len(submitted) :]))
 
@@ -142,7 +162,8 @@ class Trainings:
         end = told_of_deletion(files, end)
         events = events_of(self.run_directory, end.job.job_id)
         failure, detail = training_failure(events, end), reason(events, end)
-        # before the end counts as seen to: a command that is killed in between writes it down once more
+        # before the end counts as seen to: a command that is killed in between writes it down once
+        # more
         self._log("failed", label, end, failure, detail)
         self._log("ended", label, end, failure)
         self._refuse_hopeless(end, failure, label)
@@ -152,7 +173,9 @@ class Trainings:
             log = f"; log: {end.log_file}" if end.log_file else ""
             self.failures[label] = _in_words(failure, detail) + log
 
-    def _log(self, event: str, label: str, end: Ended, failure: Failure | None = None, detail: str = "") -> None:
+    def _log(
+        self, event: str, label: str, end: Ended, failure: Failure | None = None, detail: str = ""
+    ) -> None:
         hosts = {"hosts": list(end.hosts)} if failure is Failure.DEVICE_FAILED and end.hosts else {}
         said = {"failure": failure, "detail": detail, "data": {"label": label, **hosts}}
         self.run_directory.log_event(event, "train", job_id=end.job.job_id, **said)
@@ -170,17 +193,30 @@ class Trainings:
 
     def _refuse_hopeless(self, end: Ended, failure: Failure, label: str) -> None:
         logged = [self.run_directory.train(label).metrics_file.exists() for label in self.jobs]
-        if failure is Failure.DEVICE_FAILED and not any(logged) and not self._may_try_again(label, failure, ""):
-            raise StageError(f"train: {why_given_up(self.run_directory.events(), end.job.job_id, unix_time())}")
+        if (
+            failure is Failure.DEVICE_FAILED
+            and not any(logged)
+            and not self._may_try_again(label, failure, "")
+        ):
+            raise StageError(
+                f"train: {why_given_up(self.run_directory.events(), end.job.job_id, unix_time())}"
+            )
         wrong = failure in (Failure.BUG, Failure.BAD_INPUT)
         if wrong and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
-            raise StageError(f"train: nothing gets as far as its first logged step; {why([end], failure)}")
+            raise StageError(
+                f"train: nothing gets as far as its first logged step; {why([end], failure)}"
+            )
 
 
 def is_tried_again(events: Sequence[Event], label: str, since: float = 0.0) -> bool:
     """Tell whether a training whose last job met a broken device is submitted once more."""
-    submitted = {e.job_id for e in events if e.event == "submitted" and e.data.get("label") == label}
-    return in_vain((e for e in events if e.job_id in submitted), Failure.DEVICE_FAILED, since) <= RETRIES
+    submitted = {
+        e.job_id for e in events if e.event == "submitted" and e.data.get("label") == label
+    }
+    return (
+        in_vain((e for e in events if e.job_id in submitted), Failure.DEVICE_FAILED, since)
+        <= RETRIES
+    )
 
 
 def _in_words(failure: Failure, detail: str) -> str:
@@ -190,8 +226,9 @@ def _in_words(failure: Failure, detail: str) -> str:
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
     """So many trainings are submitted together: on Slurm the tasks of an array, locally what the cores can carry.
 
-    Locally `array_parallelism` bounds them only where the cluster file sets it: its default is meant for measuring. On
-    GPUs it always does: each training's first worker takes the first GPU, however many cores there are.
+    Locally `array_parallelism` bounds them only where the cluster file sets it: its default is
+    meant for measuring. On GPUs it always does: each training's first worker takes the first GPU,
+    however many cores there are.
     """
     if cluster.executor == "slurm":
         return max(1, min(MOST_TRAININGS, slurm.largest_array()))
@@ -199,4 +236,8 @@ def most_at_once(cluster: ClusterSpec, workers: int) -> int:
         return cluster.array_parallelism
     cores = len(os.sched_getaffinity(0))
     fitting = max(1, cores // (workers * cluster.cpus_per_worker))
-    return min(fitting, cluster.array_parallelism) if "array_parallelism" in cluster.model_fields_set else fitting
+    return (
+        min(fitting, cluster.array_parallelism)
+        if "array_parallelism" in cluster.model_fields_set
+        else fitting
+    )

@@ -1,13 +1,16 @@
 """`tula status RUN`: what ran, runs, waits (and for what), failed, and what it cost so far.
 
-It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age. Slurm is asked where
-its commands are; where they are not, or do not answer in seconds, the files alone tell.
+It only reads: from any machine that sees the run directory, whoever's it is, at any stage and age.
+Slurm is asked where its commands are; where they are not, or do not answer in seconds, the files
+alone tell.
 
-`--json` prints one object. Its keys (None where not known; times are Unix seconds, durations seconds):
+`--json` prints one object. Its keys (None where not known; times are Unix seconds, durations
+seconds):
 
     schema_version, name, run_directory, asked_at
     state           finished, running, waiting, stuck (a job waits for what does not come by itself), over (jobs are
-                    over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler could not be asked)
+                    over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler
+                    could not be asked)
     words           what that means, and what to do
     exit_code       see --help
     command         process, host, alive (None: cannot be seen from this machine)
@@ -23,9 +26,9 @@ its commands are; where they are not, or do not answer in seconds, the files alo
                     failures (why, by label), under_way (as `training`)
     report          whether it is written
     jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (of a
-                    training; `guard` of a control job that acts where another is killed), what, partition, nodes,
-                    submitted_at, folder, state and reason (Slurm's words), waits_for, stuck, failure, detail (last line
-                    of the log), log_file
+                    training; `guard` of a control job that acts where another is killed), what,
+                    partition, nodes, submitted_at, folder, state and reason (Slurm's words),
+                    waits_for, stuck, failure, detail (last line of the log), log_file
     failures        those of the jobs that nothing has made up for, with their logs
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
                     measurements, events, steps), queue_s
@@ -56,7 +59,8 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT_S = 8.0
 ACCOUNTING_TIMEOUT_S = 8.0
-LOGS = 20  # of the latest failures that are looked for
+# of the latest failures that are looked for
+LOGS = 20
 
 EXIT_CODES = """\
 exit codes: 0 finished, or it goes on; 1 something failed for good, or waits for what does not come by itself; 2 bad
@@ -88,7 +92,9 @@ def _run(options: argparse.Namespace) -> int:
 
     status = status_of(options.run)
     width = shutil.get_terminal_size((110, 40)).columns
-    write_out(status.model_dump_json(indent=1) + "\n" if options.json else status_text(status, width))
+    write_out(
+        status.model_dump_json(indent=1) + "\n" if options.json else status_text(status, width)
+    )
     return status.exit_code
 
 
@@ -105,7 +111,10 @@ def status_of(root: Path) -> RunStatus:
     facts = read_facts(RunDirectory(root))
     answer, accounted = ask(facts)
     status = describe(facts, answer, _rate_labels(facts), accounted)
-    failures = [*status.failures[:-LOGS], *(_with_log(facts, job) for job in status.failures[-LOGS:])]
+    failures = [
+        *status.failures[:-LOGS],
+        *(_with_log(facts, job) for job in status.failures[-LOGS:]),
+    ]
     return status.model_copy(update={"failures": failures})
 
 
@@ -129,7 +138,9 @@ def _ask_this_machine(facts: Facts) -> Answer:
     jobs = undecided(facts)
     if jobs and host not in ("", here):
         return Answer(None, f"its jobs are processes of {host}, and this is {here}")
-    folders = {job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs}
+    folders = {
+        job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs
+    }
     alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
 
@@ -143,7 +154,8 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     accounted = _ask_accounting(facts)
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
-        if facts.cut_off and not jobs:  # their ids are not known: see only whether Slurm answers
+        # their ids are not known: see only whether Slurm answers
+        if facts.cut_off and not jobs:
             slurm.own_jobs(QUEUE_TIMEOUT_S)
     except LaunchError as error:
         return Answer(None, slurm.in_one_line(error)), accounted or {}
@@ -151,7 +163,9 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
         words = "the Slurm of this machine knows none of the jobs: they are another cluster's, or too long ago"
         return Answer(None, words), {}
     known = accounted or {}
-    return Answer(active, last_states={job_id: runs[-1].state for job_id, runs in known.items()}), known
+    return Answer(
+        active, last_states={job_id: runs[-1].state for job_id, runs in known.items()}
+    ), known
 
 
 def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
@@ -186,7 +200,8 @@ def _rate_labels(facts: Facts) -> list[str]:
 def _with_log(facts: Facts, job: JobStatus) -> JobStatus:
     from tula_hpc.status.facts import find_log
 
-    folder = facts.run.slurm / Path(job.folder).name  # whatever the events say, the run's own logs
+    # whatever the events say, the run's own logs
+    folder = facts.run.slurm / Path(job.folder).name
     if not job.folder or not job.folder.isprintable():
         return job
     log_file, last_line = find_log(folder, job.job_id)

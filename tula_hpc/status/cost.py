@@ -24,13 +24,15 @@ from tula_hpc.status.trainings import events_by_label
 WATTS_PER_KILOWATT = 1000.0
 
 
-def node_hour_price(part: ClusterSpec, peak_bytes: float | None, watts: float | None) -> float | None:
+def node_hour_price(
+    part: ClusterSpec, peak_bytes: float | None, watts: float | None
+) -> float | None:
     """What a node costs in an hour, in `PricingSpec.currency`; None where the basis needs what is not known.
 
-    Args:
-        part: The nodes, and what they cost; a cluster without partitions (see `ClusterSpec.parts`).
-        peak_bytes: Memory that each worker uses, for the basis "memory".
-        watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes before it.
+    Args: part: The nodes, and what they cost; a cluster without partitions (see
+        `ClusterSpec.parts`). peak_bytes: Memory that each worker uses, for the basis "memory".
+        watts: Measured power of a node, for the basis "energy"; the cluster file's figure goes
+        before it.
     """
     pricing = part.pricing
     if pricing.basis == "tres":
@@ -41,7 +43,9 @@ def node_hour_price(part: ClusterSpec, peak_bytes: float | None, watts: float | 
         return watts * pricing.pue / WATTS_PER_KILOWATT * pricing.usd_per_kwh if watts else None
     if pricing.basis == "memory" and not peak_bytes:
         return None
-    return train_cost_usd(pricing, 1.0, SECONDS_PER_HOUR, float(part.workers_per_node), float(peak_bytes or 0.0))
+    return train_cost_usd(
+        pricing, 1.0, SECONDS_PER_HOUR, float(part.workers_per_node), float(peak_bytes or 0.0)
+    )
 
 
 def describe_price(part: ClusterSpec, watts: float | None) -> str:
@@ -49,7 +53,11 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
     pricing, currency = part.pricing, part.pricing.currency
     if pricing.basis == "tres":
         units = billing.billing_per_node(pricing, billing.node_resources(part).tres)
-        price = "" if pricing.usd_per_unit is None else f", {format_money(pricing.usd_per_unit)} a unit and hour"
+        price = (
+            ""
+            if pricing.usd_per_unit is None
+            else f", {format_money(pricing.usd_per_unit)} a unit and hour"
+        )
         return f"Slurm's billing: {format_number(units)} units a node{price}"
     if pricing.basis == "energy":
         known = pricing.watts_per_node or watts
@@ -70,7 +78,11 @@ def measured_watts(measurements: Iterable[Measurement]) -> float | None:
 
 def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
     """Memory of a worker while it profiled, mean over the measurements."""
-    used = [row.memory.reserved_bytes for row in measurements if row.memory is not None and row.memory.is_credible]
+    used = [
+        row.memory.reserved_bytes
+        for row in measurements
+        if row.memory is not None and row.memory.is_credible
+    ]
     return fmean(used) if used else None
 
 
@@ -81,19 +93,24 @@ class StageCost(Record):
     """What the jobs of one stage used."""
 
     node_hours: float
-    cost: float | None = None  # in `CostStatus.currency`; None where the price is not known
-    source: Source = ""  # sacct: accounting, every run; notes: the jobs' own; the others are estimates
-    queue_s: float | None = None  # in which a job waited and none ran; profiling alone
+    # in `CostStatus.currency`; None where the price is not known
+    cost: float | None = None
+    # sacct: accounting, every run; notes: the jobs' own; the others are estimates
+    source: Source = ""
+    # in which a job waited and none ran; profiling alone
+    queue_s: float | None = None
 
 
 class CostStatus(Record):
     """What the run cost so far."""
 
     currency: str = "USD"
-    price: str = ""  # its basis, in words
+    # its basis, in words
+    price: str = ""
     profile: StageCost | None = None
     train: StageCost | None = None
-    control: StageCost | None = None  # the controllers of a detached sweep; None where accounting does not tell
+    # the controllers of a detached sweep; None where accounting does not tell
+    control: StageCost | None = None
     node_hours: float = 0.0
     cost: float | None = None
 
@@ -119,7 +136,8 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
     """
     uses = {
         "profile": _profiling(facts, jobs, accounted),
-        "train": _by_accounting(facts, jobs, "train", accounted) or _estimated_training(facts, jobs),
+        "train": _by_accounting(facts, jobs, "train", accounted)
+        or _estimated_training(facts, jobs),
         "control": _by_accounting(facts, jobs, "control", accounted),
     }
     stages = {name: _priced(facts, name, use) for name, use in uses.items() if use is not None}
@@ -129,7 +147,9 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
     first = next(iter(parts.values()), None)
     return CostStatus(
         currency=first.pricing.currency if first else "USD",
-        price=describe_price(first, measured_watts(facts.measurements)) if first and len(parts) == 1 else "",
+        price=describe_price(first, measured_watts(facts.measurements))
+        if first and len(parts) == 1
+        else "",
         node_hours=sum(stage.node_hours for stage in stages.values()),
         cost=sum(known) if first and len(known) == len(costs) else None,
         profile=stages.get("profile"),
@@ -172,10 +192,15 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
     runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
     if not runs:
         return _by_accounting(facts, jobs, "profile", accounted) or _measured(facts)
-    running = {job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING}
+    running = {
+        job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING
+    }
     latest = {run.job_id: run for run in runs if run.job_id in running}
     used = [(run.job_id, run.node_seconds) for run in runs if run is not latest.get(run.job_id)]
-    used += [(job_id, run.nodes * _bounded(facts.now - run.began_at, limit_s)) for job_id, run in latest.items()]
+    used += [
+        (job_id, run.nodes * _bounded(facts.now - run.began_at, limit_s))
+        for job_id, run in latest.items()
+    ]
     return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
 
 
@@ -183,23 +208,35 @@ def _measured(facts: Facts) -> _Use | None:
     used: dict[str, float] = {}
     for row in facts.measurements:
         if row.stage == "profile":
-            used[row.partition] = used.get(row.partition, 0.0) + (row.node_seconds or row.elapsed_s * row.nodes)
+            used[row.partition] = used.get(row.partition, 0.0) + (
+                row.node_seconds or row.elapsed_s * row.nodes
+            )
     return _Use(used, "measurements") if used else None
 
 
-def _by_accounting(facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted) -> _Use | None:
+def _by_accounting(
+    facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted
+) -> _Use | None:
     """Every run of the stage's jobs; None where accounting knows none of them."""
-    known = [(job.job_id, accounted[job.job_id]) for job in jobs if job.stage == stage and job.job_id in accounted]
+    known = [
+        (job.job_id, accounted[job.job_id])
+        for job in jobs
+        if job.stage == stage and job.job_id in accounted
+    ]
     used = [(job_id, sum(run.node_seconds for run in runs)) for job_id, runs in known]
     return _Use(_by_partition(facts, jobs, used), "sacct") if used else None
 
 
-def _by_partition(facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[str, float]]) -> dict[str, float]:
+def _by_partition(
+    facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[str, float]]
+) -> dict[str, float]:
     """Node-seconds of jobs added up by where they ran: as submitted, or else as measured there, or as planned."""
     where = {row.job_id: row.partition for row in facts.measurements}
     planned = facts.plan.chosen.partition if facts.plan else ""
     for job in jobs:
-        where[job.job_id] = job.partition or where.get(job.job_id, planned if job.stage == "train" else "")
+        where[job.job_id] = job.partition or where.get(
+            job.job_id, planned if job.stage == "train" else ""
+        )
     total: dict[str, float] = {}
     for job_id, node_seconds in used:
         total[where.get(job_id, "")] = total.get(where.get(job_id, ""), 0.0) + node_seconds
@@ -209,17 +246,20 @@ def _by_partition(facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[
 def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     if facts.executor != "local":
         return _from_steps(facts, jobs)
-    # the last on file, not the latest by its stamp: the command that submitted a job notes its end by the same clock,
-    # while a job that began after the machine's clock was set has another
+    # the last on file, not the latest by its stamp: the command that submitted a job notes its end
+    # by the same clock, while a job that began after the machine's clock was set has another
     last_signs = {
-        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time for job in submissions(facts.events)
+        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time
+        for job in submissions(facts.events)
     }
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
     for job in jobs:
         if job.stage == "train":
             is_newest = newest[job.label] == job.submitted_at
-            seconds = _local_seconds(facts, job, last_signs[job.job_id, job.submitted_at], is_newest)
+            seconds = _local_seconds(
+                facts, job, last_signs[job.job_id, job.submitted_at], is_newest
+            )
             used.append((job.job_id, (job.nodes or 1) * seconds))
     return _Use(_by_partition(facts, jobs, used), "events") if used else None
 

@@ -1,6 +1,7 @@
 """What the files of a run directory tell at this moment, for `status`.
 
-Only reads, and needs no right to write. Whatever is missing, or cannot be made sense of, is left out and noted.
+Only reads, and needs no right to write. Whatever is missing, or cannot be made sense of, is left
+out and noted.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.run_directory import Holder, holder_of
 
-RECENT_STEPS = 20  # logged lines from which the present step time is taken
+# logged lines from which the present step time is taken
+RECENT_STEPS = 20
 BLOCK_BYTES = 1 << 16
-MOST_BYTES = 1 << 24  # of metrics.jsonl, from its end
+# of metrics.jsonl, from its end
+MOST_BYTES = 1 << 24
 
 
 class Tail(NamedTuple):
@@ -50,27 +53,34 @@ class TrainingFacts(NamedTuple):
     label: str
     result: TrainResult | None
     tail: Tail
-    checkpoint_at: float | None  # Unix time of the newest
-    logged_at: float | None  # Unix time of the last line of metrics.jsonl
+    # Unix time of the newest
+    checkpoint_at: float | None
+    # Unix time of the last line of metrics.jsonl
+    logged_at: float | None
 
 
 class Facts(NamedTuple):
     """Everything that the files tell."""
 
     run: RunDirectory
-    now: float  # Unix time
+    # Unix time
+    now: float
     spec: SweepSpec | None
     cluster: ClusterSpec | None
     events: list[Event]
     notes: list[JobNote]
     measurements: list[Measurement]
     plan: Plan | None
-    plan_at: float  # Unix time; 0 without a plan
-    trainings: dict[str, TrainingFacts]  # by label
+    # Unix time; 0 without a plan
+    plan_at: float
+    # by label
+    trainings: dict[str, TrainingFacts]
     holder: Holder
     has_report: bool
-    cut_off: list[str]  # folders of submissions that were begun and are in no event
-    doubts: list[str]  # what could not be read
+    # folders of submissions that were begun and are in no event
+    cut_off: list[str]
+    # what could not be read
+    doubts: list[str]
 
     @property
     def executor(self) -> str:
@@ -88,12 +98,18 @@ def read_facts(run: RunDirectory) -> Facts:
         _refuse_other(run)
         return _read(run)
     except OSError as error:
-        raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=error.filename or run.root) from None
+        raise RunDirectoryError(
+            f"cannot be read: {in_words(error)}", source=error.filename or run.root
+        ) from None
 
 
 def _refuse_other(run: RunDirectory) -> None:
     if not run.root.is_dir():
-        what = "is not a folder; expected a run directory" if run.root.exists() else "no such run directory"
+        what = (
+            "is not a folder; expected a run directory"
+            if run.root.exists()
+            else "no such run directory"
+        )
         raise RunDirectoryError(what, source=run.root)
     if not run.sweep_file.exists() and not run.events_file.exists():
         raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
@@ -101,7 +117,8 @@ def _refuse_other(run: RunDirectory) -> None:
 
 def _read(run: RunDirectory) -> Facts:
     doubts: list[str] = []
-    spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)  # its data are where it ran
+    # its data are where it ran
+    spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
     if measured.skipped:
         doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
@@ -123,15 +140,24 @@ def _read(run: RunDirectory) -> Facts:
         cut_off=cut_off,
         doubts=[
             *doubts,
-            *(f"{name}: being submitted, or cut off there; the next command looks the job up" for name in cut_off),
+            *(
+                f"{name}: being submitted, or cut off there; the next command looks the job up"
+                for name in cut_off
+            ),
         ],
     )
 
 
 def _cut_off(run: RunDirectory, events: Iterable[Event]) -> list[str]:
     """Submissions that the command is at, or was killed in the midst of."""
-    known = {Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"}
-    return [path.parent.name for path in sorted(run.slurm.glob(f"*/{NOTICE}")) if path.parent.name not in known]
+    known = {
+        Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"
+    }
+    return [
+        path.parent.name
+        for path in sorted(run.slurm.glob(f"*/{NOTICE}"))
+        if path.parent.name not in known
+    ]
 
 
 Read = TypeVar("Read")
@@ -181,7 +207,8 @@ def _result(files: TrainDirectory, doubts: list[str]) -> TrainResult | None:
 def _newest(paths: Iterable[Path]) -> float | None:
     times = []
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # an older checkpoint is deleted as a newer one comes
+        # an older checkpoint is deleted as a newer one comes
+        with contextlib.suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return max(times, default=None)
 
@@ -191,8 +218,10 @@ def read_tail(path: Path) -> Tail:
     steps: list[StepMetrics] = []
     epoch: EpochMetrics | None = None
     for line in _lines_from_end(path):
-        with contextlib.suppress(ValueError):  # torn; pydantic's ValidationError is one
-            head = line[:40].replace(b" ", b"")  # the kind is the first field
+        # torn; pydantic's ValidationError is one
+        with contextlib.suppress(ValueError):
+            # the kind is the first field
+            head = line[:40].replace(b" ", b"")
             if b'"kind":"step"' in head and len(steps) < RECENT_STEPS:
                 steps.append(parse_record(StepMetrics, line))
             elif b'"kind":"epoch"' in head and epoch is None:
@@ -226,11 +255,13 @@ def find_log(folder: Path, job_id: str) -> tuple[str, str]:
 
 
 def _end_of(path: Path) -> str:
-    if not path.is_file():  # opening a pipe would wait for its writer
+    # opening a pipe would wait for its writer
+    if not path.is_file():
         return ""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
             return file.read().decode(errors="replace")
-    except OSError:  # a colleague's, perhaps; the rest can still be told
+    except OSError:
+        # a colleague's, perhaps; the rest can still be told
         return ""

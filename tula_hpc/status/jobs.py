@@ -18,10 +18,14 @@ class JobPhase(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    FINISHED = "finished"  # it did its work, which may be to find out that memory does not suffice
-    FAILED = "failed"  # and the sweep has taken note of it
-    OVER = "over"  # the scheduler no longer has it, and the sweep has not taken note of that
-    UNKNOWN = "unknown"  # not over as far as the files tell, and the scheduler could not be asked
+    # it did its work, which may be to find out that memory does not suffice
+    FINISHED = "finished"
+    # and the sweep has taken note of it
+    FAILED = "failed"
+    # the scheduler no longer has it, and the sweep has not taken note of that
+    OVER = "over"
+    # not over as far as the files tell, and the scheduler could not be asked
+    UNKNOWN = "unknown"
 
 
 class JobStatus(Record):
@@ -30,18 +34,27 @@ class JobStatus(Record):
     job_id: str
     stage: str
     phase: JobPhase
-    label: str = ""  # of the training; of a control job its role
-    what: str = ""  # it was to measure
+    # of the training; of a control job its role
+    label: str = ""
+    # it was to measure
+    what: str = ""
     partition: str = ""
     nodes: int | None = None
-    submitted_at: float  # Unix time
-    folder: str = ""  # in the run directory: scripts and logs
-    state: str = ""  # Slurm's word
-    reason: str = ""  # Slurm's word for what it waits for
-    waits_for: str = ""  # the same in plain words
-    stuck: bool = False  # that will not go away by itself
+    # Unix time
+    submitted_at: float
+    # in the run directory: scripts and logs
+    folder: str = ""
+    # Slurm's word
+    state: str = ""
+    # Slurm's word for what it waits for
+    reason: str = ""
+    # the same in plain words
+    waits_for: str = ""
+    # that will not go away by itself
+    stuck: bool = False
     failure: Failure | None = None
-    detail: str = ""  # last line of its log
+    # last line of its log
+    detail: str = ""
     log_file: str = ""
 
     @property
@@ -53,9 +66,12 @@ class JobStatus(Record):
 class Answer(NamedTuple):
     """What the scheduler says; `local` jobs are answered for by the processes of this machine."""
 
-    active: Mapping[str, JobState] | None  # jobs that it still has; None: it could not be asked
-    words: str = ""  # why not
-    last_states: Mapping[str, str] = {}  # of jobs that are over, as far as accounting knows them
+    # jobs that it still has; None: it could not be asked
+    active: Mapping[str, JobState] | None
+    # why not
+    words: str = ""
+    # of jobs that are over, as far as accounting knows them
+    last_states: Mapping[str, str] = {}
 
 
 class Submission(NamedTuple):
@@ -107,7 +123,9 @@ class _Records:
         for note in sorted(facts.notes, key=lambda note: note.time):
             self.last_note[note.job_id] = note
         self.last_of_label = {(job.event.stage, job.label): job for job in self.jobs}
-        self.trained_from = min((j.event.time for j in self.jobs if j.event.stage == "train"), default=None)
+        self.trained_from = min(
+            (j.event.time for j in self.jobs if j.event.stage == "train"), default=None
+        )
 
     def told(self, job: Submission) -> _Told | None:
         """None where the files leave open whether the job is over."""
@@ -120,7 +138,8 @@ class _Records:
         if job.event.stage == "control":
             return _Told(JobPhase.FINISHED) if followed else None
         training = self.facts.trainings.get(job.label)
-        if followed:  # the sweep submits a training again only when its job is over
+        # the sweep submits a training again only when its job is over
+        if followed:
             return _Told(JobPhase.FAILED, None, "ended without a result; was submitted again")
         return _Told(JobPhase.FINISHED) if training and training.result else None
 
@@ -130,13 +149,20 @@ class _Records:
         if bad is not None:
             return _Told(JobPhase.FAILED, bad.failure or Failure.BUG, bad.detail)
         if told is not None:
-            return told._replace(detail=told.detail or next((row.detail for row in rows if row.detail), ""))
+            return told._replace(
+                detail=told.detail or next((row.detail for row in rows if row.detail), "")
+            )
         note = self.last_note.get(job.event.job_id)
-        did_all = note.note == "ended" if note else bool(rows)  # before there were notes a job measured one thing
+        # before there were notes a job measured one thing
+        did_all = note.note == "ended" if note else bool(rows)
         if did_all or any(row.status == "oom" for row in rows):
             return _Told(JobPhase.FINISHED)
         if self._was_planned_after(job):
-            return _Told(JobPhase.FINISHED) if rows else _Told(JobPhase.FAILED, None, "left no measurement")
+            return (
+                _Told(JobPhase.FINISHED)
+                if rows
+                else _Told(JobPhase.FAILED, None, "left no measurement")
+            )
         return None
 
     def _was_planned_after(self, job: Submission) -> bool:
@@ -149,7 +175,8 @@ def _by_events(job: Submission) -> _Told | None:
     if "finished" in kinds:
         return _Told(JobPhase.FINISHED)
     failures = {event.event: event for event in job.own if event.failure is not None}
-    for kind in ("oom", "failed", "ended"):  # what the job itself said goes before what the scheduler says
+    # what the job itself said goes before what the scheduler says
+    for kind in ("oom", "failed", "ended"):
         if kind in failures:
             detail = next((e.detail for e in (failures[kind], *reversed(job.own)) if e.detail), "")
             return _Told(JobPhase.FAILED, failures[kind].failure, detail)
@@ -192,7 +219,11 @@ def _what(configurations: object) -> str:
     if not isinstance(configurations, list) or not configurations:
         return ""
     first = configurations[0]
-    is_known = isinstance(first, list) and len(first) == 3 and all(isinstance(number, int) for number in first)
+    is_known = (
+        isinstance(first, list)
+        and len(first) == 3
+        and all(isinstance(number, int) for number in first)
+    )
     if len(configurations) > 1 or not is_known:
         return f"{len(configurations)} configurations"
     return str(Configuration(*first))
@@ -206,5 +237,10 @@ def _as_scheduled(job: JobStatus, active: Mapping[str, JobState], answer: Answer
     if not waits(state):
         return job.model_copy(update={"phase": JobPhase.RUNNING, "state": state.state})
     wait = explain(state)
-    why = {"state": state.state, "reason": state.reason, "waits_for": wait.words, "stuck": wait.stuck}
+    why = {
+        "state": state.state,
+        "reason": state.reason,
+        "waits_for": wait.words,
+        "stuck": wait.stuck,
+    }
     return job.model_copy(update={"phase": JobPhase.WAITING, **why})

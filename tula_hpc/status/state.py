@@ -24,7 +24,8 @@ from tula_hpc.status.trainings import TrainingStatus, training_statuses
 State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
 Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
 ALIVE = (JobPhase.RUNNING, JobPhase.WAITING)
-EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}  # else 0
+# else 0
+EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}
 NO_ACCOUNT: Accounted = {}
 AGAIN = "run the same command again"
 
@@ -32,37 +33,51 @@ AGAIN = "run the same command again"
 class CommandStatus(Record):
     """The command that works on the run directory, or the last one that did."""
 
-    process: int = 0  # 0: unknown
-    host: str = ""  # "": unknown
-    alive: bool | None = False  # None: cannot be seen from this machine
+    # 0: unknown
+    process: int = 0
+    # "": unknown
+    host: str = ""
+    # None: cannot be seen from this machine
+    alive: bool | None = False
 
 
 class DetachedStatus(Record):
     """Controller jobs carry the sweep on."""
 
-    since: float  # Unix time
-    until: str  # last stage
-    job_id: str = ""  # of the last controller job, or of its guard where that has to act
-    phase: JobPhase | None = None  # its phase
+    # Unix time
+    since: float
+    # last stage
+    until: str
+    # of the last controller job, or of its guard where that has to act
+    job_id: str = ""
+    # its phase
+    phase: JobPhase | None = None
 
 
 class SchedulerStatus(Record):
     """Whether the scheduler was asked."""
 
-    executor: str  # slurm, local, "" where the cluster file cannot be read
-    answered: bool  # True also where there was nothing to ask
-    words: str = ""  # why it did not answer
+    # slurm, local, "" where the cluster file cannot be read
+    executor: str
+    # True also where there was nothing to ask
+    answered: bool
+    # why it did not answer
+    words: str = ""
 
 
 class ProfileStatus(Record):
     """The first stage."""
 
     stand: Stand
-    measured: int  # configurations
+    # configurations
+    measured: int
     out_of_memory: int
-    failed: int  # that nothing but failures are known of
-    wanted: int | None = None  # as many as the search may measure; None: it decides by itself
-    jobs: int  # submitted
+    # that nothing but failures are known of
+    failed: int
+    # as many as the search may measure; None: it decides by itself
+    wanted: int | None = None
+    # submitted
+    jobs: int
 
 
 class PlanStatus(Record):
@@ -78,7 +93,8 @@ class PlanStatus(Record):
     cost: float
     currency: str
     reason: str
-    wall_time_s: float | None = None  # what the cost is for; None in plans that do not have it
+    # what the cost is for; None in plans that do not have it
+    wall_time_s: float | None = None
 
     @property
     def whole_time_s(self) -> float:
@@ -101,12 +117,17 @@ class StudyStatus(Record):
     running: int
     waiting: int
     failed: int
-    left: int  # none of these, or to be tried again
-    rates: int  # trainings that choose the learning rates, not among the cells
+    # none of these, or to be tried again
+    left: int
+    # trainings that choose the learning rates, not among the cells
+    rates: int
     rates_finished: int
-    rates_failed: int  # counted in `failed`, too
-    failures: dict[str, str]  # why, by label
-    under_way: list[TrainingStatus]  # those that run
+    # counted in `failed`, too
+    rates_failed: int
+    # why, by label
+    failures: dict[str, str]
+    # those that run
+    under_way: list[TrainingStatus]
 
 
 class RunStatus(Record):
@@ -115,23 +136,30 @@ class RunStatus(Record):
     schema_version: Literal[1] = 1
     name: str
     run_directory: str
-    asked_at: float  # Unix time
+    # Unix time
+    asked_at: float
     state: State
-    words: str  # what that means here, and what to do
+    # what that means here, and what to do
+    words: str
     exit_code: int
     command: CommandStatus
     detached: DetachedStatus | None
     scheduler: SchedulerStatus
-    profile: ProfileStatus | None  # None: the run is a study
+    # None: the run is a study
+    profile: ProfileStatus | None
     plan: PlanStatus | None
-    training: TrainingStatus | None  # of the plan
+    # of the plan
+    training: TrainingStatus | None
     study: StudyStatus | None
     report: bool
     jobs: list[JobStatus]
-    failures: list[JobStatus]  # those of them that nothing has made up for
+    # those of them that nothing has made up for
+    failures: list[JobStatus]
     cost: CostStatus
-    doubts: list[str]  # what could not be read
-    avoided: list[BrokenHost] = Field(default=[])  # hosts that its jobs are kept off
+    # what could not be read
+    doubts: list[str]
+    # hosts that its jobs are kept off
+    avoided: list[BrokenHost] = Field(default=[])
 
 
 class _Parts(NamedTuple):
@@ -152,7 +180,9 @@ class _Parts(NamedTuple):
     @property
     def is_unknown(self) -> bool:
         """Whether it is open if jobs are on their way, since the scheduler could not be asked."""
-        return self.has(JobPhase.UNKNOWN) or (bool(self.facts.cut_off) and self.answer.active is None)
+        return self.has(JobPhase.UNKNOWN) or (
+            bool(self.facts.cut_off) and self.answer.active is None
+        )
 
     @property
     def at_work(self) -> bool:
@@ -184,7 +214,9 @@ def describe(
         exit_code=1 if parts.study and parts.study.failed else EXIT_CODES.get(state, 0),
         command=CommandStatus(process=holder.process, host=holder.host, alive=holder.alive),
         detached=parts.detached,
-        scheduler=SchedulerStatus(executor=facts.executor, answered=answer.active is not None, words=answer.words),
+        scheduler=SchedulerStatus(
+            executor=facts.executor, answered=answer.active is not None, words=answer.words
+        ),
         profile=parts.profile,
         plan=PlanStatus.of(facts.plan) if facts.plan else None,
         training=parts.training,
@@ -198,7 +230,9 @@ def describe(
     )
 
 
-def _parts(facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels: Sequence[str]) -> _Parts:
+def _parts(
+    facts: Facts, answer: Answer, jobs: Sequence[JobStatus], rate_labels: Sequence[str]
+) -> _Parts:
     trainings = training_statuses(facts, jobs)
     is_study = facts.spec is not None and facts.spec.study is not None
     study = _study(facts, trainings, jobs, rate_labels) if is_study else None
@@ -212,14 +246,20 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
     """Guards of controllers count only where they have to act."""
     open_phases = (*ALIVE, JobPhase.UNKNOWN)
     is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
-    idle = (JobPhase.FINISHED, JobPhase.WAITING, JobPhase.UNKNOWN) if is_led else (JobPhase.FINISHED,)
+    idle = (
+        (JobPhase.FINISHED, JobPhase.WAITING, JobPhase.UNKNOWN) if is_led else (JobPhase.FINISHED,)
+    )
     return [job for job in jobs if job.kind == job.stage or job.phase not in idle]
 
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
     """Not a training's job that another one followed, nor a profile whose configurations were measured after all."""
     rows = [row for row in facts.measurements if row.stage == "profile"]
-    known = {(row.partition, row.configuration) for row in rows if is_usable(row) or is_out_of_memory(row)}
+    known = {
+        (row.partition, row.configuration)
+        for row in rows
+        if is_usable(row) or is_out_of_memory(row)
+    }
     lost = {row.job_id for row in rows if (row.partition, row.configuration) not in known}
     lost |= set() if facts.plan else {job.job_id for job in jobs} - {row.job_id for row in rows}
     last = {(job.stage, job.label): job for job in jobs}
@@ -235,7 +275,9 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
     """Whether something will act when jobs end: a command, or a controller job."""
-    return bool(facts.holder.alive) or any(job.stage == "control" and job.phase in ALIVE for job in jobs)
+    return bool(facts.holder.alive) or any(
+        job.stage == "control" and job.phase in ALIVE for job in jobs
+    )
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
@@ -245,14 +287,20 @@ def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
         return None
     control = [job for job in jobs if job.stage == "control"]
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
-    return DetachedStatus.model_validate({"since": event.time, "until": str(event.data.get("until", "report")), **last})
+    return DetachedStatus.model_validate(
+        {"since": event.time, "until": str(event.data.get("until", "report")), **last}
+    )
 
 
 def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
     rows = [row for row in facts.measurements if row.stage == "profile"]
     good, out, bad = (
         {(row.partition, row.configuration) for row in rows if kind(row)}
-        for kind in (is_usable, is_out_of_memory, lambda row: row.status == "failed" and not is_out_of_memory(row))
+        for kind in (
+            is_usable,
+            is_out_of_memory,
+            lambda row: row.status == "failed" and not is_out_of_memory(row),
+        )
     )
     return ProfileStatus(
         stand=_profile_stand(facts, jobs, bool(good), bool(bad)),
@@ -284,7 +332,9 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 def _went_on(facts: Facts) -> bool:
     """Whether a training was submitted, or planning was tried last."""
     failed = _failed_stage(facts)
-    return any(event.stage == "train" for event in facts.events) or (failed is not None and failed.stage == "plan")
+    return any(event.stage == "train" for event in facts.events) or (
+        failed is not None and failed.stage == "plan"
+    )
 
 
 def _failed_stage(facts: Facts) -> Event | None:
@@ -292,7 +342,8 @@ def _failed_stage(facts: Facts) -> Event | None:
     last = facts.events[-1] if facts.events else None
     if last is None or last.event != "failed" or last.job_id:
         return None
-    return None if facts.plan_at > last.time else last  # planned after all, by `analysis.plan --write`
+    # planned after all, by `analysis.plan --write`
+    return None if facts.plan_at > last.time else last
 
 
 def _ended_with(facts: Facts) -> str:
@@ -313,11 +364,16 @@ def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
 
 
 def _candidates(sweep: SweepSpec, workers: int) -> int:
-    return sum(len(local_batches(sweep.search, nodes, workers)) for nodes in sweep.search.cluster_sizes)
+    return sum(
+        len(local_batches(sweep.search, nodes, workers)) for nodes in sweep.search.cluster_sizes
+    )
 
 
 def _study(
-    facts: Facts, trainings: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus], rate_labels: Sequence[str]
+    facts: Facts,
+    trainings: Mapping[str, TrainingStatus],
+    jobs: Sequence[JobStatus],
+    rate_labels: Sequence[str],
 ) -> StudyStatus | None:
     if facts.spec is None or facts.spec.study is None:
         return None
@@ -347,12 +403,16 @@ def _failed_for_good(
     facts: Facts, known: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus]
 ) -> dict[str, JobStatus]:
     """The last job of each training that is not submitted once more, by label."""
-    last = {job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"}
+    last = {
+        job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"
+    }
     if facts.spec is None or not _is_at_work(facts, jobs):
         return last
     most = facts.spec.training.max_requeues
     return {
-        label: job for label, job in last.items() if not _is_tried_again(facts.events, job, known[label].jobs, most)
+        label: job
+        for label, job in last.items()
+        if not _is_tried_again(facts.events, job, known[label].jobs, most)
     }
 
 
@@ -404,7 +464,9 @@ def _finished_early(parts: _Parts) -> Verdict | None:
     if parts.at_work or parts.training is not None:
         return None
     stage = _ended_with(parts.facts)
-    if parts.facts.plan is not None and (stage == "plan" or (parts.detached and parts.detached.until == "plan")):
+    if parts.facts.plan is not None and (
+        stage == "plan" or (parts.detached and parts.detached.until == "plan")
+    ):
         return "finished", "planned, which was to be the last stage"
     return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
 
@@ -413,17 +475,31 @@ def _stuck(parts: _Parts) -> Verdict | None:
     stuck = [job for job in parts.jobs if job.stuck]
     if not stuck or parts.has(JobPhase.RUNNING):
         return None
-    return "stuck", f"job {stuck[0].job_id} waits for what does not come by itself: {stuck[0].reason}"
+    return (
+        "stuck",
+        f"job {stuck[0].job_id} waits for what does not come by itself: {stuck[0].reason}",
+    )
 
 
 def _going_on(parts: _Parts) -> Verdict | None:
-    stages = [job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"]
+    stages = [
+        job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
+    ]
     if stages:
         verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
-        return "running", verb if parts.at_work else f"{verb}; no command waits for its end: {AGAIN}, now or later"
-    if parts.facts.holder.alive or any(j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs):
+        return (
+            "running",
+            verb
+            if parts.at_work
+            else f"{verb}; no command waits for its end: {AGAIN}, now or later",
+        )
+    if parts.facts.holder.alive or any(
+        j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
+    ):
         return "running", _command_words(parts)
-    waiting = [job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"]
+    waiting = [
+        job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"
+    ]
     if waiting:
         after = "" if parts.at_work else f"; no command waits for them: {AGAIN}, now or later"
         return "waiting", f"jobs of the stage {waiting[-1].stage} wait in the queue{after}"
@@ -446,7 +522,8 @@ def _stage_failed(parts: _Parts) -> Verdict | None:
     event = _failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
-    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")  # most put it there themselves
+    # most put it there themselves
+    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")
     return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
 
 
@@ -463,7 +540,10 @@ def _failed(parts: _Parts) -> Verdict | None:
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
         return "failed", f"training: {_failure_words(last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
-        return "failed", f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}"
+        return (
+            "failed",
+            f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}",
+        )
     return None
 
 
@@ -488,7 +568,11 @@ def _left_alone(parts: _Parts) -> Verdict | None:
 
 def _stopped_words(parts: _Parts) -> str:
     holder = parts.facts.holder
-    unless = f", unless {holder} still is, which cannot be seen from here" if holder.alive is None else ""
+    unless = (
+        f", unless {holder} still is, which cannot be seen from here"
+        if holder.alive is None
+        else ""
+    )
     unless += ", unless a submission that was cut off came through" if parts.facts.cut_off else ""
     if parts.study is not None:
         so_far = f"{parts.study.finished + parts.study.diverged} of {parts.study.cells} trainings have a result"

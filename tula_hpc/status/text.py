@@ -24,9 +24,11 @@ from tula_hpc.status.state import CommandStatus, PlanStatus, ProfileStatus, RunS
 from tula_hpc.status.trainings import TrainingStatus
 
 LABEL_WIDTH = 11
-MOST_GROUPS = 8  # of jobs that are told in one line each
+# of jobs that are told in one line each
+MOST_GROUPS = 8
 MOST_FAILURES = 5
-MOST_TRAININGS = 3  # of a study, that run
+# of a study, that run
+MOST_TRAININGS = 3
 SOURCES = {
     "sacct": "from sacct, every run of each job",
     "notes": "from the jobs' own notes",
@@ -46,15 +48,30 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         status: What to tell.
         width: Columns of the terminal.
     """
-    lines = [*_head(status), *_stages(status), *_job_lines(status), *_failure_lines(status.failures)]
+    lines = [
+        *_head(status),
+        *_stages(status),
+        *_job_lines(status),
+        *_failure_lines(status.failures),
+    ]
     lines += [*_avoided_lines(status)]
     lines += [*_cost_lines(status.cost), *(("note", doubt) for doubt in status.doubts)]
-    return "\n".join([f"{status.name} in {status.run_directory}", *(_wrapped(*line, width) for line in lines)]) + "\n"
+    return (
+        "\n".join(
+            [
+                f"{status.name} in {status.run_directory}",
+                *(_wrapped(*line, width) for line in lines),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
-    text = in_short_lines(printable(text.replace("\n", " ")))  # logs may hold anything
-    if text.startswith("log: "):  # a path is to be copied
+    # logs may hold anything
+    text = in_short_lines(printable(text.replace("\n", " ")))
+    # a path is to be copied
+    if text.startswith("log: "):
         return f"{label:<{LABEL_WIDTH}}{text}"
     return textwrap.fill(
         text,
@@ -71,11 +88,20 @@ def _head(status: RunStatus) -> Iterator[Line]:
     yield "command", _command(status.command)
     if status.detached is not None:
         away = status.detached
-        phase = "not over as far as the files tell" if away.phase is JobPhase.UNKNOWN else away.phase
-        job = f"controller job {away.job_id} is {phase}" if phase else "no controller job was submitted"
+        phase = (
+            "not over as far as the files tell" if away.phase is JobPhase.UNKNOWN else away.phase
+        )
+        job = (
+            f"controller job {away.job_id} is {phase}"
+            if phase
+            else "no controller job was submitted"
+        )
         yield "detached", f"{_ago(status.asked_at - away.since)}, until {away.until}; {job}"
     if not status.scheduler.answered:
-        yield "scheduler", f"could not be asked: {status.scheduler.words}; what follows is what the files tell"
+        yield (
+            "scheduler",
+            f"could not be asked: {status.scheduler.words}; what follows is what the files tell",
+        )
     elif status.scheduler.words:
         yield "scheduler", status.scheduler.words
 
@@ -108,12 +134,16 @@ def _stages(status: RunStatus) -> Iterator[Line]:
 def _profile(profile: ProfileStatus) -> str:
     most = profile.wanted if profile.stand != "done" else None
     bound = "" if most is None else f"{profile.measured} of at most "
-    counts = [f"{bound}{plural(profile.measured if most is None else most, 'configuration')} measured"]
+    counts = [
+        f"{bound}{plural(profile.measured if most is None else most, 'configuration')} measured"
+    ]
     counts += [f"{profile.out_of_memory} out of memory"] if profile.out_of_memory else []
     counts += [f"{profile.failed} failed"] if profile.failed else []
-    stand = {"none": "not begun", "stopped": "not going on", "unknown": "not over as far as the files tell"}.get(
-        profile.stand, profile.stand
-    )
+    stand = {
+        "none": "not begun",
+        "stopped": "not going on",
+        "unknown": "not over as far as the files tell",
+    }.get(profile.stand, profile.stand)
     return f"{stand}: {', '.join(counts)}; {plural(profile.jobs, 'job')}"
 
 
@@ -165,7 +195,10 @@ def _marks(training: TrainingStatus) -> Iterator[str]:
 def _study_lines(study: StudyStatus) -> Iterator[Line]:
     if study.rates:
         failed = f", {study.rates_failed} failed" if study.rates_failed else ""
-        yield "rates", f"{study.rates_finished} of {plural(study.rates, 'training')} to choose them are done{failed}"
+        yield (
+            "rates",
+            f"{study.rates_finished} of {plural(study.rates, 'training')} to choose them are done{failed}",
+        )
     counts = {
         "finished": study.finished,
         "diverged": study.diverged,
@@ -175,7 +208,10 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
         "left": study.left,
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    yield "study", f"{study.finished + study.diverged} of {plural(study.cells, 'training')} done: {told}"
+    yield (
+        "study",
+        f"{study.finished + study.diverged} of {plural(study.cells, 'training')} done: {told}",
+    )
     for training in study.under_way[:MOST_TRAININGS]:
         yield "", f"{training.label}: {_progress(training)}"
     if len(study.under_way) > MOST_TRAININGS:
@@ -184,7 +220,9 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
 
 def _job_lines(status: RunStatus) -> Iterator[Line]:
     """Those that are not settled; jobs of which the same is to be said share a line."""
-    open_jobs = [job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)]
+    open_jobs = [
+        job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)
+    ]
     groups = [list(group) for _, group in groupby(sorted(open_jobs, key=_kind), key=_kind)]
     rows = [_job_row(group, status) for group in groups[:MOST_GROUPS]]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
@@ -295,7 +333,11 @@ def _cost_lines(cost: CostStatus) -> Iterator[Line]:
 
 
 def _stage_cost(stage: StageCost, currency: str) -> str:
-    waited = f"; {format_duration(stage.queue_s)} waiting for nodes" if (stage.queue_s or 0.0) >= 0.5 else ""
+    waited = (
+        f"; {format_duration(stage.queue_s)} waiting for nodes"
+        if (stage.queue_s or 0.0) >= 0.5
+        else ""
+    )
     return f"{_amount(stage.node_hours, stage.cost, currency)}, {SOURCES[stage.source]}{waited}"
 
 

@@ -18,24 +18,36 @@ class TrainingStatus(Record):
     """One training."""
 
     label: str
-    stand: Stand = "none"  # none: never submitted; over, failed, unknown: as its last job, see `JobPhase`
-    job_id: str = ""  # the last one
-    jobs: int = 0  # submitted so far
-    epoch: float = 0.0  # epochs trained
-    epochs: int | None = None  # to be trained
-    share: float | None = None  # of 1
+    # none: never submitted; over, failed, unknown: as its last job, see `JobPhase`
+    stand: Stand = "none"
+    # the last one
+    job_id: str = ""
+    # submitted so far
+    jobs: int = 0
+    # epochs trained
+    epoch: float = 0.0
+    # to be trained
+    epochs: int | None = None
+    # of 1
+    share: float | None = None
     step: int = 0
     samples_seen: int = 0
     global_batch: int | None = None
-    step_time_s: float | None = None  # median of the last logged ones
-    left_s: float | None = None  # an estimate: the steps that are left at that pace, nothing else
-    test_accuracy: float | None = None  # of 1
+    # median of the last logged ones
+    step_time_s: float | None = None
+    # an estimate: the steps that are left at that pace, nothing else
+    left_s: float | None = None
+    # of 1
+    test_accuracy: float | None = None
     test_loss: float | None = None
-    test_epoch: int | None = None  # after which it was measured
+    # after which it was measured
+    test_epoch: int | None = None
     restarts: int = 0
     checkpoint_age_s: float | None = None
-    fallbacks: int = 0  # to a smaller batch, after running out of memory
-    drift: str = ""  # in words, while steps are slower than predicted
+    # to a smaller batch, after running out of memory
+    fallbacks: int = 0
+    # in words, while steps are slower than predicted
+    drift: str = ""
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
@@ -53,7 +65,11 @@ def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, Trai
 
 def events_by_label(facts: Facts) -> dict[str, list[Event]]:
     """The events of each training. Those of a job whose submission is not on record are the plan's training's."""
-    label_of = {job.event.job_id: job.label for job in submissions(facts.events) if job.event.stage == "train"}
+    label_of = {
+        job.event.job_id: job.label
+        for job in submissions(facts.events)
+        if job.event.stage == "train"
+    }
     found: dict[str, list[Event]] = {}
     for event in facts.events:
         if event.stage == "train":
@@ -62,7 +78,9 @@ def events_by_label(facts: Facts) -> dict[str, list[Event]]:
     return found
 
 
-def _status(facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequence[Event]) -> TrainingStatus:
+def _status(
+    facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequence[Event]
+) -> TrainingStatus:
     files = facts.trainings.get(label)
     epochs = facts.spec.workload.epochs if facts.spec else facts.plan.epochs if facts.plan else None
     known: dict[str, object] = {
@@ -76,7 +94,11 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequenc
         "drift": _drift(events),
     }
     if files is not None:
-        age = {} if files.checkpoint_at is None else {"checkpoint_age_s": max(0.0, facts.now - files.checkpoint_at)}
+        age = (
+            {}
+            if files.checkpoint_at is None
+            else {"checkpoint_age_s": max(0.0, facts.now - files.checkpoint_at)}
+        )
         known |= age | (_ended(files) if files.result else _under_way(files, epochs))
     return TrainingStatus.model_validate(known)
 
@@ -84,7 +106,8 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequenc
 def _drift(events: Sequence[Event]) -> str:
     try:
         return describe_drift(events).lstrip("; ")
-    except (KeyError, TypeError, ValueError):  # of another version, or written by hand
+    except (KeyError, TypeError, ValueError):
+        # of another version, or written by hand
         return ""
 
 
@@ -131,7 +154,12 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
     last = files.tail.steps[-1]
     batch = _samples_per_step(files.tail.steps)
     step_time_s = median(row.step_time_s for row in files.tail.steps)
-    known |= {"epoch": last.epoch, "step": last.step, "samples_seen": last.samples_seen, "step_time_s": step_time_s}
+    known |= {
+        "epoch": last.epoch,
+        "step": last.step,
+        "samples_seen": last.samples_seen,
+        "step_time_s": step_time_s,
+    }
     known |= {"global_batch": round(batch)} if batch else {}
     if epochs:
         known["share"] = min(1.0, last.epoch / epochs)

@@ -1,10 +1,13 @@
 """Watches a training's step times on every worker, and says in events when they drift and which part it is.
 
-What a training is held against, and with which batch it goes on: rank 0 reads the run directory and tells all.
+What a training is held against, and with which batch it goes on: rank 0 reads the run directory and
+tells all.
 
-A network file system may show workers different files at the same moment; they must not act on them each for itself.
+A network file system may show workers different files at the same moment; they must not act on them
+each for itself.
 
-Times the parts of a training step in mid-training, without a trace, to tell which of them has changed.
+Times the parts of a training step in mid-training, without a trace, to tell which of them has
+changed.
 """
 
 from __future__ import annotations
@@ -63,58 +66,81 @@ from tula_hpc.records import (
 class DriftStart(NamedTuple):
     """The beginning of a watch."""
 
-    configuration: Configuration  # to train with: the job's own unless the plan was made anew
-    prediction: Prediction | None = None  # None: nothing to hold step times against
-    side: int = 0  # of an episode that goes on, see `Detector`
-    update_time_s: float = 0.0  # of AGS's gradient scale
+    # to train with: the job's own unless the plan was made anew
+    configuration: Configuration
+    # None: nothing to hold step times against
+    prediction: Prediction | None = None
+    # of an episode that goes on, see `Detector`
+    side: int = 0
+    # of AGS's gradient scale
+    update_time_s: float = 0.0
 
 
 def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
     """Read plan, profiles and the open episode if there is one. Collective: every worker gets what rank 0 found.
 
-    Local steps of post-local SGD exchange nothing, which no prediction knows: there is nothing to hold them against.
+    Local steps of post-local SGD exchange nothing, which no prediction knows: there is nothing to
+    hold them against.
     """
     if not job.sweep.training.drift or job.sweep.training.method == "polo":
         return DriftStart(job.configuration)
     mine = _read(job, env.job_id) if env.rank == 0 else DriftStart(job.configuration)
     if env.world_size == 1:
         return mine
-    values = torch.tensor(_as_numbers(mine), dtype=torch.float64, device=pick_device(job.cluster, env.local_rank))
+    values = torch.tensor(
+        _as_numbers(mine), dtype=torch.float64, device=pick_device(job.cluster, env.local_rank)
+    )
     dist.broadcast(values, src=0)
     return _from_numbers(job.configuration, values.tolist())
 
 
 def _as_numbers(start: DriftStart) -> list[float]:
     prediction = start.prediction or Prediction(math.nan, math.nan, math.nan)
-    return [float(start.configuration.local_batch), *prediction, float(start.side), start.update_time_s]
+    return [
+        float(start.configuration.local_batch),
+        *prediction,
+        float(start.side),
+        start.update_time_s,
+    ]
 
 
 def _from_numbers(planned: Configuration, numbers: list[float]) -> DriftStart:
     local_batch, *interval, side, update_s = numbers
     prediction = None if math.isnan(interval[0]) else Prediction(*interval)
-    return DriftStart(planned._replace(local_batch=int(local_batch)), prediction, int(side), update_s)
+    return DriftStart(
+        planned._replace(local_batch=int(local_batch)), prediction, int(side), update_s
+    )
 
 
 def _read(job: TrainJob, job_id: str) -> DriftStart:
     run = RunDirectory(job.root)
     try:
         plan = run.read_plan()
-    except RunDirectoryError:  # a training that was started by hand
+    except RunDirectoryError:
+        # a training that was started by hand
         return DriftStart(job.configuration)
     measurements = job.measurements()
     update_s = update_time_s(measurements, job.configuration.world_size)
     drift = read_drift(run.train(job.label).drift_file)
     drift = drift if drift is not None and _is_of(drift, job) else None
-    again = _choose_again(job, plan, drift, measurements) if drift and job.sweep.training.replan_on_drift else None
+    again = (
+        _choose_again(job, plan, drift, measurements)
+        if drift and job.sweep.training.replan_on_drift
+        else None
+    )
     if again is not None and drift is not None and again.configuration != job.configuration:
         detail = f"{again.configuration} instead of {job.configuration}: {drift.part} has drifted"
-        run.log_event("replanned", "train", detail=detail, job_id=job_id, data=again.configuration._asdict())
+        run.log_event(
+            "replanned", "train", detail=detail, job_id=job_id, data=again.configuration._asdict()
+        )
         return DriftStart(again.configuration, prediction_of(again), 0, update_s)
     prediction = predict(plan, job.configuration, job.partition)
     return DriftStart(job.configuration, prediction, _side(drift, job.configuration), update_s)
 
 
-def _choose_again(job: TrainJob, plan: Plan, drift: Drift, measurements: list[Measurement]) -> Candidate | None:
+def _choose_again(
+    job: TrainJob, plan: Plan, drift: Drift, measurements: list[Measurement]
+) -> Candidate | None:
     from tula_hpc.analysis.planning.replan import choose_again
 
     failed = [m.local_batch for m in measurements if m.status == "oom"]
@@ -132,7 +158,11 @@ def _choose_again(job: TrainJob, plan: Plan, drift: Drift, measurements: list[Me
 def _is_of(drift: Drift, job: TrainJob) -> bool:
     """Whether the episode was seen on as many nodes of the same kind: of others it says nothing."""
     nodes, per_node, _ = job.configuration
-    return (drift.nodes, drift.workers_per_node, drift.partition) == (nodes, per_node, job.partition)
+    return (drift.nodes, drift.workers_per_node, drift.partition) == (
+        nodes,
+        per_node,
+        job.partition,
+    )
 
 
 def _side(drift: Drift | None, configuration: Configuration) -> int:
@@ -143,14 +173,18 @@ def _side(drift: Drift | None, configuration: Configuration) -> int:
 
 def read_drift(path: Path) -> Drift | None:
     """The open episode of a training, or None."""
-    with contextlib.suppress(FileNotFoundError, RunDirectoryError):  # damaged: as good as none, it is found out anew
+    # damaged: as good as none, it is found out anew
+    with contextlib.suppress(FileNotFoundError, RunDirectoryError):
         return read_document(Drift, path)
     return None
 
 
-BLOCKS = 5  # the median over blocks sheds a pause
-BLOCK_S = 0.2  # a processor that is shared is had in turns of some milliseconds: within a block they even out
-SECONDS = 5.0  # for each part, about; a preempted job may have only some seconds, and waits for a probe to end
+# the median over blocks sheds a pause
+BLOCKS = 5
+# a processor that is shared is had in turns of some milliseconds: within a block they even out
+BLOCK_S = 0.2
+# for each part, about; a preempted job may have only some seconds, and waits for a probe to end
+SECONDS = 5.0
 
 
 class Extent(NamedTuple):
@@ -173,16 +207,18 @@ def extent_of(pass_s: float) -> Extent:
 class Probe(NamedTuple):
     """What was found."""
 
-    parts: StepParts  # without the wait for the loader
-    slowest_rank: int | None  # in computing, where workers differ; None for one worker or where it is not known
+    # without the wait for the loader
+    parts: StepParts
+    # in computing, where workers differ; None for one worker or where it is not known
+    slowest_rank: int | None
 
 
 def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
     """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
 
-    Weights, gradients, buffers and random numbers are afterwards what they were: gradients are taken beside `.grad`,
-    see `Worker.local_gradient`, and what is all-reduced is a tensor of its own. Where memory does not suffice for that,
-    the part stays unknown.
+    Weights, gradients, buffers and random numbers are afterwards what they were: gradients are
+    taken beside `.grad`, see `Worker.local_gradient`, and what is all-reduced is a tensor of its
+    own. Where memory does not suffice for that, the part stays unknown.
 
     Args:
         worker: Whose model to use.
@@ -199,7 +235,8 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
 def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out on any worker.
 
-    All take as many passes: a model may exchange something in its forward pass, as SyncBatchNorm does.
+    All take as many passes: a model may exchange something in its forward pass, as SyncBatchNorm
+    does.
     """
     parts = split((inputs, targets), worker.parts)
 
@@ -229,7 +266,8 @@ def _all_reduce_s(worker: Worker) -> float | None:
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    (missing,) = worker.agree(float(step is None))  # whoever went on alone would wait for ever
+    # whoever went on alone would wait for ever
+    (missing,) = worker.agree(float(step is None))
     if missing or step is None:
         return None
     step()
@@ -323,10 +361,13 @@ class DriftGuard:
         """What this worker saw since the last look; without the updates of AGS's scale, which the plan counts apart."""
         if self.watch is None:
             return ()
-        self.worker.synchronize_device()  # or the steps still queued on it would be missing
+        # or the steps still queued on it would be missing
+        self.worker.synchronize_device()
         look, updates = self.clock.read(), self.updates
         self.updates = 0
-        return look._replace(step_time_s=max(0.0, look.step_time_s - updates * self.update_s / max(1.0, look.steps)))
+        return look._replace(
+            step_time_s=max(0.0, look.step_time_s - updates * self.update_s / max(1.0, look.steps))
+        )
 
     def look(self, shared: tuple[float, ...], batch: tuple[Tensor, Tensor]) -> None:
         """Take in what all workers agreed on; where that makes an episode begin or end, find out why and say so."""
@@ -376,7 +417,9 @@ class DriftGuard:
             path.unlink(missing_ok=True)
         data = event_data(drift) | ({"slowest_host": host} if host else {})
         detail = _in_words(verdict, drift, host)
-        self.run.log_event(verdict, "train", detail=detail, job_id=self.worker.env.job_id, data=data)
+        self.run.log_event(
+            verdict, "train", detail=detail, job_id=self.worker.env.job_id, data=data
+        )
 
 
 def event_data(drift: Drift) -> dict[str, Any]:
@@ -405,4 +448,6 @@ def _in_words(verdict: Verdict, drift: Drift, host: str) -> str:
         return f"steps take {times}: as predicted again"
     extra = extra_s(drift.measured, drift.expected, drift.part) if drift.part != "unknown" else 0.0
     size = f" ({1e3 * extra:+.3g} ms)" if extra else ""
-    return f"steps take {times}; it is {_WORDS[drift.part]}{size}" + (f", slowest on {host}" if host else "")
+    return f"steps take {times}; it is {_WORDS[drift.part]}{size}" + (
+        f", slowest on {host}" if host else ""
+    )

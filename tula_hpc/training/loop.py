@@ -19,7 +19,15 @@ from tula_hpc.checkpoint.interval import Cadence, expected_interruptions
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import make_test_loader, most_batches
-from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped, StopRequest, Suspensions, Wish, until_stopped
+from tula_hpc.ddp.agreement import (
+    Agreed,
+    Decision,
+    EvaluationStopped,
+    StopRequest,
+    Suspensions,
+    Wish,
+    until_stopped,
+)
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.worker import Worker
@@ -44,7 +52,8 @@ from tula_hpc.training.drift import DriftGuard, DriftStart, begin_drift_watch
 from tula_hpc.training.metrics import NO_EVALUATION, Evaluation, StepWindow, finite_or_none
 from tula_hpc.training.per_worker_states import LocalStates
 
-REQUEUED_EXIT_CODE = 1  # not 0: the job must not count as completed
+# not 0: the job must not count as completed
+REQUEUED_EXIT_CODE = 1
 
 
 def run_training(job: TrainJob, stop: StopRequest) -> str:
@@ -81,29 +90,38 @@ def _record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None
 class Progress:
     """How far training has come; saved with every checkpoint. Samples, not steps: the batch may change on the way."""
 
-    epoch: int = 0  # epochs completed
-    offset: int = 0  # samples seen of the current epoch, over all workers
+    # epochs completed
+    epoch: int = 0
+    # samples seen of the current epoch, over all workers
+    offset: int = 0
     samples_seen: int = 0
     step: int = 0
     epoch_steps: int = 0
     epoch_time_s: float = 0.0
-    epoch_loss: float = 0.0  # sum of the steps' losses on rank 0 in this epoch
+    # sum of the steps' losses on rank 0 in this epoch
+    epoch_loss: float = 0.0
     train_time_s: float = 0.0
-    started_at: float = 0.0  # Unix time of the first start
+    # Unix time of the first start
+    started_at: float = 0.0
     restarts: int = 0
-    interruptions: int = 0  # restarts after which work had to be done again
-    stopped: bool = False  # what is saved here is the last word of its process
-    last_loss: float = 0.0  # mean over the last whole epoch
+    # restarts after which work had to be done again
+    interruptions: int = 0
+    # what is saved here is the last word of its process
+    stopped: bool = False
+    # mean over the last whole epoch
+    last_loss: float = 0.0
 
 
 class Trainer:
     """One worker's training loop; a study's cell (`sweep.study` is there) differs from a plan's training.
 
-    It evaluates less often if asked to, measures the accuracy on training samples at the end, keeps its last checkpoint
-    only, and a loss that is not finite is its result, not an error.
+    It evaluates less often if asked to, measures the accuracy on training samples at the end, keeps
+    its last checkpoint only, and a loss that is not finite is its result, not an error.
     """
 
-    def __init__(self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest, start: DriftStart) -> None:
+    def __init__(
+        self, job: TrainJob, env: WorkerEnvironment, stop: StopRequest, start: DriftStart
+    ) -> None:
         self.job, self.env, self.stop, self.study = job, env, stop, job.sweep.study
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
@@ -114,27 +132,46 @@ class Trainer:
         self.guard = DriftGuard(self.worker, job, start)
         self.window = StepWindow()
         self.suspensions = Suspensions().install()
-        self.critical_batch = CriticalBatch()  # rank 0 alone reads the noise
-        if job.sweep.training.scale_histogram and env.rank == 0 and isinstance(self.worker.optimizer, TulaOptimizer):
+        # rank 0 alone reads the noise
+        self.critical_batch = CriticalBatch()
+        if (
+            job.sweep.training.scale_histogram
+            and env.rank == 0
+            and isinstance(self.worker.optimizer, TulaOptimizer)
+        ):
             self.worker.optimizer.histogram = ScaleHistogram()
-        self.batch: tuple[Batch, Batch] | None = None  # of the last step
+        # of the last step
+        self.batch: tuple[Batch, Batch] | None = None
         self.restart_count = env.restart_count
         self.progress = self._restore()
         self.saving = self._start_saving()
         self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
         seen = self._epochs_seen()
-        self.worker.place(seen, seen)  # after a stop at an epoch's last step the next save comes before any step
-        self.epoch_loss = torch.tensor(self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device)
+        # after a stop at an epoch's last step the next save comes before any step
+        self.worker.place(seen, seen)
+        self.epoch_loss = torch.tensor(
+            self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device
+        )
         self.test_loader = self._loader(self.worker.workload.test)
 
     def _start_saving(self) -> Saving:
-        training, pricing, progress = self.job.sweep.training, self.job.cluster.pricing, self.progress
+        training, pricing, progress = (
+            self.job.sweep.training,
+            self.job.cluster.pricing,
+            self.progress,
+        )
         trained_s = progress.train_time_s + progress.epoch_time_s
         nodes, seen = self.job.configuration.nodes, progress.interruptions
-        interruptions = expected_interruptions(pricing, training, nodes, seen=seen, over_s=trained_s)
+        interruptions = expected_interruptions(
+            pricing, training, nodes, seen=seen, over_s=trained_s
+        )
         fixed_s = None if training.checkpoint_minutes is None else training.checkpoint_s
-        store, ground = (self.store, HeldFolder(self.files.root)) if self.env.rank == 0 else (None, None)
-        return Saving(self.worker, store, self.local_states, Cadence(interruptions, fixed_s), ground)
+        store, ground = (
+            (self.store, HeldFolder(self.files.root)) if self.env.rank == 0 else (None, None)
+        )
+        return Saving(
+            self.worker, store, self.local_states, Cadence(interruptions, fixed_s), ground
+        )
 
     def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
         """This worker's share of samples that are not augmented."""
@@ -164,7 +201,8 @@ class Trainer:
         """Whatever has ended the training, what was being saved comes to its end, and is mentioned if that is bad."""
         error = self.saving.abandon()
         if error is not None:
-            with contextlib.suppress(StorageError):  # a full disk: what has ended the training must not get lost
+            # a full disk: what has ended the training must not get lost
+            with contextlib.suppress(StorageError):
                 self._event("checkpoint", f"not saved: {error}", {})
 
     def _train_or_leave(self) -> str:
@@ -177,7 +215,8 @@ class Trainer:
 
     def _train(self) -> str:
         last = self.job.sweep.workload.epochs
-        evaluation: Evaluation | None = None  # of the present weights
+        # of the present weights
+        evaluation: Evaluation | None = None
         batches: Iterator[tuple[Batch, Batch]] | None = None
         while self.progress.epoch < last:
             batches = batches or self.worker.batches(self.progress.epoch, self.progress.offset)
@@ -193,7 +232,8 @@ class Trainer:
         due = epoch % every == 0 or epoch == self.job.sweep.workload.epochs
         if not due:
             return NO_EVALUATION
-        self.worker.synchronize_device()  # what it still has to do is the steps' time
+        # what it still has to do is the steps' time
+        self.worker.synchronize_device()
         started = time.perf_counter()
         evaluation = self._evaluate(self.test_loader)
         return evaluation._replace(seconds=time.perf_counter() - started)
@@ -209,7 +249,8 @@ class Trainer:
             self.guard.clock.stop()
             self._count_time(started, decision)
             if decision.failed:
-                self.saving.settle()  # where all of them raise it
+                # where all of them raise it
+                self.saving.settle()
             if decision.save:
                 self.progress.stopped = decision.stop
                 self._save(wait=decision.stop)
@@ -246,8 +287,11 @@ class Trainer:
         self.guard.clock.start()
         self._place_step()
         inputs, targets = self._next_batch(batches)
-        # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have drawn
-        self.worker.seed(hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63)
+        # dropout follows from (seed, rank, samples seen): a resumed run draws what it would have
+        # drawn
+        self.worker.seed(
+            hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63
+        )
         self.guard.count_update(self.worker.optimizer)
         loss = self.worker.train_step(inputs, targets)
         progress.offset += size
@@ -260,7 +304,8 @@ class Trainer:
             self._log_steps()
 
     def _next_batch(self, batches: Iterator[tuple[Batch, Batch]]) -> tuple[Batch, Batch]:
-        self.batch = None  # or two batches would be held while the step needs the most memory
+        # or two batches would be held while the step needs the most memory
+        self.batch = None
         started = time.perf_counter()
         self.batch = batch = next(batches)
         waited_s = time.perf_counter() - started
@@ -277,7 +322,8 @@ class Trainer:
         start = self._epochs_seen()
         for group in self.worker.optimizer.param_groups:
             group["lr"] = learning_rate(self.job.sweep, size, start)
-        last = progress.offset + 2 * size > self.samples_per_epoch  # samples left over at the end are not trained on
+        # samples left over at the end are not trained on
+        last = progress.offset + 2 * size > self.samples_per_epoch
         after = 1.0 if last else (progress.offset + size) / self.samples_per_epoch
         self.worker.place(start, progress.epoch + after)
 
@@ -296,7 +342,9 @@ class Trainer:
         waited_s = self.window.waited_s
         mean_loss, steps, seconds = self.window.close()
         if self._any_diverged(mean_loss):
-            raise DivergedError(f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer")
+            raise DivergedError(
+                f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer"
+            )
         if self.env.rank != 0:
             return
         noise = self._noise()
@@ -336,7 +384,9 @@ class Trainer:
             }
         if observer is None or observer.idle:
             return {}
-        return {name: finite_or_none(value) for name, value in observer.statistics()._asdict().items()}
+        return {
+            name: finite_or_none(value) for name, value in observer.statistics()._asdict().items()
+        }
 
     def _any_diverged(self, loss: float) -> bool:
         """Workers agree where all of them end with it, in a study; another training just fails."""
@@ -362,7 +412,9 @@ class Trainer:
             for inputs, targets in self._until_stopped(loader):
                 sums += self.worker.score(inputs, targets)
         loss, count, right, among_best = self.worker.total(*sums.tolist())
-        return Evaluation(loss / count, finite_or_none(right / count), finite_or_none(among_best / count))
+        return Evaluation(
+            loss / count, finite_or_none(right / count), finite_or_none(among_best / count)
+        )
 
     def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of a loader that `_loader` made, until all workers agree to stop."""
@@ -376,7 +428,9 @@ class Trainer:
         progress.train_time_s += progress.epoch_time_s
         progress.epoch_loss = float(self.epoch_loss)
         if self.study is not None and not math.isfinite(evaluation.loss):
-            raise DivergedError(f"the loss on the test set is not finite after {progress.epoch} epochs")
+            raise DivergedError(
+                f"the loss on the test set is not finite after {progress.epoch} epochs"
+            )
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         if self.env.rank == 0 and evaluation is not NO_EVALUATION:
             append_record(self.files.metrics_file, self._epoch_metrics(evaluation))
@@ -409,17 +463,23 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """A checkpoint of this moment. It is on disk some time later, or on return if it is waited for."""
         if self.window.steps:
-            self._log_steps()  # or the losses since the last line would be lost to a resumed run
+            # or the losses since the last line would be lost to a resumed run
+            self._log_steps()
         seen = self.progress.samples_seen
-        self.saving.save(self._state, samples_seen=seen, restart_count=self.restart_count, wait=wait)
+        self.saving.save(
+            self._state, samples_seen=seen, restart_count=self.restart_count, wait=wait
+        )
         self._tell_cost()
-        self.window = StepWindow()  # the time of saving is no step's time
+        # the time of saving is no step's time
+        self.window = StepWindow()
 
     def _tell_cost(self) -> None:
         """An event for what saving costs, the first time and when it has changed by much."""
         news = self.saving.cadence.news()
         if news is not None:
-            shown = f"saving costs {news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
+            shown = (
+                f"saving costs {news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
+            )
             self._event("checkpoint", f"{shown}; one every {news['interval_s']:.0f} s", news)
 
     def _state(self) -> dict[str, Any]:
@@ -442,12 +502,14 @@ class Trainer:
     def _restore(self) -> Progress:
         """State of the newest good checkpoint, or the initial one.
 
-        DDP regroups its gradient buckets after the first backward pass, which changes the order of additions. One pass
-        is thrown away before any state is set, so that a resumed run adds in the same order as an uninterrupted one.
+        DDP regroups its gradient buckets after the first backward pass, which changes the order of
+        additions. One pass is thrown away before any state is set, so that a resumed run adds in
+        the same order as an uninterrupted one.
         """
         initial = {key: value.clone() for key, value in self.worker.model.state_dict().items()}
         self._throw_away_one_pass()
-        loaded = self.store.load_latest()  # on the host: on a GPU, Adam's step counts would be waited for at every step
+        # on the host: on a GPU, Adam's step counts would be waited for at every step
+        loaded = self.store.load_latest()
         self._check_same(loaded)
         if loaded is None:
             self.worker.model.load_state_dict(initial)
@@ -457,7 +519,8 @@ class Trainer:
             self.worker.observer.load_state_dict(loaded.state.get("observer"))
         if "critical_batch" in loaded.state:
             self.critical_batch.load_state_dict(loaded.state["critical_batch"])
-        # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale one
+        # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale
+        # one
         self.restart_count = max(self.restart_count, loaded.restart_count + 1)
         progress = Progress(**loaded.state["progress"])
         progress.restarts += 1
@@ -468,11 +531,17 @@ class Trainer:
 
     def _check_same(self, loaded: LoadedCheckpoint | None) -> None:
         """All workers must go on from one checkpoint; a stale directory listing on one node must not split them."""
-        mine = (-1.0, -1.0) if loaded is None else (float(loaded.restart_count), float(loaded.samples_seen))
+        mine = (
+            (-1.0, -1.0)
+            if loaded is None
+            else (float(loaded.restart_count), float(loaded.samples_seen))
+        )
         highest = self.worker.agree(*mine)
         lowest = self.worker.agree(*(-value for value in mine))
         if highest != [-value for value in lowest]:
-            raise StageError(f"workers see different checkpoints in {self.store.folder}; start the job again")
+            raise StageError(
+                f"workers see different checkpoints in {self.store.folder}; start the job again"
+            )
 
     def _throw_away_one_pass(self) -> None:
         first = self.worker.loader.dataset[(0, 0)]
@@ -486,7 +555,11 @@ class Trainer:
         refused = "; ".join(f"{bad.name} refused: {why}" for bad, why in loaded.rejected)
         detail = f"from {loaded.path.name} at step {progress.step}{self.local_states.note(loaded)}"
         detail += f" ({refused})" if refused else ""
-        data = {"step": progress.step, "samples_seen": progress.samples_seen, "epoch": progress.epoch}
+        data = {
+            "step": progress.step,
+            "samples_seen": progress.samples_seen,
+            "epoch": progress.epoch,
+        }
         self._event("resumed", detail, data)
 
     def _leave(self) -> str:
@@ -494,7 +567,9 @@ class Trainer:
         name = "TERM" if self.stop.received is None else self.stop.received.name
         data = {"step": self.progress.step, "samples_seen": self.progress.samples_seen}
         if self.env.rank == 0:
-            self._event("preempted", f"stop requested ({name}); saved at step {self.progress.step}", data)
+            self._event(
+                "preempted", f"stop requested ({name}); saved at step {self.progress.step}", data
+            )
         if self.progress.restarts >= self.job.sweep.training.max_requeues:
             used_up = f"restarted {self.progress.restarts} times, as often as training.max_requeues allows"
             if self.env.rank == 0:
@@ -530,7 +605,9 @@ class Trainer:
         return bool(largest)
 
     def _event(self, event: str, detail: str, data: dict[str, Any]) -> None:
-        self.run_directory.log_event(event, "train", detail=detail, job_id=self.env.job_id, data=data)
+        self.run_directory.log_event(
+            event, "train", detail=detail, job_id=self.env.job_id, data=data
+        )
 
     def _finish(self, evaluation: Evaluation, diverged: str = "") -> str:
         self.saving.settle()

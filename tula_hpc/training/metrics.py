@@ -13,14 +13,20 @@ class Evaluation(NamedTuple):
     """Of a set of samples."""
 
     loss: float
-    accuracy: float | None  # None: there is none for such targets
+    # None: there is none for such targets
+    accuracy: float | None
     top5_accuracy: float | None
-    seconds: float = 0.0  # that it took
+    # that it took
+    seconds: float = 0.0
 
     @property
     def words(self) -> str:
         """For an event."""
-        return f"test loss {self.loss:.4g}" if self.accuracy is None else f"test accuracy {self.accuracy:.4f}"
+        return (
+            f"test loss {self.loss:.4g}"
+            if self.accuracy is None
+            else f"test accuracy {self.accuracy:.4f}"
+        )
 
 
 NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
@@ -32,7 +38,8 @@ class StepWindow:
     def __init__(self) -> None:
         self.steps = 0
         self.total: Tensor | None = None
-        self.waited_s = 0.0  # for the loader
+        # for the loader
+        self.waited_s = 0.0
         self.started = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints while every worker has a model of its own: post-local SGD between two averages.
 
-Models, momenta, BatchNorm's statistics and loss scales then differ from worker to worker, and momenta even right
-after an average. Rank 0's are in the checkpoint as always; every other worker saves its own in `worker-0001/` beside
-it, under the same name and before it, so that a checkpoint that is there is whole.
+Models, momenta, BatchNorm's statistics and loss scales then differ from worker to worker, and
+momenta even right after an average. Rank 0's are in the checkpoint as always; every other worker
+saves its own in `worker-0001/` beside it, under the same name and before it, so that a checkpoint
+that is there is whole.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError, StageError
 
-WORKERS = "workers"  # in a checkpoint: how many states it has, this file's included; absent if one holds for all
-KEPT = 3  # one more than of the checkpoint itself, which may fail to be saved after the workers' states were
+# in a checkpoint: how many states it has, this file's included; absent if one holds for all
+WORKERS = "workers"
+# one more than of the checkpoint itself, which may fail to be saved after the workers' states were
+KEPT = 3
 
 
 class LocalStates:
@@ -41,25 +44,32 @@ class LocalStates:
         """
         if not self.worker.is_local:
             return {}
-        # not in the background, as rank 0's is: rank 0 may not begin before all the others' are on disk
+        # not in the background, as rank 0's is: rank 0 may not begin before all the others' are on
+        # disk
         error = self._save_own(samples_seen, restart_count) if self.worker.env.rank != 0 else None
         (failed,) = self.worker.agree(float(error is not None))
         if failed:
-            raise error or CheckpointError("another worker could not save its state; its own error says why")
+            raise error or CheckpointError(
+                "another worker could not save its state; its own error says why"
+            )
         return {WORKERS: self.worker.env.world_size}
 
     def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:
         try:
-            self.store.save(self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count)
+            self.store.save(
+                self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count
+            )
         except CheckpointError as error:
-            return error  # raised when all workers know
+            # raised when all workers know
+            return error
         return None
 
     def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
         """The model, optimizer and scaler state that this worker goes on with. Collective.
 
-        Saved by as many workers, it is the worker's own, and training goes on bit for bit. Saved by more or fewer, it
-        is the mean of all, momenta included: an average that an uninterrupted training would not have had just then.
+        Saved by as many workers, it is the worker's own, and training goes on bit for bit. Saved by
+        more or fewer, it is the mean of all, momenta included: an average that an uninterrupted
+        training would not have had just then.
 
         Raises:
             StageError: A worker's file is missing or damaged.
@@ -75,7 +85,11 @@ class LocalStates:
     def note(self, loaded: LoadedCheckpoint) -> str:
         """For the log: whether states were averaged."""
         saved_by = int(loaded.state.get(WORKERS, 1))
-        return f", the mean of {saved_by} workers' models" if saved_by not in (1, self.worker.env.world_size) else ""
+        return (
+            f", the mean of {saved_by} workers' models"
+            if saved_by not in (1, self.worker.env.world_size)
+            else ""
+        )
 
     def _mean(self, loaded: LoadedCheckpoint, ranks: list[int]) -> tuple[dict[str, Any], str]:
         """Of these workers' states, and what is wrong with them; rank 0's if there are none."""
@@ -107,7 +121,8 @@ class LocalStates:
 def fold_into(mean: Any, value: Any, count: int) -> None:
     """Make the mean of `count` − 1 states that of `count`, in place: mean += (value − mean) / count.
 
-    Tensors of floating-point numbers count, wherever they are in dicts and lists; all else stays as the first has it.
+    Tensors of floating-point numbers count, wherever they are in dicts and lists; all else stays as
+    the first has it.
     """
     if isinstance(mean, Tensor):
         if mean.is_floating_point():

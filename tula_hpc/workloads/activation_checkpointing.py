@@ -1,14 +1,16 @@
 """Activation checkpointing: keep only the inputs of a model's blocks and compute the rest again in the backward pass.
 
-T. Chen et al. 2016, "Training deep nets with sublinear memory cost". A block is a composite member of an nn.Sequential
-or nn.ModuleList, however deep: a residual block, a layer of a transformer, a module between poolings. Where such a
-list holds nothing but single layers (VGG), about √n of its n weighted layers together make a block.
+T. Chen et al. 2016, "Training deep nets with sublinear memory cost". A block is a composite member
+of an nn.Sequential or nn.ModuleList, however deep: a residual block, a layer of a transformer, a
+module between poolings. Where such a list holds nothing but single layers (VGG), about √n of its n
+weighted layers together make a block.
 
-Each block's forward pass runs twice. What must happen once is kept from happening twice: buffers (BatchNorm's running
-statistics) move in the first pass only, and dropout draws the same numbers again. Results are those without
-checkpointing, bit for bit where the operators are deterministic. Limit: a module whose output depends on a buffer that
-its own forward pass changes (spectral normalization) would be computed again with the changed one, and a block must not
-change its own input in place, unless twice is as good as once (ReLU).
+Each block's forward pass runs twice. What must happen once is kept from happening twice: buffers
+(BatchNorm's running statistics) move in the first pass only, and dropout draws the same numbers
+again. Results are those without checkpointing, bit for bit where the operators are deterministic.
+Limit: a module whose output depends on a buffer that its own forward pass changes (spectral
+normalization) would be computed again with the changed one, and a block must not change its own
+input in place, unless twice is as good as once (ReLU).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from tula_hpc.errors import InputError
 
 KEY = "workload.activation_checkpointing"
-FEWEST_LAYERS = 4  # weighted ones; in a shorter list of layers there is nothing to gain
+# weighted ones; in a shorter list of layers there is nothing to gain
+FEWEST_LAYERS = 4
 
 Forward = Callable[..., Any]
 
@@ -98,9 +101,13 @@ class _BuffersUntouched(AbstractContextManager[None]):
         self._originals: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def __enter__(self) -> None:
-        self._originals = [(module, dict(module._buffers)) for module in self._owner.modules() if module._buffers]
+        self._originals = [
+            (module, dict(module._buffers)) for module in self._owner.modules() if module._buffers
+        ]
         for module, buffers in self._originals:
-            module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+            module._buffers.update(
+                {name: None if b is None else b.clone() for name, b in buffers.items()}
+            )
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self._originals:
@@ -129,7 +136,8 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    return type(module) in (nn.Sequential, nn.ModuleList)  # subclasses have a meaning of their own
+    # subclasses have a meaning of their own
+    return type(module) in (nn.Sequential, nn.ModuleList)
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -155,4 +163,5 @@ def _has_lists(module: nn.Module) -> bool:
 
 def _has_weight(layer: nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() > 1  # not BatchNorm: it belongs to the layer before
+    # not BatchNorm: it belongs to the layer before
+    return isinstance(weight, nn.Parameter) and weight.dim() > 1

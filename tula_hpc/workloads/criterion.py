@@ -14,18 +14,19 @@ from tula_hpc.batches import tensors_of
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.user_code import own_function
 
-OfSamples = Callable[[Any, Any], Tensor]  # (outputs, targets) of a batch to a number for each sample, (batch,)
-BEST = 5  # labels
+# (outputs, targets) of a batch to a number for each sample, (batch,)
+OfSamples = Callable[[Any, Any], Tensor]
+# labels
+BEST = 5
 
 
 class Criterion(NamedTuple):
     """Of outputs and targets of a batch.
 
-    Attributes:
-        loss: Mean over the samples, a scalar.
-        losses: Of each sample, (batch,).
-        metric: Share of each sample that is right, (batch,), where the user said what that is.
-        hits: Sums over the samples, (2,) of float64: share that is right, and whether the label is among the best five
+    Attributes: loss: Mean over the samples, a scalar. losses: Of each sample, (batch,). metric:
+        Share of each sample that is right, (batch,), where the user said what that is. hits: Sums
+        over the samples, (2,) of float64: share that is right, and whether the label is among the
+        best five
             scores. NaN where there is no such thing.
     """
 

@@ -32,20 +32,23 @@ class Peak(NamedTuple):
     """The moment when most bytes were alive."""
 
     live_bytes: int
-    blocks: tuple[int, ...]  # bytes of each storage that lived then and had been made since `AllocationTracker.watch`
+    # bytes of each storage that lived then and had been made since `AllocationTracker.watch`
+    blocks: tuple[int, ...]
 
 
 class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of all storages that operators make while it is active, until they are freed.
 
-    It sees tensors, fake ones as well as real ones, not what a library takes for itself inside of an operator
-    (convolution workspaces, reordered weights). Views count once, with their storage.
+    It sees tensors, fake ones as well as real ones, not what a library takes for itself inside of
+    an operator (convolution workspaces, reordered weights). Views count once, with their storage.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._living: dict[int, weakref.ref[Any]] = {}  # by identity, which is unique while a storage lives
-        self._log: list[tuple[int, int]] = []  # (number of the block, bytes; negative when it is freed)
+        # by identity, which is unique while a storage lives
+        self._living: dict[int, weakref.ref[Any]] = {}
+        # (number of the block, bytes; negative when it is freed)
+        self._log: list[tuple[int, int]] = []
         self._count = self._live = self._live_at_start = 0
 
     def watch(self) -> None:
@@ -88,7 +91,11 @@ class AllocationTracker(TorchDispatchMode):
         return Peak(highest, tuple(made.values()))
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator and count what it returns."""
         result = func(*args, **(kwargs or {}))
@@ -98,19 +105,19 @@ class AllocationTracker(TorchDispatchMode):
         return result
 
 
-LEAST_BATCH = 2  # BatchNorm cannot train on one sample
-HEAP_LIMIT_BYTES = 32 * 1024**2  # glibc's largest threshold: larger blocks are mapped, and given back when freed
+# BatchNorm cannot train on one sample
+LEAST_BATCH = 2
+# glibc's largest threshold: larger blocks are mapped, and given back when freed
+HEAP_LIMIT_BYTES = 32 * 1024**2
 
 
 class Shapes(NamedTuple):
     """What the model takes and gives.
 
-    Attributes:
-        inputs: A batch of one sample; on the meta device where shapes and types are all that is known.
-        targets: Likewise.
-        classes: Width of the output, as the model is told.
-        image_size: Edge of an image, likewise.
-        loaded: The inputs as they travel to a GPU, images as bytes.
+    Attributes: inputs: A batch of one sample; on the meta device where shapes and types are all
+        that is known. targets: Likewise. classes: Width of the output, as the model is told.
+        image_size: Edge of an image, likewise. loaded: The inputs as they travel to a GPU, images
+        as bytes.
     """
 
     inputs: Batch
@@ -149,9 +156,12 @@ class Shapes(NamedTuple):
 class Step(NamedTuple):
     """Largest bytes alive in the parts of one training step, and what was alive between steps."""
 
-    backward_bytes: int  # in forward and backward pass
-    optimizer_bytes: int  # in the optimizer's step
-    blocks: tuple[int, ...]  # made by the forward and backward pass and alive at its peak
+    # in forward and backward pass
+    backward_bytes: int
+    # in the optimizer's step
+    optimizer_bytes: int
+    # made by the forward and backward pass and alive at its peak
+    blocks: tuple[int, ...]
 
 
 class Counts(NamedTuple):
@@ -161,7 +171,8 @@ class Counts(NamedTuple):
     gradients: int
     optimizer: int
     batches: tuple[int, int]
-    least: Step  # with the smallest batch: gradients make the peak, not activations
+    # with the smallest batch: gradients make the peak, not activations
+    least: Step
     small: Step
     large: Step
 
@@ -177,7 +188,8 @@ class Counts(NamedTuple):
 
     def peak(self, local_batch: int) -> float:
         """Bytes of tensors at the peak of a step."""
-        input_bytes = self._slope(self.small.optimizer_bytes, self.large.optimizer_bytes)  # they live on
+        # they live on
+        input_bytes = self._slope(self.small.optimizer_bytes, self.large.optimizer_bytes)
         optimizer = self.large.optimizer_bytes + input_bytes * (local_batch - self.batches[1])
         line = self.fixed + self.per_sample * local_batch
         return max(line, float(self.least.backward_bytes), optimizer)
@@ -186,7 +198,8 @@ class Counts(NamedTuple):
         """With so many more copies of what is trained during the optimizer's step."""
         extra = copies * self.gradients
         least, small, large = (
-            step._replace(optimizer_bytes=step.optimizer_bytes + extra) for step in (self.least, self.small, self.large)
+            step._replace(optimizer_bytes=step.optimizer_bytes + extra)
+            for step in (self.least, self.small, self.large)
         )
         return self._replace(least=least, small=small, large=large)
 
@@ -200,32 +213,55 @@ class Counts(NamedTuple):
 
 
 def count(
-    workload: WorkloadSpec, shapes: Shapes, world: int, device: str, batches: tuple[int, int], *, fake: bool
+    workload: WorkloadSpec,
+    shapes: Shapes,
+    world: int,
+    device: str,
+    batches: tuple[int, int],
+    *,
+    fake: bool,
 ) -> Counts:
     """Go through training steps at two local batches.
 
-    Args:
-        workload: Model, precision, memory format, optimizer.
-        shapes: From `find_shapes`.
-        world: Workers; with several, gradients live in buckets and ZeRO divides the optimizer's states.
-        device: "cpu" or "cuda", for operators that keep other things there.
-        batches: Two local batches, ascending, so large that activations make the peak.
-        fake: Whether tensors have no contents.
+    Args: workload: Model, precision, memory format, optimizer. shapes: From `find_shapes`. world:
+        Workers; with several, gradients live in buckets and ZeRO divides the optimizer's states.
+        device: "cpu" or "cuda", for operators that keep other things there. batches: Two local
+        batches, ascending, so large that activations make the peak. fake: Whether tensors have no
+        contents.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    model = _layout(workload, shapes) if fake else build_model(workload, shapes.classes, shapes.image_size)
-    with mode, _FusedDropout() if device == "cuda" else contextlib.nullcontext(), AllocationTracker() as tracker:
+    model = (
+        _layout(workload, shapes)
+        if fake
+        else build_model(workload, shapes.classes, shapes.image_size)
+    )
+    with (
+        mode,
+        _FusedDropout() if device == "cuda" else contextlib.nullcontext(),
+        AllocationTracker() as tracker,
+    ):
         _place(model, workload, tracker, fake=fake)
         if workload.activation_checkpointing:
             checkpoint_activations(model)
         ahead = partial(shapes.batch_ahead, fake=fake) if device == "cuda" else None
-        rehearsal = Rehearsal(workload, model, tracker, partial(shapes.batch, fake=fake), world, batch_ahead=ahead)
-        rehearsal.step(LEAST_BATCH)  # optimizer states are made in the first step
+        rehearsal = Rehearsal(
+            workload, model, tracker, partial(shapes.batch, fake=fake), world, batch_ahead=ahead
+        )
+        # optimizer states are made in the first step
+        rehearsal.step(LEAST_BATCH)
         least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
         trained = [p for p in model.parameters() if p.requires_grad]
-        states = sum(_size(value) for state in rehearsal.optimizer.state.values() for value in state.values())
+        states = sum(
+            _size(value) for state in rehearsal.optimizer.state.values() for value in state.values()
+        )
         return Counts(
-            sum(map(_size, model.parameters())), sum(map(_size, trained)), states, batches, least, small, large
+            sum(map(_size, model.parameters())),
+            sum(map(_size, trained)),
+            states,
+            batches,
+            least,
+            small,
+            large,
         )
 
 
@@ -258,10 +294,13 @@ class Rehearsal:
         inputs = map_tensors(self._laid_out, inputs)
         ahead = None if self.batch_ahead is None else self.batch_ahead(local_batch)
         self.tracker.watch()
-        with torch.autocast("cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"):
+        with torch.autocast(
+            "cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"
+        ):
             loss = self.criterion.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        loss = loss.detach()  # the worker returns it, and with it no graph
+        # the worker returns it, and with it no graph
+        loss = loss.detach()
         backward = self.tracker.peak()
         self.tracker.watch()
         self.optimizer.step()
@@ -270,7 +309,8 @@ class Rehearsal:
         return Step(backward.live_bytes, after.live_bytes, backward.blocks)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
-        if self.workload.channels_last and inputs.dim() == 4:  # batch, channels, height, width
+        # batch, channels, height, width
+        if self.workload.channels_last and inputs.dim() == 4:
             return inputs.to(memory_format=torch.channels_last)
         return inputs
 
@@ -294,12 +334,17 @@ class _WithoutMemory(TorchFunctionMode):
     """Parameters on the meta device. `torch.device("meta")` would also take arithmetic that needs values."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
-            return args[0]  # normal_, uniform_ and the like: nothing to initialise
+            # normal_, uniform_ and the like: nothing to initialise
+            return args[0]
         on_meta = {"device": "meta"} if func is torch.empty else {}
         return func(*args, **((kwargs or {}) | on_meta))
 
@@ -308,7 +353,11 @@ class _FusedDropout(TorchFunctionMode):
     """Dropout as CUDA has it: it keeps a mask of one byte an element, on CPU of the input's type."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         bound = kwargs or {}
         if func is dropout and bound.get("training") and not bound.get("inplace"):
@@ -325,11 +374,14 @@ def _layout(workload: WorkloadSpec, shapes: Shapes) -> nn.Module:
         return build_model(workload, shapes.classes, shapes.image_size)
 
 
-def _place(model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker, *, fake: bool) -> None:
+def _place(
+    model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker, *, fake: bool
+) -> None:
     """Give every parameter and buffer a tensor of the current mode, and have the tracker count it."""
     if workload.channels_last and not fake:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    made: dict[int, Any] = {}  # a shared parameter stays shared
+    # a shared parameter stays shared
+    made: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -341,7 +393,8 @@ def _place(model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker,
 
 
 def _fake_like(tensor: Tensor, workload: WorkloadSpec) -> Tensor:
-    images = workload.channels_last and tensor.dim() == 4  # as nn.Module.to has it
+    # as nn.Module.to has it
+    images = workload.channels_last and tensor.dim() == 4
     memory_format = torch.channels_last if images else torch.contiguous_format
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=memory_format)
     return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain

@@ -1,20 +1,24 @@
 """An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
 
-`tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--partition NAME] [--json]`
+`tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--partition NAME]
+[--json]`
 
-The workload's model is built without memory, and forward pass, backward pass and optimizer are gone through with
-tensors that have shapes but no contents, at three local batches. From the storages alive at each moment follow
+The workload's model is built without memory, and forward pass, backward pass and optimizer are gone
+through with tensors that have shapes but no contents, at three local batches. From the storages
+alive at each moment follow
 
     peak(b) = max(activations per sample × b + fixed, end of the backward pass, optimizer's step)
 
-exactly as far as tensors go. A model that needs values to run (own code that branches on them) is counted on real
-tensors at small batches instead. What a library takes inside of an operator cannot be seen; it is allowed for:
+exactly as far as tensors go. A model that needs values to run (own code that branches on them) is
+counted on real tensors at small batches instead. What a library takes inside of an operator cannot
+be seen; it is allowed for:
 
-- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, whose holes stay resident:
-  `HEAP_HOLES` of what such blocks hold, and `LIBRARIES_BYTES` for code and buffers of the first real step. Both were
-  measured with `python -m tests.benchmarks.memory_estimate`.
-- CUDA: `DEVICE_OVERHEAD` of what tensors hold, for workspaces and the caching allocator's segments: an assumption. The
-  CUDA context (some 0.5 GB) is not part of it; the cluster's `memory_margin` has to hold it.
+- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, whose holes
+  stay resident: `HEAP_HOLES` of what such blocks hold, and `LIBRARIES_BYTES` for code and buffers
+  of the first real step. Both were measured with `python -m tests.benchmarks.memory_estimate`.
+- CUDA: `DEVICE_OVERHEAD` of what tensors hold, for workspaces and the caching allocator's segments:
+  an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's `memory_margin` has
+  to hold it.
 
 Loader processes, the library of collectives and other users of a node are not counted either.
 """
@@ -53,7 +57,8 @@ from tula_hpc.user_code import told
 from tula_hpc.workloads.fake_steps import Counts, Shapes, count
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
 
-FAKE_BATCHES = (128, 512)  # counted at: so large that activations make the peak; without contents they cost nothing
+# counted at: so large that activations make the peak; without contents they cost nothing
+FAKE_BATCHES = (128, 512)
 REAL_BATCHES = (4, 8)
 MIB = 1024**2
 HEAP_HOLES = 0.5
@@ -70,7 +75,8 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     """
     started = time.monotonic()
     if sweep.training.has_trust_ratios:
-        layer_wise_kinds()  # for what their library takes in memory
+        # for what their library takes in memory
+        layer_wise_kinds()
     host = resident.resident_bytes() if cluster.device == "cpu" else 0
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     shapes = find_shapes(sweep.workload)
@@ -78,14 +84,17 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     counts = counts.with_step_copies(sweep.step_copies)
     batches = _local_batches(sweep, cluster)
     peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
-    # a single worker takes passes though norms are wanted for free, where its model turns out to have BatchNorm
+    # a single worker takes passes though norms are wanted for free, where its model turns out to
+    # have BatchNorm
     copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
     scaling = counts.gradients * copies
     limit = cluster.memory_limit_bytes
     allowed = None if limit is None else int(limit * (1.0 - cluster.memory_margin))
     copied = _checkpoint_copy(counts, sweep.workload, world)
     beside = scaling + (-(-copied // cluster.workers_per_node) if cluster.device == "cpu" else 0)
-    fitting = [batch for batch, peak in peaks.items() if allowed is not None and peak + beside <= allowed]
+    fitting = [
+        batch for batch, peak in peaks.items() if allowed is not None and peak + beside <= allowed
+    ]
     return Footprint(
         parameter_bytes=counts.parameters,
         gradient_bytes=counts.gradients,
@@ -124,7 +133,9 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
 def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
     """Every local batch of the search, ascending."""
     sizes = sweep.search.cluster_sizes
-    return sorted({b for nodes in sizes for b in local_batches(sweep.search, nodes, cluster.workers_per_node)})
+    return sorted(
+        {b for nodes in sizes for b in local_batches(sweep.search, nodes, cluster.workers_per_node)}
+    )
 
 
 def _checkpoint_copy(counts: Counts, workload: WorkloadSpec, world: int) -> int:
@@ -143,7 +154,9 @@ def _limit_counts(counts: Counts, local_batch: int, device: str, host: int) -> f
 def _assumptions(device: str, method: str) -> tuple[str, ...]:
     said = []
     if device == "cuda":
-        said.append(f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of what tensors hold")
+        said.append(
+            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of what tensors hold"
+        )
         said.append("the CUDA context and the collectives' buffers are left to the margin")
     else:
         said.append(f"holes in the heap take {HEAP_HOLES:.0%} of what blocks below 32 MiB hold")
@@ -176,7 +189,11 @@ def describe(footprint: Footprint) -> Iterator[str]:
     }
     yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"
     yield from (f"  {name:<34}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
-    limit = "" if footprint.limit_bytes is None else f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
+    limit = (
+        ""
+        if footprint.limit_bytes is None
+        else f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
+    )
     yield f"Peak by local batch, GiB{limit}:"
     for batch, peak in footprint.peaks.items():
         fits = footprint.largest_local_batch is None or batch <= footprint.largest_local_batch
@@ -193,8 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     try:
         # data that is known by its name need not be here
-        sweep, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=False)
-        footprints = {name: estimate_footprint(sweep, cluster.part(name)) for name in _wanted(options, sweep, cluster)}
+        sweep, cluster = load_together(
+            options.sweep, options.cluster, options.set, check_paths=False
+        )
+        footprints = {
+            name: estimate_footprint(sweep, cluster.part(name))
+            for name in _wanted(options, sweep, cluster)
+        }
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -213,9 +235,13 @@ def _wanted(options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec)
     """
     if options.partition:
         return [options.partition]
-    names = [name for name in cluster.part_names() if sweep_for(sweep, cluster.part(name)) is not None]
+    names = [
+        name for name in cluster.part_names() if sweep_for(sweep, cluster.part(name)) is not None
+    ]
     if options.json and len(names) > 1:
-        raise InputError(f"a record is of one of [[partitions]]; give {' or '.join(names)}", source="--partition")
+        raise InputError(
+            f"a record is of one of [[partitions]]; give {' or '.join(names)}", source="--partition"
+        )
     return names
 
 
@@ -236,7 +262,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Estimate a worker's memory without running a step and without a GPU.",
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
-    parser.add_argument("--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -245,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
         help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
         "cluster.partitions.NAME.key=value; repeatable",
     )
-    parser.add_argument("--partition", default="", help="which of the cluster's [[partitions]] (default: each)")
+    parser.add_argument(
+        "--partition", default="", help="which of the cluster's [[partitions]] (default: each)"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     return parser
 

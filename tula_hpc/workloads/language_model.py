@@ -1,6 +1,7 @@
 """A small language model: data, model, loss and metric, each as `entry_points` describes it for one's own.
 
-It guesses the next character of Python programs, those of the standard library: `sweeps/language_model.toml`.
+It guesses the next character of Python programs, those of the standard library:
+`sweeps/language_model.toml`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 
-CHARACTERS = 128  # ASCII; others count as 0
-LENGTH = 64  # of a sample, characters
+# ASCII; others count as 0
+CHARACTERS = 128
+# of a sample, characters
+LENGTH = 64
 WIDTH, HEADS, LAYERS = 128, 4, 2
 TEST_SAMPLES = 1000
 
@@ -54,7 +57,9 @@ def programs(spec: WorkloadSpec) -> tuple[Texts, Texts, int]:
 @functools.cache
 def _standard_library() -> NDArray[np.uint8]:
     folder = Path(sysconfig.get_path("stdlib"))
-    text = np.frombuffer(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8)
+    text = np.frombuffer(
+        b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8
+    )
     return np.where(text < CHARACTERS, text, 0).astype(np.uint8)
 
 
@@ -64,8 +69,12 @@ class Transformer(nn.Module):
     def __init__(self, characters: int, length: int) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(length, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
         self.scores = nn.Linear(WIDTH, characters)
 
     def forward(self, characters: Tensor) -> Tensor:

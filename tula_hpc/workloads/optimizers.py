@@ -1,15 +1,17 @@
 """The workload's optimizer, plain or layer-wise, and ZeRO stage 1: each worker keeps its share of the states.
 
-S. Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", stage 1. Every
-worker updates its share of the parameters and sends them to the others; the result is that of the plain optimizer.
+S. Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
+stage 1. Every worker updates its share of the parameters and sends them to the others; the result
+is that of the plain optimizer.
 
 Which parameters belong together, and which are normalization layers' or biases.
 
 ZeRO stage 1 whose divided states come together as numbers.
 
-torch's `ZeroRedundancyOptimizer.consolidate_state_dict` pickles each worker's state, and the others unpickle what comes
-over the network: whoever gets into the process group runs code on all nodes. Here a worker sends a description in JSON
-and then its tensors; what the description may ask for is held against the receiver's own parameters.
+torch's `ZeroRedundancyOptimizer.consolidate_state_dict` pickles each worker's state, and the others
+unpickle what comes over the network: whoever gets into the process group runs code on all nodes.
+Here a worker sends a description in JSON and then its tensors; what the description may ask for is
+held against the receiver's own parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch.optim import Optimizer
 
 from tula_hpc.config import WorkloadSpec
 
-# nn.RMSNorm is younger than the oldest torch that is supported; its weight is a vector, as all others' but LayerNorm's
+# nn.RMSNorm is younger than the oldest torch that is supported; its weight is a vector, as all
+# others' but LayerNorm's
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -35,7 +38,9 @@ def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
 
     A bias is a vector. So are scales that some models have beside their weights.
     """
-    of_norms = {id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+    of_norms = {
+        id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)
+    }
     return [p for p in model.parameters() if id(p) in of_norms or p.dim() <= 1]
 
 
@@ -45,7 +50,10 @@ def layers(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn
     A parameter that several modules share belongs to the first of them.
     """
     left = {id(p): p for p in parameters}
-    found = [[left.pop(id(p)) for p in m.parameters(recurse=False) if id(p) in left] for m in model.modules()]
+    found = [
+        [left.pop(id(p)) for p in m.parameters(recurse=False) if id(p) in left]
+        for m in model.modules()
+    ]
     return [layer for layer in found if layer]
 
 
@@ -55,7 +63,14 @@ __all__ = ["ShardedOptimizer"]
 MOST_DESCRIPTION_BYTES = 64 * 1024**2
 DTYPES = {
     str(dtype): dtype
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+    )
 }
 
 
@@ -76,13 +91,18 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             parameters = [parameter for group in parts for parameter in group["params"]]
             state: dict[int, dict[str, Any]] = {}
             if rank == self.rank:
-                state = {index: {name: _on_cpu(value) for name, value in own[index].items()} for index in own}
+                state = {
+                    index: {name: _on_cpu(value) for name, value in own[index].items()}
+                    for index in own
+                }
             # the worker that gathers has nothing to send
             if rank == self.rank != to:
                 _send(own, rank, self._default_device)  # type: ignore[attr-defined]
             elif rank not in (self.rank, to):
                 state = _receive(parameters, rank, self._default_device)  # type: ignore[attr-defined]
-            gathered.append({"state": state, "param_groups": _numbered([group["params"] for group in parts])})
+            gathered.append(
+                {"state": state, "param_groups": _numbered([group["params"] for group in parts])}
+            )
         # what `state_dict` reads
         self._all_state_dicts = gathered if self.rank == to else []
 
@@ -107,19 +127,25 @@ def _send(states: dict[int, dict[str, Any]], rank: int, device: torch.device) ->
                 tensors.append(value)
             else:
                 entries.append([index, name, "", value])
-    description = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
+    description = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(
+        device
+    )
     dist.broadcast(torch.tensor([description.numel()], device=device), src=rank)
     dist.broadcast(description, src=rank)
     for tensor in tensors:
         dist.broadcast(tensor.detach().to(device).contiguous(), src=rank)
 
 
-def _receive(parameters: Sequence[Tensor], rank: int, device: torch.device) -> dict[int, dict[str, Any]]:
+def _receive(
+    parameters: Sequence[Tensor], rank: int, device: torch.device
+) -> dict[int, dict[str, Any]]:
     """Return the states that another worker broadcasts, on the CPU."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.broadcast(length, src=rank)
     if not 0 < int(length) <= MOST_DESCRIPTION_BYTES:
-        raise ValueError(f"worker {rank} sends a description of {int(length)} bytes of its optimizer's state")
+        raise ValueError(
+            f"worker {rank} sends a description of {int(length)} bytes of its optimizer's state"
+        )
     description = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(description, src=rank)
     states: dict[int, dict[str, Any]] = {}
@@ -133,14 +159,22 @@ def _receive(parameters: Sequence[Tensor], rank: int, device: torch.device) -> d
     return states
 
 
-def _empty_like_sent(parameter: Tensor, dtype: str, shape: Sequence[int], device: torch.device) -> Tensor:
+def _empty_like_sent(
+    parameter: Tensor, dtype: str, shape: Sequence[int], device: torch.device
+) -> Tensor:
     """Make room for a tensor: a state is as large as its parameter, or one number.
 
     Raises:
         ValueError: It is neither, or of no known type.
     """
-    if dtype not in DTYPES or torch.Size(shape) not in (parameter.shape, torch.Size([]), torch.Size([1])):
-        raise ValueError(f"a worker sends a state {dtype} {shape} of a parameter of shape {tuple(parameter.shape)}")
+    if dtype not in DTYPES or torch.Size(shape) not in (
+        parameter.shape,
+        torch.Size([]),
+        torch.Size([1]),
+    ):
+        raise ValueError(
+            f"a worker sends a state {dtype} {shape} of a parameter of shape {tuple(parameter.shape)}"
+        )
     return torch.zeros(shape, dtype=DTYPES[dtype], device=device)
 
 
@@ -158,13 +192,12 @@ def base_optimizer(
 ) -> Optimizer:
     """SGD with momentum, or AdamW; or what makes their rate layer-wise, LARS and LAMB.
 
-    Args:
-        workload: Which one, and its numbers.
-        parameters: What is trained.
-        sharded: Whether the states are divided over the workers of the default process group.
-        layer_wise: LARS (Y. You et al. 2017) in place of SGD, LAMB (Y. You et al. 2020) in place of AdamW: each
+    Args: workload: Which one, and its numbers. parameters: What is trained. sharded: Whether the
+        states are divided over the workers of the default process group. layer_wise: LARS (Y. You
+        et al. 2017) in place of SGD, LAMB (Y. You et al. 2020) in place of AdamW: each
             parameter's update is multiplied by its trust ratio.
-        exempt: Parameters that LARS and LAMB treat as SGD and Adam do, without trust ratio and weight decay.
+        exempt: Parameters that LARS and LAMB treat as SGD and Adam do, without trust ratio and
+            weight decay.
     """
     kind, numbers = _layer_wise(workload) if layer_wise else _plain(workload)
     groups = _groups(parameters, exempt) if layer_wise else parameters
@@ -176,18 +209,25 @@ def base_optimizer(
 def _plain(workload: WorkloadSpec) -> tuple[type[Optimizer], dict[str, Any]]:
     if workload.optimizer == "adamw":
         return torch.optim.AdamW, {"lr": workload.lr, "weight_decay": workload.weight_decay}
-    numbers = {"lr": workload.lr, "momentum": workload.momentum, "weight_decay": workload.weight_decay}
+    numbers = {
+        "lr": workload.lr,
+        "momentum": workload.momentum,
+        "weight_decay": workload.weight_decay,
+    }
     return torch.optim.SGD, numbers
 
 
 def _layer_wise(workload: WorkloadSpec) -> tuple[type[Optimizer], dict[str, Any]]:
     """With timm's trust coefficient and moments, which are the papers'.
 
-    LAMB as published does not clip gradients by their norm, as timm's would; training.clip_norm does that.
+    LAMB as published does not clip gradients by their norm, as timm's would; training.clip_norm
+    does that.
     """
     lars, lamb = layer_wise_kinds()
     kind, numbers = _plain(workload)
-    return (lars, numbers) if kind is torch.optim.SGD else (lamb, {**numbers, "max_grad_norm": None})
+    return (
+        (lars, numbers) if kind is torch.optim.SGD else (lamb, {**numbers, "max_grad_norm": None})
+    )
 
 
 def layer_wise_kinds() -> tuple[type[Optimizer], type[Optimizer]]:
@@ -198,7 +238,9 @@ def layer_wise_kinds() -> tuple[type[Optimizer], type[Optimizer]]:
     return Lars, Lamb
 
 
-def _groups(parameters: Sequence[nn.Parameter], exempt: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+def _groups(
+    parameters: Sequence[nn.Parameter], exempt: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
     """In timm there is a trust ratio where there is weight decay, or always on request."""
     names = {id(p) for p in exempt}
     adapted = [p for p in parameters if id(p) not in names]

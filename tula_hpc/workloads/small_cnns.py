@@ -1,7 +1,7 @@
 """Small convolutional networks that train in seconds to minutes on CPU cores.
 
-They are written as a user's own models would be (see `entry_points`) and are named in a sweep the same way:
-``model = "tula_hpc.workloads.small_cnns:compact_cnn"``.
+They are written as a user's own models would be (see `entry_points`) and are named in a sweep the
+same way: ``model = "tula_hpc.workloads.small_cnns:compact_cnn"``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def compact_cnn(classes: int, image_size: int) -> nn.Module:
 def plain_cnn(classes: int, image_size: int) -> nn.Module:
     """`compact_cnn` with biases in place of batch normalization: its loss does not forgive too large a rate."""
     layers: list[nn.Module] = []
-    for before, after, stride in zip((3, 32, 64), (32, 64, 128), _strides(3, image_size), strict=True):
+    for before, after, stride in zip(
+        (3, 32, 64), (32, 64, 128), _strides(3, image_size), strict=True
+    ):
         layers += [nn.Conv2d(before, after, 3, stride=stride, padding=1), nn.ReLU(inplace=True)]
     return _with_head(layers, 128, classes)
 
@@ -29,15 +31,18 @@ def depthwise_cnn(classes: int, image_size: int) -> nn.Module:
     strides = _strides(4, image_size)
     layers = _convolution(3, 32, stride=strides[0])
     for before, after, stride in zip((32, 64, 96), (64, 96, 128), strides[1:], strict=True):
-        layers += [*_convolution(before, before, stride=stride, groups=before), *_convolution(before, after, kernel=1)]
+        layers += [
+            *_convolution(before, before, stride=stride, groups=before),
+            *_convolution(before, after, kernel=1),
+        ]
     return _with_head(layers, 128, classes)
 
 
 def medium_cnn(classes: int, image_size: int) -> nn.Module:
     """Six convolutions and a linear layer, 2.9 million parameters, 25 million multiplications for 32 pixels.
 
-    Most weights sit in the last layers, where the image is small: enough gradient for the network to matter, at a
-    step that half a CPU core can do.
+    Most weights sit in the last layers, where the image is small: enough gradient for the network
+    to matter, at a step that half a CPU core can do.
     """
     return _network((32, 64, 128, 256, 384, 512), _strides(6, image_size), classes)
 
@@ -55,10 +60,14 @@ def _network(widths: Sequence[int], strides: Sequence[int], classes: int) -> nn.
     return _with_head(layers, widths[-1], classes)
 
 
-def _convolution(before: int, after: int, *, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+def _convolution(
+    before: int, after: int, *, kernel: int = 3, stride: int = 1, groups: int = 1
+) -> list[nn.Module]:
     """With batch normalization and ReLU."""
     return [
-        nn.Conv2d(before, after, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False),
+        nn.Conv2d(
+            before, after, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
+        ),
         nn.BatchNorm2d(after),
         nn.ReLU(inplace=True),
     ]

@@ -4,18 +4,20 @@ Torchvision's classifiers as they come, without pretrained weights.
 
 Stems and heads for images of at most 64 pixels.
 
-Torchvision's classifiers are drawn for 224 pixels: their stems throw away a factor 4 of resolution before the first
-block, and an 8-pixel or 32-pixel image ends as a single pixel half-way. Here each family keeps its blocks and gets the
-stem that the literature uses on CIFAR: a 3×3 convolution of stride 1 and no pooling for residual networks (He et al.
-2016, §4.2), the first stride removed for mobile networks, smaller patches for transformers, a head of 512 instead of
-4096 units for VGG and AlexNet.
+Torchvision's classifiers are drawn for 224 pixels: their stems throw away a factor 4 of resolution
+before the first block, and an 8-pixel or 32-pixel image ends as a single pixel half-way. Here each
+family keeps its blocks and gets the stem that the literature uses on CIFAR: a 3×3 convolution of
+stride 1 and no pooling for residual networks (He et al. 2016, §4.2), the first stride removed for
+mobile networks, smaller patches for transformers, a head of 512 instead of 4096 units for VGG and
+AlexNet.
 
 First layers for small images, initialised as their families initialise theirs.
 
 VGG and AlexNet for small images: their convolutions, fewer poolings, and a head of 512 units.
 
-The published heads alone hold 100 million (VGG) and 50 million (AlexNet) weights. They are never allocated here: the
-model is laid out on the meta device, cut to size, and only then given memory and weights.
+The published heads alone hold 100 million (VGG) and 50 million (AlexNet) weights. They are never
+allocated here: the model is laid out on the meta device, cut to size, and only then given memory
+and weights.
 
 Vision transformers, which are built for one image size: their grids of patches must divide evenly.
 """
@@ -53,7 +55,9 @@ def zoo_model(name: str, classes: int, **arguments: Any) -> nn.Module:
 
 def size_error(name: str, image_size: int, expected: str) -> InputError:
     """The error for a model that cannot take images of this size."""
-    return InputError(f"{name} cannot take images of {image_size} pixels: {expected}", key="workload.image_size")
+    return InputError(
+        f"{name} cannot take images of {image_size} pixels: {expected}", key="workload.image_size"
+    )
 
 
 def small_stem(first: nn.Conv2d, kernel_size: int = 3) -> nn.Conv2d:
@@ -63,7 +67,12 @@ def small_stem(first: nn.Conv2d, kernel_size: int = 3) -> nn.Conv2d:
     """
     padding = kernel_size // 2
     conv = nn.Conv2d(
-        first.in_channels, first.out_channels, kernel_size, stride=1, padding=padding, bias=first.bias is not None
+        first.in_channels,
+        first.out_channels,
+        kernel_size,
+        stride=1,
+        padding=padding,
+        bias=first.bias is not None,
     )
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     if conv.bias is not None:
@@ -89,7 +98,8 @@ def keep_resolution(model: nn.Module) -> None:
 
 
 _HEAD_WIDTH = 512
-_ALEXNET_STRIDE_ABOVE = 32  # pixels; 64 would make its 5×5 convolution four times as dear as at 32
+# pixels; 64 would make its 5×5 convolution four times as dear as at 32
+_ALEXNET_STRIDE_ABOVE = 32
 
 
 def small_vgg(name: str, classes: int, image_size: int) -> nn.Module:
@@ -149,9 +159,12 @@ def _with_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-_SMALL_GRID = 8  # patches along an edge of a small image: 64 tokens, so that attention has something to attend to
-_MAXVIT_STRIDE = 32  # from the image to the last block's grid
-_MAXVIT_PARTITIONS = range(12, 1, -1)  # window edges, largest first; torchvision's is 7, and 1 would attend to nothing
+# patches along an edge of a small image: 64 tokens, so that attention has something to attend to
+_SMALL_GRID = 8
+# from the image to the last block's grid
+_MAXVIT_STRIDE = 32
+# window edges, largest first; torchvision's is 7, and 1 would attend to nothing
+_MAXVIT_PARTITIONS = range(12, 1, -1)
 
 
 def vision_transformer(name: str, classes: int, image_size: int) -> nn.Module:
@@ -163,7 +176,11 @@ def vision_transformer(name: str, classes: int, image_size: int) -> nn.Module:
     patch = int(name.rsplit("_", 1)[1])
     if image_size % patch:
         below = image_size // patch * patch
-        raise size_error(name, image_size, f"expected a multiple of {patch}, for example {below} or {below + patch}")
+        raise size_error(
+            name,
+            image_size,
+            f"expected a multiple of {patch}, for example {below} or {below + patch}",
+        )
     return zoo_model(name, classes, image_size=image_size)
 
 
@@ -174,7 +191,9 @@ def small_vision_transformer(name: str, classes: int, image_size: int) -> nn.Mod
         InputError: The edge is not a multiple of 8.
     """
     if image_size % _SMALL_GRID:
-        raise size_error(name, image_size, f"expected a multiple of {_SMALL_GRID}; the smallest is {_SMALL_GRID}")
+        raise size_error(
+            name, image_size, f"expected a multiple of {_SMALL_GRID}; the smallest is {_SMALL_GRID}"
+        )
     own_patch = int(name.rsplit("_", 1)[1])
     # a size that has as many position embeddings as we need
     model: Any = zoo_model(name, classes, image_size=_SMALL_GRID * own_patch)
@@ -193,7 +212,11 @@ def maxvit(name: str, classes: int, image_size: int) -> nn.Module:
     last_grid = image_size // _MAXVIT_STRIDE
     windows = [window for window in _MAXVIT_PARTITIONS if last_grid and last_grid % window == 0]
     if image_size % _MAXVIT_STRIDE or not windows:
-        raise size_error(name, image_size, "expected 32, 64 or a larger multiple of 32, for example 96, 128 or 224")
+        raise size_error(
+            name,
+            image_size,
+            "expected 32, 64 or a larger multiple of 32, for example 96, 128 or 224",
+        )
     preferred = 7 if 7 in windows else windows[0]
     return _maxvit_t(classes, image_size, preferred)
 
@@ -309,14 +332,15 @@ _ADAPTERS: dict[str, Callable[[nn.Module, int], None]] = {
     "swin": _patches,
 }
 
-_SMALLEST_INCEPTION = 75  # below, its unpadded stem leaves nothing for the last blocks
+# below, its unpadded stem leaves nothing for the last blocks
+_SMALLEST_INCEPTION = 75
 
 
 def build_model(spec: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
     """The workload's model on the CPU, its weights drawn from `spec.seed` alone.
 
-    Up to 64 pixels torchvision's models get a stem and a head that suit small images (see `small_images`); above,
-    they are torchvision's own.
+    Up to 64 pixels torchvision's models get a stem and a head that suit small images (see
+    `small_images`); above, they are torchvision's own.
 
     Args:
         spec: Which model, and the seed.
@@ -326,8 +350,8 @@ def build_model(spec: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
     Returns:
         A module that maps (batch, 3, image_size, image_size) to (batch, classes).
 
-    Raises:
-        InputError: The model cannot take images of this size, or the user's function is not as expected.
+    Raises: InputError: The model cannot take images of this size, or the user's function is not as
+        expected.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)
@@ -344,5 +368,9 @@ def _large_image_model(name: str, classes: int, image_size: int) -> nn.Module:
     if name.startswith("maxvit_"):
         return maxvit(name, classes, image_size)
     if name == "inception_v3" and image_size < _SMALLEST_INCEPTION:
-        raise size_error(name, image_size, f"expected at most {LARGEST_SMALL_SIZE} or at least {_SMALLEST_INCEPTION}")
+        raise size_error(
+            name,
+            image_size,
+            f"expected at most {LARGEST_SMALL_SIZE} or at least {_SMALLEST_INCEPTION}",
+        )
     return zoo_model(name, classes)

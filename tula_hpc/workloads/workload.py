@@ -1,6 +1,7 @@
 """A workload: model, loss and data, ready to be trained.
 
-Whether model, data, loss and metric fit each other: two samples are passed through before a job is hours old.
+Whether model, data, loss and metric fit each other: two samples are passed through before a job is
+hours old.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ CPU_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.bfloat16,
     "bf16": torch.bfloat16,
-}  # CPUs have no fp16; the size is one
+    # CPUs have no fp16; the size is one
+}
 CPU = torch.device("cpu")
 
 
@@ -67,23 +69,38 @@ def check_fits(
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), classes))
         else:
-            _check_loss(spec.loss, _of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets), model)
+            _check_loss(
+                spec.loss,
+                _of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets),
+                model,
+            )
         if spec.metric is not None and criterion.metric is not None:
-            _check_shares(spec.metric, _of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets))
+            _check_shares(
+                spec.metric,
+                _of_samples("workload.metric", spec.metric, criterion.metric, outputs, targets),
+            )
     for module, training in modes:
         module.training = training
 
 
 def _autocast(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
-    dtype = torch.float16 if (spec.precision, device.type) == ("fp16", "cuda") else CPU_DTYPES[spec.precision]
+    dtype = (
+        torch.float16
+        if (spec.precision, device.type) == ("fp16", "cuda")
+        else CPU_DTYPES[spec.precision]
+    )
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def _outputs(spec: WorkloadSpec, model: nn.Module, inputs: Any) -> Any:
-    shapes = ", ".join("×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs))
-    hint = "; it is called as model(inputs), here with a dict" if isinstance(inputs, Mapping) else ""
+    shapes = ", ".join(
+        "×".join(map(str, tensor.shape[1:])) or "one number" for tensor in tensors_of(inputs)
+    )
+    hint = (
+        "; it is called as model(inputs), here with a dict" if isinstance(inputs, Mapping) else ""
+    )
     with blamed("workload.model", f"{spec.model} cannot take inputs of {shapes}", hint):
         return model(inputs)
 
@@ -109,26 +126,35 @@ def _of_samples(key: str, name: str, function: OfSamples, outputs: Any, targets:
 
 def _check_loss(name: str, losses: Tensor, model: nn.Module) -> None:
     if not losses.is_floating_point():
-        raise InputError(f"{name} returns {kind_of(losses)}; expected floating-point numbers", key="workload.loss")
-    if not losses.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{name} returns {kind_of(losses)}; expected floating-point numbers",
+            key="workload.loss",
+        )
+    if not losses.requires_grad and any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
         raise InputError(f"{name} gives a loss without a gradient", key="workload.loss")
 
 
 def _check_shares(name: str, shares: Tensor) -> None:
     wrong = [share for share in shares.double().tolist() if not -1e-6 <= share <= 1 + 1e-6]
     if wrong:
-        raise InputError(f"{name} gives {wrong[0]:g} for a sample; expected shares from 0 to 1", key="workload.metric")
+        raise InputError(
+            f"{name} gives {wrong[0]:g} for a sample; expected shares from 0 to 1",
+            key="workload.metric",
+        )
 
 
 class Workload(NamedTuple):
     """What is trained.
 
-    Attributes:
-        model: In training mode, on the CPU unless it was tried on another device; (batch, 3, image_size, image_size) to
+    Attributes: model: In training mode, on the CPU unless it was tried on another device; (batch,
+        3, image_size, image_size) to
             (batch, classes), unless it, or the data, is the user's own.
         criterion: What it is trained for and judged by.
-        train: Items (image, label), images as bytes (see `pixels.ImageDataset`), or the user's own (inputs, targets);
-            random augmentation draws from torch's default random numbers, unless read through `make_train_loader`.
+        train: Items (image, label), images as bytes (see `pixels.ImageDataset`), or the user's own
+            (inputs, targets); random augmentation draws from torch's default random numbers, unless
+            read through `make_train_loader`.
         test: Such items, always the same.
         classes: Number of classes.
         image_size: Edge of an image, pixels; of other inputs the last dimension.
