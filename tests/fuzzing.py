@@ -1,7 +1,7 @@
 """How much is tried: the same few hundred cases in every run of the tests, or others, and as many as one likes.
 
-    TULA_FUZZ=50 python -m pytest tests/test_{fuzz,damaged_runs,strangers,config,workloads_models}.py \\
-        tests/test_{performance,adaptive,printable}.py
+    TULA_FUZZ=50 python -m pytest --ignore tests/local --ignore tests/slurm -k 'fuzz or damaged or strangers or config
+        or workloads_models or performance or adaptive or printable'
 
 tries fifty times as many, and different ones each time.
 """

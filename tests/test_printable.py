@@ -212,7 +212,7 @@ def test_no_words_in_a_figure_keep_it_from_being_drawn(tmp_path: Path, words: st
 def test_a_studys_report_holds_no_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.test_damaged_runs import SMALL_STUDY
+    from tests.analysis.test_damaged_runs import SMALL_STUDY
 
     monkeypatch.setattr(figures_study, "draw_study", lambda *_: figures.Figures([], []))
     run = make_study(tmp_path / "study", SMALL_STUDY)

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
-from tests.test_checkpoint import forge, torch_bytes
+from tests.checkpoint.test_checkpoint import forge, torch_bytes
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, load_cluster, load_sweep
 from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError

@@ -7,7 +7,7 @@ the falling curve that lies farthest below the straight line between its ends (V
 the curve has several bends; the one farthest from the line is the knee.
 
 The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense
-and without noise: on those the farthest point is what kneed finds (tests/test_knee.py), and NumPy
+and without noise: on those the farthest point is what kneed finds (tests/analysis/planning/test_knee.py), and NumPy
 finds it in all of them at once.
 """
 

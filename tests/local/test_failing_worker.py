@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from tests.test_launch import launcher, processes_of, sleeper
+from tests.launch.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.errors import Failure

@@ -21,7 +21,7 @@ from tula_hpc.records import Configuration, Measurement, Metrics, StepMetrics
 
 Array = NDArray[np.float64]
 FEATURES, NOISE = 20, 3.0
-TRACES = Path(os.environ.get("TULA_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data")) / "traces"
+TRACES = Path(os.environ.get("TULA_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data")) / "traces"
 
 
 class Regression:

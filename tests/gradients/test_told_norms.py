@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.test_optimizer_options import LARGE, LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
+from tests.optim.test_optimizer_options import LARGE, LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
 from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import TulaOptimizer
 

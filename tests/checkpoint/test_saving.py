@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_checkpoint import in_child
+from tests.checkpoint.test_checkpoint import in_child
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.background import Saving
 from tula_hpc.checkpoint.interval import Cadence, Interruptions

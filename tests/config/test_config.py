@@ -422,7 +422,7 @@ def test_an_entry_point_is_found_without_being_imported(here: Path, source: str)
 
 def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such an install maps the package's name to a folder and adds no folder to the path."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     monkeypatch.setattr("sys.path", [folder for folder in __import__("sys").path if folder not in ("", str(root))])
     Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "tula_hpc.workloads.small_cnns:compact_cnn"')
     assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")

@@ -463,7 +463,7 @@ def test_a_key_that_changes_nothing_for_any_column_of_a_study_is_named(
 
 def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here)
     assert process.stdout is not None
     process.stdout.close()

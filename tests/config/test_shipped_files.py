@@ -25,7 +25,7 @@ from tula_hpc.config import (
 from tula_hpc.config.workload import DATASETS
 from tula_hpc.sweep import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
 CLUSTERS = sorted((ROOT / "slurm_templates").glob("*.toml"))
 COMPLETE = [(ROOT / "sweeps" / "example.toml", SweepSpec), (ROOT / "slurm_templates" / "generic.toml", ClusterSpec)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
+from tests.optim.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
 from tula_hpc.optim import GradientObserver, TulaOptimizer
 
 STEPS = 6

@@ -19,7 +19,7 @@ from tula_hpc.records import Configuration
 from tula_hpc.user_code import own_function
 from tula_hpc.workloads.workload import Workload, build_workload
 
-EXAMPLES = Path(__file__).parent / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
 
 

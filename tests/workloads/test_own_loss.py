@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from tests.forked import start_workers
 from tests.run_factory import make_run
 from tests.study_factory import make_study
-from tests.test_workloads_own import write_module
+from tests.workloads.test_workloads_own import write_module
 from tula_hpc.analysis.figures.all import draw_all
 from tula_hpc.analysis.report.tables import summary_rows, summary_table
 from tula_hpc.analysis.report.text import answer

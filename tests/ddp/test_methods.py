@@ -87,7 +87,7 @@ def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
 # all of them
 
 
-@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # those that tests/test_worker.py has not
+@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # those that tests/ddp/test_worker.py has not
 def test_a_few_steps_learn(method: str) -> None:
     losses = train(new_worker(method, base_batch=16, small_batch=16), 12)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
