@@ -20,8 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzzing import fuzz
 from tests.checkpoint.test_checkpoint import forge, torch_bytes
+from tests.fuzzing import fuzz
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, load_cluster, load_sweep
 from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning_data import cluster, peak_bytes, sweep
 from tests.analysis.search.test_adaptive import POINTS, measure
+from tests.planning_data import cluster, peak_bytes, sweep
 from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.analysis.search.adaptive import cheap_corners, knee_columns
 from tula_hpc.analysis.search.decision import Judged
