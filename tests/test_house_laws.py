@@ -1,0 +1,143 @@
+"""Laws of the house in CONTRIBUTING.md: sizes of packages and modules, names, density, and what a login node loads.
+
+Floors, circles and who imports torch or matplotlib are contracts of import-linter in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import make_run
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tula_hpc"
+SOURCES = sorted(PACKAGE.glob("*.py")) + sorted(
+    path for folder in PACKAGE.iterdir() if folder.is_dir() for path in folder.rglob("*.py")
+)
+MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
+MOST_MODULES = {"tula_hpc": 16}
+# records hold what the module of the same name in config asks for; a command may share a name with what it runs
+SHARED_NAMES = set[str]()
+# may only shrink
+SMALL = set[str]()
+LARGE = set[str]()
+DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|fmt:)")
+
+
+def place(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_import_linter_finds_the_floors_as_they_should_be() -> None:
+    lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"]
+    done = subprocess.run(lint, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_package_has_at_most_ten_modules() -> None:
+    sizes = Counter(path.parent for path in MODULES)
+    assert {place(folder): n for folder, n in sizes.items() if n > MOST_MODULES.get(folder.name, 10)} == {}
+
+
+def test_no_module_has_the_name_of_another() -> None:
+    names = Counter(path.stem for path in MODULES)
+    assert {name for name, times in names.items() if times > 1} == SHARED_NAMES
+
+
+def test_modules_are_neither_scraps_nor_heaps() -> None:
+    lines = {place(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name for name, n in lines.items() if n < 60} == SMALL
+    assert {name for name, n in lines.items() if n > 500} == LARGE
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=place)
+def test_a_line_says_one_thing(path: Path) -> None:
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.IfExp):
+            inner = [child for child in ast.walk(node) if isinstance(child, ast.IfExp)]
+            assert inner == [node], f"line {node.lineno}: a conditional expression within another"
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string):
+            assert token.line.strip().startswith("#"), f"line {token.start[0]}: a comment behind code"
+
+
+def test_only_env_reads_the_schedulers_variables() -> None:
+    # launch writes OMP_NUM_THREADS for the jobs, it reads none; search_path comes before env could be imported
+    others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "search_path.py")]
+    readers = {path for path in others if "os.environ" in path.read_text()}
+    assert {place(path) for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
+
+
+# One process for all commands and what they submit, those that need least first: what is loaded stays.
+COMMANDS = """
+import contextlib, io, os, sys
+numerics, drawing, jobs = {"numpy", "scipy", "kneed"}, {"matplotlib", "matplotlib.pyplot"}, {"submitit", "torch"}
+run = sys.argv[1]
+
+def main(command, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        return command.main([*arguments])
+
+def check(what, *modules):
+    found = set().union(*modules) & sys.modules.keys()
+    assert not found, (what, found)
+
+from tula_hpc.analysis import plan
+main(plan, "--help")
+check("help", numerics, jobs, drawing, {"rich"})
+from tula_hpc.status import __main__ as status
+path, os.environ["PATH"] = os.environ["PATH"], ""  # no Slurm: nothing is known
+assert main(status, run) == 3
+os.environ["PATH"] = path
+check("status", numerics - {"numpy"}, jobs, drawing)
+assert main(plan, run, "--objective", "time", "--json") == 0
+check("plan", jobs, drawing, {"kneed"})
+assert "numpy" in sys.modules
+from tula_hpc.analysis.report import page as report
+check("import of report", jobs, drawing)
+from tula_hpc.analysis.figures import all as figures
+figures.FIGURES = {"memory": figures.FIGURES["memory"]}
+assert main(report, run) == 0
+check("report", jobs, drawing - {"matplotlib"}, {"torchvision"})
+assert main(plan, run, "--objective", "knee", "--json") == 0
+check("knee", jobs)
+import importlib, pkgutil, tula_hpc
+rooms = "analysis check cli config launch records stages status".split()
+for room in rooms:
+    package = importlib.import_module(f"tula_hpc.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"tula_hpc.{room}."):
+        if module.name != "tula_hpc.check.probes":
+            importlib.import_module(module.name)
+from tula_hpc import study, sweep
+check("everything", {"torch", "torchvision"})
+"""
+
+
+def test_commands_load_what_they_need_and_never_torch_on_the_login_node(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", epochs_done=5)
+    command = [sys.executable, "-c", COMMANDS, str(run.root)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_analysis_is_refused_under_its_bare_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import analysis"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode != 0
+    assert "ImportError: import this package as tula_hpc.analysis" in done.stderr
+
+
+def test_the_link_is_in_place() -> None:
+    assert (PACKAGE / "analysis").is_symlink()
+    assert (PACKAGE / "analysis").readlink() == Path("../analysis")
