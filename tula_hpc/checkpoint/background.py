@@ -31,12 +31,7 @@ class Landed(NamedTuple):
 
 
 class BackgroundWriter:
-    """Writer of checkpoints during training; the process does not end before the last is written.
-
-    Args:
-        store: Folder of the checkpoints.
-        device: Of the training.
-    """
+    """Writer of checkpoints during training; the process outlives the last write."""
 
     def __init__(self, store: CheckpointStore, device: torch.device) -> None:
         self.store = store
@@ -62,17 +57,17 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a write goes on."""
+        """Tell whether a write goes on."""
         return self.write is not None and not self.write.done()
 
     @property
     def has_landed(self) -> bool:
-        """Whether a write is over for which `finish` was not called."""
+        """Tell whether a write is over for which `finish` was not called."""
         return self.write is not None and self.write.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether that write failed."""
+        """Tell whether that write failed."""
         return self.write is not None and self.write.done() and self.write.exception() is not None
 
     def finish(self) -> Landed | None:
@@ -97,7 +92,7 @@ class OwnPart(Protocol):
     """State that each worker saves by itself."""
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """Save it, and return what rank 0 adds to the checkpoint. Collective."""
+        """Save it, and return the entries that rank 0 adds to the checkpoint. Collective."""
 
 
 class Saving:
@@ -124,7 +119,7 @@ class Saving:
         self.writer = None if store is None else BackgroundWriter(store, worker.device)
 
     def wish(self) -> Wish:
-        """Return this worker's request; a checkpoint that is being written puts the next one off."""
+        """Return this worker's request; a write in progress puts the next checkpoint off."""
         if self.writer is None:
             return Wish.NOTHING
         if self.writer.has_failed or self._folder_error():
@@ -133,7 +128,7 @@ class Saving:
 
     @property
     def may_save(self) -> bool:
-        """Whether to save at a good moment though not yet due: see `Cadence.may_save`.
+        """Tell whether to save at a good moment though not yet due: see `Cadence.may_save`.
 
         Unless the user has set the interval, not if that would wait for a write.
         """
@@ -143,7 +138,10 @@ class Saving:
 
     @property
     def has_landed(self) -> bool:
-        """Whether a checkpoint is on disk; call `note` then, when the device has no work left."""
+        """Tell whether a checkpoint has reached the disk.
+
+        Call `note` then, when the device has no work left.
+        """
         return self.writer is not None and self.writer.has_landed and not self.writer.has_failed
 
     def note(self) -> None:

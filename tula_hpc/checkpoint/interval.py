@@ -39,10 +39,8 @@ class Interruptions(NamedTuple):
     def mean_s(self, since_s: float) -> float:
         """Return the mean time between interruptions, M = (prior + time) / (1 + seen).
 
-        It is as if one more interruption had been seen after the prior.
-
-        Args:
-            since_s: Seconds of training in this process, which has not been cut off.
+        It is as if one more interruption had been seen after the prior. `since_s` is the time of
+        training in this process, which has not been cut off.
         """
         if self.is_known:
             return self.prior_s
@@ -102,11 +100,8 @@ class Cost(NamedTuple):
 class Cadence:
     """Rank 0's clock of saves, in seconds of steps.
 
-    An interruption costs seconds of steps, and the bound on the cost is a share of them.
-
-    Args:
-        interruptions: For M.
-        fixed_s: The interval, if the user has set one; None: it follows from measurements.
+    An interruption costs seconds of steps, and the bound on the cost is a share of them. The
+    interval follows from measurements unless the user has set one, `fixed_s`.
     """
 
     def __init__(self, interruptions: Interruptions, fixed_s: float | None = None) -> None:
@@ -148,7 +143,7 @@ class Cadence:
 
     @property
     def may_save(self) -> bool:
-        """Whether a save at a good moment, such as an epoch's end, keeps the bound on the cost.
+        """Tell whether a save at an epoch's end, say, keeps the bound on the cost.
 
         If the user has set the interval there is no bound.
         """
@@ -170,11 +165,9 @@ class Cadence:
     def ended(self, write_s: float) -> None:
         """Count the cost of the save that is now on disk; call it between two steps.
 
-        The steps since then took longer than as many while nothing was written, by no more than the
-        time of writing: that counts if there is nothing to compare them with.
-
-        Args:
-            write_s: From the end of the stall.
+        The steps since then took longer than as many while nothing was written, by no more than
+        `write_s`, the time from the end of the stall: that counts if there is nothing to compare
+        them with.
         """
         busy = self.work.since(self.saved)
         usual_s = 0.0 if self.step_s is None else busy.steps * self.step_s
@@ -193,7 +186,7 @@ class Cadence:
         return self.spent_s / self.work.seconds if self.work.seconds > 0.0 else 0.0
 
     def news(self) -> dict[str, float] | None:
-        """Return the first save's cost, and later the cost whenever the interval has changed much."""
+        """Return the first save's cost, and later ones if the interval has changed much."""
         if self.last is None:
             return None
         if self.reported_s is not None:

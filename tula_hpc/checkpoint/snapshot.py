@@ -103,11 +103,7 @@ class Gpu:
 
 
 class Snapshots:
-    """Taker of snapshots, one at a time: a GPU's reuse the memory of the one before.
-
-    Args:
-        device: Device of the training; None: the host.
-    """
+    """Taker of snapshots, one at a time: a GPU's reuse the memory of the one before."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.device = device

@@ -78,7 +78,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """The checkpoints of one training in one folder. One process writes (rank 0); all may read.
+    """Checkpoints of one training in one folder. One process writes (rank 0); all may read.
 
     Args:
         folder: Made by the first save, with mode 0700.
@@ -316,7 +316,11 @@ def _read_verified(path: Path) -> bytes:
         if len(header) < _HEADER.size:
             raise CheckpointError(f"{path}: is truncated: {len(header)} bytes")
         magic, version, length, digest = _HEADER.unpack(header)
-        _check_header(path, magic, version)
+        if magic != MAGIC:
+            raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
+        if version != VERSION:
+            versions = f"has format version {version}; this program reads version {VERSION}"
+            raise CheckpointError(f"{path}: {versions}")
         if status.st_size != _HEADER.size + length:
             sizes = f"{status.st_size} bytes, not {_HEADER.size + length}"
             raise CheckpointError(f"{path}: is truncated or damaged: {sizes}")
@@ -345,15 +349,6 @@ def _check_ours(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(
             f"{path}: others may write to it; chmod 600 it if you trust what it holds"
-        )
-
-
-def _check_header(path: Path, magic: bytes, version: int) -> None:
-    if magic != MAGIC:
-        raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {version}; this program reads version {VERSION}"
         )
 
 

@@ -48,7 +48,7 @@ _WAVES = 4
 _GREY = 127.5
 # of 255: amplitude of the pattern
 _CONTRAST = 40.0
-# of 255: deviation of each pixel's noise; the classes overlap but can be told apart
+# of 255: deviation of each pixel's noise; the classes overlap but can be distinguished
 _NOISE = 50.0
 # each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
 _NOISE_VALUES = 2**20
@@ -85,13 +85,7 @@ def random_order(samples: int, seed: int) -> Indices:
 
 
 class PatternSource:
-    """Images that follow from (seed, position) alone; position p is of class p mod `classes`.
-
-    Args:
-        seed: Of patterns and noise.
-        classes: Number of patterns.
-        edge: Pixels.
-    """
+    """Images that follow from (seed, position) alone; position p is of class p mod `classes`."""
 
     def __init__(self, seed: int, classes: int, edge: int) -> None:
         self.seed, self.classes = seed, classes
@@ -262,25 +256,16 @@ def _cifar(spec: WorkloadSpec, image_size: int) -> Data:
     folder = cifar.find_binary(facts, data_dir)
     if folder is None:
         cifar.refuse_pickled(facts, data_dir)
-        return _split_tree(
-            spec, image_size, ("test",), scaling=facts.scaling, stored_edge=cifar.EDGE
-        )
+        options = {"scaling": facts.scaling, "stored_edge": cifar.EDGE}
+        return _split_tree(spec, image_size, test_names=("test",), **options)
     train = cifar.read_binary(facts, folder, facts.train, image_size=image_size)
     train.jitter = Jitter(cifar.EDGE // 8, flip=True) if spec.augment else None
     test = cifar.read_binary(facts, folder, facts.test, image_size=image_size)
     return Data(train, test, facts.classes, image_size)
 
 
-def _imagenet(spec: WorkloadSpec, image_size: int) -> Data:
-    return _split_tree(spec, image_size, ("val",))
-
-
-def _imagefolder(spec: WorkloadSpec, image_size: int) -> Data:
-    return _split_tree(spec, image_size, ("test", "val"))
-
-
 def _split_tree(
-    spec: WorkloadSpec, image_size: int, test_names: tuple[str, ...], **options: Any
+    spec: WorkloadSpec, image_size: int, *, test_names: tuple[str, ...], **options: Any
 ) -> Data:
     """Return the data of a tree with a folder for training and one for testing."""
     data_dir = _data_dir(spec)
@@ -333,6 +318,6 @@ _BUILDERS: dict[str, Callable[[WorkloadSpec, int], Data]] = {
     "cifar100": _cifar,
     "caltech101": _caltech,
     "caltech256": _caltech,
-    "imagenet": _imagenet,
-    "imagefolder": _imagefolder,
+    "imagenet": functools.partial(_split_tree, test_names=("val",)),
+    "imagefolder": functools.partial(_split_tree, test_names=("test", "val")),
 }

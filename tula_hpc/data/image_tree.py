@@ -239,7 +239,10 @@ def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
     """Return the listing, and whether every folder could be read."""
     entries = _entries(root)
     folders = [(b".", root.stat().st_mtime_ns)]
-    classes = sorted(entry.name for entry in entries if _is_class(entry, leave_out))
+    folder_names = [entry.name for entry in entries if entry.is_dir()]
+    classes = sorted(
+        name for name in folder_names if not name.startswith(".") and name not in leave_out
+    )
     if not classes:
         raise data_error(root, "expected one folder for each class, with images in it")
     names: list[bytes] = []
@@ -304,10 +307,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise data_error(folder, f"cannot be read: {error.strerror}") from None
-
-
-def _is_class(entry: os.DirEntry[str], leave_out: Iterable[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".") and entry.name not in leave_out
 
 
 def _images(

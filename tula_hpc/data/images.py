@@ -174,7 +174,7 @@ class PixelDataset(ImageDataset):
         labels: Class of each sample, (n,).
         scaling: From bytes to floats.
         image_size: Edge that the model wants, pixels.
-        jitter: Augmentation; None for none.
+        jitter: Augmentation.
     """
 
     def __init__(

@@ -44,9 +44,10 @@ Key = tuple[int, int]
 #
 # TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where
 # Slurm tracks processes by cgroup it signals only the tasks, elsewhere their children too, as a
-# `kill` of the process group does. A process inherits the blocked signals of the one that starts it, so
-# loader processes and their server never receive these two. The owner ends them with KILL, and they
-# watch the owner: the server ends only when they have, and torch's own watch sees the server.
+# `kill` of the process group does. A process inherits the blocked signals of the one that starts
+# it, so loader processes and their server never receive these two. The owner ends them with KILL,
+# and they watch the owner: the server ends only when they have, and torch's own watch sees the
+# server.
 def _process_options(count: int) -> dict[str, Any]:
     """Start the servers of loader processes, and return options of a `DataLoader`."""
     context = torch.multiprocessing.get_context("forkserver")
@@ -112,12 +113,7 @@ class KeyedItems(Protocol):
 
 
 class EpochDataset(Dataset[Any]):
-    """A data set whose items follow from (epoch, index) alone.
-
-    Args:
-        dataset: Items by index.
-        seed: Of the augmentation.
-    """
+    """Data set with items that follow from (epoch, index) and the augmentation's seed alone."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -166,14 +162,7 @@ class ResumableSampler(DistributedSampler[Key]):
 
     Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B =
     local_batch × world_size``; rank r has its r-th slice of `local_batch`. A rest smaller than B is
-    left out.
-
-    Args:
-        dataset: Anything with a length.
-        local_batch: Samples a step and worker.
-        rank: Of this worker.
-        world_size: Number of workers.
-        seed: Of the order.
+    left out. The data set needs nothing but a length.
     """
 
     def __init__(
@@ -274,7 +263,7 @@ def make_train_loader(
     Args:
         dataset: Items (inputs, targets) by index.
         local_batch: Samples a step and worker.
-        rank: Of this worker.
+        rank: Of this worker among `world_size`.
         world_size: Number of workers.
         seed: Of order and augmentation.
         loader_workers: Processes that load; 0 loads in this process.

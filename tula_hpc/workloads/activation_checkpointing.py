@@ -7,8 +7,8 @@ weighted layers together make a block.
 
 Each block's forward pass runs twice: buffers (BatchNorm's running statistics) move in the first
 pass only, and dropout draws the same numbers again. Results are those without checkpointing, bit
-for bit where the operators are deterministic. Limit: a module whose output depends on a buffer that
-its own forward pass changes (spectral normalization) would be computed again with the changed one,
+for bit where the operators are deterministic. Limit: if a module's output depends on a buffer that
+its own forward pass changes (spectral normalization), it is computed again with the changed one,
 and a block must not change its own input in place, unless twice is as good as once (ReLU).
 """
 
@@ -73,7 +73,7 @@ def _split(layers: nn.Sequential) -> None:
             value = _run(self, _chain(group), value)
         return value
 
-    layers.forward = types.MethodType(grouped, layers)  # type: ignore[method-assign] # of this module
+    layers.forward = types.MethodType(grouped, layers)  # type: ignore[method-assign]
 
 
 def _chain(group: Sequence[nn.Module]) -> Forward:

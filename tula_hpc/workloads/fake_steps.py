@@ -135,23 +135,16 @@ class Shapes(NamedTuple):
         labels = torch.empty(1, dtype=torch.long, device="meta")
         return cls(image, labels, classes, image_size, image.to(torch.uint8))
 
-    def batch(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+    def batch(self, samples: int, *, fake: bool, loaded: bool = False) -> tuple[Batch, Batch]:
         """Repeat the sample's inputs and targets; without contents, or zeros if it has none."""
-        return self._repeated((self.inputs, self.targets), samples, fake=fake)
-
-    def batch_ahead(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
-        """Return the next batch, which a GPU receives during a step, likewise."""
-        return self._repeated((self.loaded, self.targets), samples, fake=fake)
-
-    @staticmethod
-    def _repeated(batch: tuple[Batch, Batch], samples: int, *, fake: bool) -> tuple[Batch, Batch]:
 
         def repeated(one: Tensor) -> Tensor:
             if fake or one.is_meta:
                 return torch.zeros(samples, *one.shape[1:], dtype=one.dtype)
             return one.repeat(samples, *[1] * (one.dim() - 1))
 
-        inputs, targets = map_tensors(repeated, batch)
+        one_sample = (self.loaded if loaded else self.inputs, self.targets)
+        inputs, targets = map_tensors(repeated, one_sample)
         return inputs, targets
 
 
@@ -246,17 +239,9 @@ def count(
         _track_model(model, workload, tracker, fake=fake)
         if workload.activation_checkpointing:
             checkpoint_activations(model)
-        batch = partial(shapes.batch, fake=fake)
-        ahead = partial(shapes.batch_ahead, fake=fake) if on_gpu else None
-        steps = _Steps(workload, model, tracker, batch, world, batch_ahead=ahead)
-        # optimizer states are made in the first step
-        steps.step(LEAST_BATCH)
-        least, small, large = (steps.step(samples) for samples in (LEAST_BATCH, *batches))
-        states = [value for state in steps.optimizer.state.values() for value in state.values()]
-        parameters = sum(map(_size, model.parameters()))
-        trained = sum(map(_size, steps.parameters))
-        optimizer = sum(map(_size, states))
-        return Counts(parameters, trained, optimizer, batches, least, small, large)
+        make_batch = partial(shapes.batch, fake=fake)
+        steps = _Steps(workload, model, tracker, make_batch, world, on_gpu=on_gpu)
+        return steps.count(batches)
 
 
 class _Steps:
@@ -267,18 +252,34 @@ class _Steps:
         workload: WorkloadSpec,
         model: nn.Module,
         tracker: AllocationTracker,
-        batch: Callable[[int], tuple[Batch, Batch]],
+        batch: Callable[..., tuple[Batch, Batch]],
         world: int,
         *,
-        batch_ahead: Callable[[int], tuple[Batch, Batch]] | None,
+        on_gpu: bool,
     ) -> None:
         self.workload, self.model, self.tracker = workload, model, tracker
-        self.batch, self.batch_ahead = batch, batch_ahead
+        self.batch, self.on_gpu = batch, on_gpu
         self.criterion = build_criterion(workload)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
         self.optimizer = base_optimizer(workload, mine)
         self.buckets = _gradient_buckets(self.parameters) if world > 1 else []
+
+    def count(self, batches: tuple[int, int]) -> Counts:
+        """Take steps with the smallest batch and with these."""
+        # optimizer states are made in the first step
+        self.step(LEAST_BATCH)
+        least, small, large = (self.step(samples) for samples in (LEAST_BATCH, *batches))
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return Counts(
+            parameters=sum(map(_size, self.model.parameters())),
+            gradients=sum(map(_size, self.parameters)),
+            optimizer=sum(map(_size, states)),
+            batches=batches,
+            least=least,
+            small=small,
+            large=large,
+        )
 
     def step(self, local_batch: int) -> Step:
         """Take one step."""
@@ -286,7 +287,8 @@ class _Steps:
             parameter.grad = None
         inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
-        ahead = None if self.batch_ahead is None else self.batch_ahead(local_batch)
+        # a GPU receives the next batch during the step
+        ahead = self.batch(local_batch, loaded=True) if self.on_gpu else None
         self.tracker.watch()
         precision = self.workload.precision
         with torch.autocast("cpu", CPU_DTYPES[precision], enabled=precision != "fp32"):

@@ -13,12 +13,13 @@ exactly as far as tensors go. A model that needs values to run (own code that br
 counted on real tensors at small batches instead. Memory that a library takes inside an operator
 cannot be seen; it is allowed for:
 
-- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, whose holes
-  stay resident: `HEAP_HOLES` of the bytes in such blocks, and `LIBRARIES_BYTES` for code and buffers
-  of the first real step. Both were measured with `python -m tests.benchmarks.memory_estimate`.
-- CUDA: `DEVICE_OVERHEAD` of the tensors' bytes, for workspaces and the caching allocator's segments:
-  an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's `memory_margin` has
-  to hold it.
+- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, and its holes
+  stay resident: `HEAP_HOLES` of the bytes in such blocks, and `LIBRARIES_BYTES` for code and
+  buffers of the first real step. Both were measured with
+  `python -m tests.benchmarks.memory_estimate`.
+- CUDA: `DEVICE_OVERHEAD` of the tensors' bytes, for workspaces and segments of the caching
+  allocator: an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's
+  `memory_margin` has to hold it.
 
 Loader processes, the library of collectives and other users of a node are not counted either.
 """
@@ -81,8 +82,8 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     counts, method = _count(sweep.workload, world, cluster.device)
     counts = counts.with_step_copies(sweep.step_copies)
-    batches = _local_batches(sweep, cluster)
-    peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
+    # under ZeRO the counted states are this worker's share
+    state_copies = 2 * world if shards(sweep.workload, world) else 1
     # a single worker runs reference passes even with free_reference if its model turns out to have
     # BatchNorm
     copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
@@ -94,8 +95,9 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
         fixed_bytes=round(counts.fixed),
         host_baseline_bytes=host,
         scaling_bytes=counts.gradients * copies,
-        checkpoint_bytes=_checkpoint_copy(counts, sweep.workload, world),
-        peaks=peaks,
+        # as `analysis.memory.checkpoint_copy_bytes`
+        checkpoint_bytes=counts.parameters + counts.optimizer * state_copies,
+        peaks=_peaks(sweep, cluster, counts, host),
         limit_bytes=None,
         largest_local_batch=None,
         world_size=world,
@@ -144,40 +146,32 @@ def _find_shapes(workload: WorkloadSpec) -> Shapes:
     return Shapes(prepared(data.test, loaded), targets, data.classes, data.image_size, loaded)
 
 
-def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
-    found: set[int] = set()
+def _peaks(sweep: SweepSpec, cluster: ClusterSpec, counts: Counts, host: int) -> dict[int, int]:
+    """Return the bytes that count towards the limit by local batch of the search."""
+    batches: set[int] = set()
     for nodes in sweep.search.cluster_sizes:
-        found.update(local_batches(sweep.search, nodes, cluster.workers_per_node))
-    return sorted(found)
-
-
-def _checkpoint_copy(counts: Counts, workload: WorkloadSpec, world: int) -> int:
-    """Return bytes as `analysis.memory.checkpoint_copy_bytes` does.
-
-    Under ZeRO `counts.optimizer` is this worker's share.
-    """
-    return counts.parameters + counts.optimizer * (2 * world if shards(workload, world) else 1)
-
-
-def _limit_counts(counts: Counts, local_batch: int, device: str, host: int) -> float:
-    """Return the bytes that count towards the limit at a local batch."""
-    peak = counts.peak(local_batch)
-    if device == "cuda":
-        return peak * (1.0 + DEVICE_OVERHEAD)
-    return host + LIBRARIES_BYTES + peak + HEAP_HOLES * counts.heap_bytes(local_batch)
+        batches.update(local_batches(sweep.search, nodes, cluster.workers_per_node))
+    peaks = {}
+    for batch in sorted(batches):
+        tensors = counts.peak(batch)
+        if cluster.device == "cuda":
+            peaks[batch] = round(tensors * (1.0 + DEVICE_OVERHEAD))
+        else:
+            holes = HEAP_HOLES * counts.heap_bytes(batch)
+            peaks[batch] = round(host + LIBRARIES_BYTES + tensors + holes)
+    return peaks
 
 
 def _assumptions(device: str, method: str) -> tuple[str, ...]:
     if device == "cuda":
         assumed = [
-            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of what tensors "
-            "hold",
-            "the CUDA context and the collectives' buffers are left to the margin",
+            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of tensors' bytes",
+            "the memory margin holds the CUDA context and the collectives' buffers",
         ]
     else:
         assumed = [
-            f"holes in the heap take {HEAP_HOLES:.0%} of what blocks below 32 MiB hold",
-            "interpreter and libraries need what they need in the process that estimates",
+            f"holes in the heap take {HEAP_HOLES:.0%} of the bytes in blocks below 32 MiB",
+            "interpreter and libraries take as much as in the process that estimates",
         ]
     if method == "real":
         assumed.append("counted on real tensors: the model cannot run on fake ones")

@@ -79,11 +79,13 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         Raises:
             ValueError: A worker describes states that cannot be those of its parameters.
         """
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined]
+        # torch's own, which its stubs do not know
+        torch_own: Any = self
+        torch_own._sync_param_groups(self.param_groups, self.optim.param_groups)
         own: dict[int, dict[str, Any]] = self.optim.state_dict()["state"]
         gathered = []
         for rank in range(self.world_size):
-            groups = [group["params"] for group in self._partition_parameters()[rank]]  # type: ignore[attr-defined]
+            groups = [group["params"] for group in torch_own._partition_parameters()[rank]]
             parameters = [parameter for group in groups for parameter in group]
             state: dict[int, dict[str, Any]] = {}
             if rank == self.rank:
@@ -91,9 +93,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
                     state[index] = {name: _on_cpu(value) for name, value in values.items()}
             # the worker that gathers has nothing to send
             if rank == self.rank != to:
-                _send(own, rank, self._default_device)  # type: ignore[attr-defined]
+                _send(own, rank, torch_own._default_device)
             elif rank not in (self.rank, to):
-                state = _receive(parameters, rank, self._default_device)  # type: ignore[attr-defined]
+                state = _receive(parameters, rank, torch_own._default_device)
             gathered.append({"state": state, "param_groups": _numbered(groups)})
         # `state_dict` reads this
         self._all_state_dicts = gathered if self.rank == to else []

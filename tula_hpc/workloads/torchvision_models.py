@@ -227,9 +227,9 @@ def _small_vision_transformer(name: str, classes: int, image_size: int) -> nn.Mo
 
 
 def _maxvit(name: str, classes: int, image_size: int) -> nn.Module:
-    """Build `maxvit_t`, whose window must divide every block's grid.
+    """Build `maxvit_t` with a window that divides every block's grid.
 
-    The window is 7, as published, where that fits (224 pixels), else the largest that does.
+    It is 7, as published, if that fits (224 pixels), else the largest that does.
     torchvision.models.maxvit_t does not let its partition_size be chosen.
     """
     last_grid = image_size // _MAXVIT_STRIDE

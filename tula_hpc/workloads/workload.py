@@ -66,7 +66,7 @@ def build_workload(spec: WorkloadSpec, device: torch.device = CPU) -> Workload:
     data = build_data(spec)
     model = build_model(spec, data.classes, data.image_size)
     if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
-        message = "true, but the model has parameters of 5 dimensions; it is a layout of images"
+        message = "true, but the model has parameters of 5 dimensions; this layout is for images"
         raise InputError(message, key="workload.channels_last")
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
