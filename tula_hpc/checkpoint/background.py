@@ -88,7 +88,7 @@ class Saver(Protocol):
         """Return the largest of each value over all workers."""
 
 
-class OwnPart(Protocol):
+class OwnState(Protocol):
     """State that each worker saves by itself."""
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
@@ -101,9 +101,9 @@ class Saving:
     Args:
         worker: For the collective.
         store: Of the checkpoints; None if this worker writes none.
-        own: See `OwnPart`.
+        own: See `OwnState`.
         cadence: Read and updated on the worker that writes.
-        ground: The training's folder, on the worker that writes: if it is deleted the training
+        folder: The training's folder, on the worker that writes: if it is deleted the training
             fails, before it could write into a later one's.
     """
 
@@ -111,11 +111,11 @@ class Saving:
         self,
         worker: Saver,
         store: CheckpointStore | None,
-        own: OwnPart,
+        own: OwnState,
         cadence: Cadence,
-        ground: HeldFolder | None = None,
+        folder: HeldFolder | None = None,
     ) -> None:
-        self.worker, self.own, self.cadence, self.ground = worker, own, cadence, ground
+        self.worker, self.own, self.cadence, self.folder = worker, own, cadence, folder
         self.writer = None if store is None else BackgroundWriter(store, worker.device)
 
     def wish(self) -> Wish:
@@ -215,5 +215,5 @@ class Saving:
         return self.writer.finish() if self.writer is not None else None
 
     def _folder_error(self) -> CheckpointError | None:
-        message = self.ground.loss("trained") if self.ground is not None else ""
+        message = self.folder.loss("trained") if self.folder is not None else ""
         return CheckpointError(message) if message else None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.costs import interruptions as checkpoints
+from tula_hpc.analysis.costs import interruptions as interruption_costs
 from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
 
@@ -67,7 +67,7 @@ def expected_interruptions(
 
 def interval_s(cost_s: float, between_s: float) -> float:
     """Return the seconds of steps between two saves; see `interruptions.interval_s`."""
-    return float(checkpoints.interval_s(cost_s, np.array([between_s]))[0])
+    return float(interruption_costs.interval_s(cost_s, np.array([between_s]))[0])
 
 
 class Work(NamedTuple):
@@ -149,7 +149,8 @@ class Cadence:
         """
         if self.fixed_s is not None or self.cost_s is None:
             return True
-        return self.work.since(self.saved).seconds >= checkpoints.least_interval_s(self.cost_s)
+        least_s = interruption_costs.least_interval_s(self.cost_s)
+        return self.work.since(self.saved).seconds >= least_s
 
     def began(self, stall_s: float) -> None:
         """Count a save that was begun, for which the steps stood still so long."""
