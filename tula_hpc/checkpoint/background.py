@@ -1,8 +1,8 @@
-"""How a training saves: its state is copied between two steps, and written while it goes on.
+"""Saving of a training: its state is copied between two steps and written while it goes on.
 
 Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk
-is full or a later restart has fenced this process out, is an error on every worker at their next
-look at each other.
+is full or a later restart has fenced this process out, becomes an error on every worker when the
+workers next agree on a step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ from tula_hpc.files import HeldFolder
 class Landed(NamedTuple):
     """A write that is over."""
 
-    # that it took
+    # duration
     seconds: float = 0.0
     error: BaseException | None = None
 
 
 class BackgroundWriter:
-    """Writes checkpoints while training goes on, one at a time. The process does not end before the last is written.
-
-    Args:
-        store: Where to.
-        device: Of the training.
-    """
+    """Writer of checkpoints during training; the process outlives the last write."""
 
     def __init__(self, store: CheckpointStore, device: torch.device) -> None:
         self.store = store
@@ -45,10 +40,10 @@ class BackgroundWriter:
         self.write: Future[float] | None = None
 
     def begin(self, state: dict[str, Any], *, samples_seen: int, restart_count: int) -> None:
-        """Copy the state, and return while it is written; from then on it may change.
+        """Copy the state, which may change from then on, and begin to write it.
 
         Raises:
-            RuntimeError: Nobody has taken note of the write before this one; see `finish`.
+            RuntimeError: `finish` was not called for the write before this one.
         """
         if self.write is not None:
             raise RuntimeError("the write before this one has not been finished")
@@ -62,21 +57,21 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written."""
+        """Tell whether a write goes on."""
         return self.write is not None and not self.write.done()
 
     @property
     def has_landed(self) -> bool:
-        """Whether a write is over that nobody has taken note of."""
+        """Tell whether a write is over for which `finish` was not called."""
         return self.write is not None and self.write.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether that one failed."""
+        """Tell whether that write failed."""
         return self.write is not None and self.write.done() and self.write.exception() is not None
 
     def finish(self) -> Landed | None:
-        """Wait for the write that was begun; None: there is none."""
+        """Wait for the write that was begun; None if there is none."""
         write, self.write = self.write, None
         if write is None:
             return None
@@ -85,69 +80,73 @@ class BackgroundWriter:
 
 
 class Saver(Protocol):
-    """What saving needs from a worker."""
+    """The worker that saves."""
 
     device: torch.device
 
     def agree(self, *values: float) -> list[float]:
-        """The largest of each value over all workers."""
+        """Return the largest of each value over all workers."""
 
 
-class OwnPart(Protocol):
-    """What every worker saves by itself, where each has a state of its own."""
+class OwnState(Protocol):
+    """State that each worker saves by itself."""
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """Save it, and say what rank 0 adds to the checkpoint. Collective."""
+        """Save it, and return the entries that rank 0 adds to the checkpoint. Collective."""
 
 
 class Saving:
-    """One worker's part; every worker has one. Rank 0's decides when.
+    """One worker's share of saving; every worker has one, and rank 0's decides when.
 
-    Args: worker: For the collective. store: Of the checkpoints; None: this worker writes none. own:
-        See `OwnPart`. cadence: Asked and told on the worker that writes. ground: The training's
-        folder, on the worker that writes: where it is deleted the training fails, before it
-            could write into a later one's.
+    Args:
+        worker: For the collective.
+        store: Of the checkpoints; None if this worker writes none.
+        own: See `OwnState`.
+        cadence: Read and updated on the worker that writes.
+        folder: The training's folder, on the worker that writes: if it is deleted the training
+            fails, before it could write into a later one's.
     """
 
     def __init__(
         self,
         worker: Saver,
         store: CheckpointStore | None,
-        own: OwnPart,
+        own: OwnState,
         cadence: Cadence,
-        ground: HeldFolder | None = None,
+        folder: HeldFolder | None = None,
     ) -> None:
-        self.worker, self.own, self.cadence, self.ground = worker, own, cadence, ground
+        self.worker, self.own, self.cadence, self.folder = worker, own, cadence, folder
         self.writer = None if store is None else BackgroundWriter(store, worker.device)
 
     def wish(self) -> Wish:
-        """What this worker wants at a look; while a checkpoint is being written the next one is put off."""
+        """Return this worker's request; a write in progress puts the next checkpoint off."""
         if self.writer is None:
             return Wish.NOTHING
-        if self.writer.has_failed or self._lost():
+        if self.writer.has_failed or self._folder_error():
             return Wish.FAIL
         return Wish.SAVE if self.writer.write is None and self.cadence.due() else Wish.NOTHING
 
     @property
     def may_save(self) -> bool:
-        """Whether this worker would save now, at a good moment though not yet due: see `Cadence.may_save`.
+        """Tell whether to save at a good moment though not yet due: see `Cadence.may_save`.
 
-        Not to wait for what is being written, unless the user has set the interval.
+        Unless the user has set the interval, not if that would wait for a write.
         """
-        if self.writer is None:
+        if self.writer is None or not self.cadence.may_save:
             return False
-        return self.cadence.may_save and (
-            self.cadence.fixed_s is not None or not self.writer.is_busy
-        )
+        return self.cadence.fixed_s is not None or not self.writer.is_busy
 
     @property
     def has_landed(self) -> bool:
-        """Whether a checkpoint has come to be on disk; say so with `note` when the device has no work left."""
+        """Tell whether a checkpoint has reached the disk.
+
+        Call `note` then, when the device has no work left.
+        """
         return self.writer is not None and self.writer.has_landed and not self.writer.has_failed
 
     def note(self) -> None:
-        """Take note of it."""
-        landed = self.writer.finish() if self.writer is not None else None
+        """Record the cost of the checkpoint that is on disk."""
+        landed = self._finish()
         if landed is not None:
             self.cadence.ended(landed.seconds)
 
@@ -161,13 +160,12 @@ class Saving:
     ) -> None:
         """Begin a checkpoint, after the one before is on disk. Collective.
 
-        What other workers hold, divided optimizer states and whole states of their own, is gathered
-        or written before
-        this returns: a thread beside the training could not exchange anything, as collectives have
-        one order for all.
+        The states of other workers, divided optimizer states and whole states of their own, are
+        gathered or written before this returns: a thread beside the training could not exchange
+        anything, as collectives have one order for all.
 
         Args:
-            state: A checkpoint's content, whole on rank 0, collective. It is asked for once.
+            state: Returns a checkpoint's content, whole on rank 0; collective, called once.
             samples_seen: See `CheckpointStore.save`.
             restart_count: Likewise.
             wait: Return when it is on disk.
@@ -177,11 +175,11 @@ class Saving:
         """
         started = time.perf_counter()
         self.settle()
-        where = {"samples_seen": samples_seen, "restart_count": restart_count}
-        extra = self.own.save(**where)
+        position = {"samples_seen": samples_seen, "restart_count": restart_count}
+        extra = self.own.save(**position)
         content = state()
         if self.writer is not None:
-            self.writer.begin({**content, **extra}, **where)
+            self.writer.begin({**content, **extra}, **position)
         if wait:
             self.settle(measured=False)
             self.cadence.waited()
@@ -189,16 +187,17 @@ class Saving:
             self.cadence.began(time.perf_counter() - started)
 
     def settle(self, *, measured: bool = True) -> None:
-        """Wait until what was begun is on disk. Collective.
+        """Wait until the write that was begun is on disk. Collective.
 
         Args:
-            measured: Whether the training went on meanwhile, so that the write says what one costs.
+            measured: Whether the training went on meanwhile, so that the write shows its cost.
 
-        Raises: CheckpointError: It could not be saved, or the training's folder is gone; rank 0's
-            says why.
+        Raises:
+            CheckpointError: It could not be saved, or the training's folder is gone; rank 0's gives
+                the reason.
         """
-        landed = self.writer.finish() if self.writer is not None else None
-        error = (landed.error if landed is not None else None) or self._lost()
+        landed = self._finish()
+        error = (landed.error if landed is not None else None) or self._folder_error()
         (failed,) = self.worker.agree(float(error is not None))
         if error is not None:
             raise error
@@ -207,11 +206,14 @@ class Saving:
         if landed is not None and measured:
             self.cadence.ended(landed.seconds)
 
-    def _lost(self) -> CheckpointError | None:
-        words = self.ground.loss("trained") if self.ground is not None else ""
-        return CheckpointError(words) if words else None
-
     def abandon(self) -> BaseException | None:
-        """Wait for the write when training has failed already; not collective. Returns the write's own error."""
-        landed = self.writer.finish() if self.writer is not None else None
+        """Wait for the write after training has failed, and return its error; not collective."""
+        landed = self._finish()
         return landed.error if landed is not None else None
+
+    def _finish(self) -> Landed | None:
+        return self.writer.finish() if self.writer is not None else None
+
+    def _folder_error(self) -> CheckpointError | None:
+        message = self.folder.loss("trained") if self.folder is not None else ""
+        return CheckpointError(message) if message else None

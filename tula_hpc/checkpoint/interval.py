@@ -1,8 +1,8 @@
-"""How often a training saves: from what saving costs it, and from how often it is cut off; numbers only.
+"""Interval between checkpoints, from the cost of saving and the rate of interruptions.
 
-The interval is that of `analysis.checkpoints`. What one save costs the training, δ, is the time for
-which the steps stand still while the state is copied, and by how much longer they take while it is
-written.
+The formula is that of `analysis.costs.interruptions`. The cost of one save, δ, is the time for
+which the steps stand still while the state is copied, plus the time by which they take longer while
+it is written. This module knows numbers only.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.costs import interruptions as checkpoints
+from tula_hpc.analysis.costs import interruptions as interruption_costs
 from tula_hpc.analysis.costs.pricing import SECONDS_PER_HOUR, between_preemptions_s
 from tula_hpc.config import PricingSpec, TrainingSpec
 
 # the first save comes early, so that its cost is known
 FIRST_S = 60.0
-# slow ones, which say nothing about the steps while nothing is written
+# they are slow, and tell nothing about steps while nothing is written
 WARM_UP_STEPS = 5
-# saves; what the ones before them cost fades
+# saves; the cost of earlier ones fades
 REMEMBERED = 5
-# an interval that changed by so much is worth a line
+# report an interval that changed by this much
 NEWS_RATIO = 1.5
 
 
 class Interruptions(NamedTuple):
-    """How often a training is cut off without time to save, and what that is taken from."""
+    """Rate at which a training is cut off without time to save, and its evidence."""
 
     # mean time between two of them, before any was seen
     prior_s: float
@@ -37,55 +37,52 @@ class Interruptions(NamedTuple):
     over_s: float = 0.0
 
     def mean_s(self, since_s: float) -> float:
-        """M after so many further seconds: (prior + time) / (1 + seen), as if one more had been seen after the prior.
+        """Return the mean time between interruptions, M = (prior + time) / (1 + seen).
 
-        Args:
-            since_s: Of training in this process, which has not been cut off.
+        It is as if one more interruption had been seen after the prior. `since_s` is the time of
+        training in this process, which has not been cut off.
         """
-        return (
-            self.prior_s
-            if self.is_known
-            else (self.prior_s + self.over_s + since_s) / (1 + self.seen)
-        )
+        if self.is_known:
+            return self.prior_s
+        return (self.prior_s + self.over_s + since_s) / (1 + self.seen)
 
 
 def expected_interruptions(
     pricing: PricingSpec, training: TrainingSpec, nodes: int, *, seen: int, over_s: float
 ) -> Interruptions:
-    """From spot prices, which say how often nodes are taken away; else from the configuration and what was seen.
+    """Take the rate from spot prices, else from the configuration and past interruptions.
 
     Args:
-        pricing: Of the cluster.
+        pricing: Of the cluster; spot prices tell how often nodes are taken away.
         training: Its `interruption_hours`.
         nodes: Of the training.
         seen: Interruptions of this training so far.
-        over_s: In so many seconds of training.
+        over_s: Seconds of training in which they were seen.
     """
     if pricing.basis == "spot":
-        return Interruptions(
-            float(between_preemptions_s(pricing, np.array([float(nodes)]))[0]), is_known=True
-        )
+        (between_s,) = between_preemptions_s(pricing, np.array([float(nodes)]))
+        return Interruptions(float(between_s), is_known=True)
     return Interruptions(training.interruption_hours * SECONDS_PER_HOUR, seen=seen, over_s=over_s)
 
 
 def interval_s(cost_s: float, between_s: float) -> float:
-    """Seconds of training steps between two saves, of one training; see `checkpoints.interval_s`."""
-    return float(checkpoints.interval_s(cost_s, np.array([between_s]))[0])
+    """Return the seconds of steps between two saves; see `interruptions.interval_s`."""
+    return float(interruption_costs.interval_s(cost_s, np.array([between_s]))[0])
 
 
 class Work(NamedTuple):
-    """Training steps that were taken, and the time that they took."""
+    """Training steps, and the time that they took."""
 
     steps: int = 0
     seconds: float = 0.0
 
     def since(self, earlier: Work) -> Work:
-        """What came after that."""
+        """Return the work after an earlier moment."""
         return Work(self.steps - earlier.steps, self.seconds - earlier.seconds)
 
 
 class Cost(NamedTuple):
-    """What a save cost, seconds."""
+    """Cost of a save, seconds."""
 
     # the steps stood still
     stall_s: float
@@ -101,11 +98,10 @@ class Cost(NamedTuple):
 
 
 class Cadence:
-    """Rank 0's clock of saves. It counts the seconds of steps: a kill costs them, and the bound is a share of them.
+    """Rank 0's clock of saves, in seconds of steps.
 
-    Args:
-        interruptions: For M.
-        fixed_s: The interval, where the user has set one; None: it follows from what is measured.
+    An interruption costs seconds of steps, and the bound on the cost is a share of them. The
+    interval follows from measurements unless the user has set one, `fixed_s`.
     """
 
     def __init__(self, interruptions: Interruptions, fixed_s: float | None = None) -> None:
@@ -120,11 +116,11 @@ class Cadence:
         # of the save that is being written
         self.stall_s = 0.0
         self.last: Cost | None = None
-        # δ: mean over the last saves; None: not one was measured
+        # δ: mean over the last saves; None: none was measured
         self.cost_s: float | None = None
-        # measured, and what they cost together
+        # measured saves, and their cost together
         self.saves, self.spent_s = 0, 0.0
-        self.told_s: float | None = None
+        self.reported_s: float | None = None
 
     def worked(self, seconds: float) -> None:
         """Count a step."""
@@ -142,38 +138,37 @@ class Cadence:
         return interval_s(self.cost_s, self.interruptions.mean_s(self.work.seconds))
 
     def due(self) -> bool:
-        """Whether the interval is over."""
+        """Tell whether the interval is over."""
         return self.work.since(self.saved).seconds >= self.interval_s
 
     @property
     def may_save(self) -> bool:
-        """Whether a save at a good moment, as the end of an epoch is one, keeps the bound on the cost.
+        """Tell whether a save at an epoch's end, say, keeps the bound on the cost.
 
-        Where the user has set the interval there is no bound.
+        If the user has set the interval there is no bound.
         """
         if self.fixed_s is not None or self.cost_s is None:
             return True
-        return self.work.since(self.saved).seconds >= checkpoints.least_interval_s(self.cost_s)
+        least_s = interruption_costs.least_interval_s(self.cost_s)
+        return self.work.since(self.saved).seconds >= least_s
 
     def began(self, stall_s: float) -> None:
-        """A save was begun, for which the steps stood still so long."""
+        """Count a save that was begun, for which the steps stood still so long."""
         self.saved, self.stall_s = self.work, stall_s
         quiet = self.work.since(self.quiet)
         if quiet.steps > 0:
             self.step_s = quiet.seconds / quiet.steps
 
     def waited(self) -> None:
-        """A save was begun and waited for, as at a stop: it says nothing about one that is not."""
+        """Count a save that was waited for, as at a stop: its cost is not that of others."""
         self.saved = self.quiet = self.work
 
     def ended(self, write_s: float) -> None:
-        """What was begun is on disk; call it between two steps.
+        """Count the cost of the save that is now on disk; call it between two steps.
 
-        The steps since then took longer than as many while nothing was written, by no more than the
-        time of writing: that counts where there is nothing to compare them with.
-
-        Args:
-            write_s: From the end of the stall.
+        The steps since then took longer than as many while nothing was written, by no more than
+        `write_s`, the time from the end of the stall: that counts if there is nothing to compare
+        them with.
         """
         busy = self.work.since(self.saved)
         usual_s = 0.0 if self.step_s is None else busy.steps * self.step_s
@@ -188,19 +183,18 @@ class Cadence:
 
     @property
     def share(self) -> float:
-        """What measured saves cost, of the training steps' time so far."""
+        """Cost of measured saves as a share of the steps' time so far."""
         return self.spent_s / self.work.seconds if self.work.seconds > 0.0 else 0.0
 
     def news(self) -> dict[str, float] | None:
-        """What is worth a line after a save: what the first one cost, and when the interval has changed by much."""
-        if self.last is None or not self._has_changed():
+        """Return the first save's cost, and later ones if the interval has changed much."""
+        if self.last is None:
             return None
-        self.told_s = self.interval_s
+        if self.reported_s is not None:
+            ratio = self.interval_s / self.reported_s
+            if 1 / NEWS_RATIO < ratio < NEWS_RATIO:
+                return None
+        self.reported_s = self.interval_s
         between_s = self.interruptions.mean_s(self.work.seconds)
         costs = {**self.last._asdict(), "cost_s": self.cost_s or 0.0, "share": self.share}
-        return {"interval_s": self.told_s, **costs, "between_interruptions_s": between_s}
-
-    def _has_changed(self) -> bool:
-        if self.told_s is None:
-            return True
-        return not 1 / NEWS_RATIO < self.interval_s / self.told_s < NEWS_RATIO
+        return {"interval_s": self.reported_s, **costs, "between_interruptions_s": between_s}

@@ -1,8 +1,8 @@
-"""What the payload of a checkpoint may hold: plain tensors and values, and no more of them than the file has bytes.
+"""Checks of a checkpoint's payload: plain tensors and values, no larger than the file.
 
-`torch.load(weights_only=True)` executes nothing, but it builds what it is told to: a file of a few
-bytes can ask for a tensor of terabytes, or be packed. What `torch.save` writes of a training's
-state needs none of that.
+`torch.load(weights_only=True)` executes nothing, but it builds whatever the file asks for: a few
+bytes can ask for a tensor of terabytes, or be packed. A training's state, as `torch.save` writes
+it, needs none of that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 MAX_DEPTH = 64
 # of names, numbers and shapes; the tensors' bytes are not in the pickle
 MAX_PICKLE_BYTES = 64 * 1024**2
-# A tensor and its name take some 25 instructions, so there is room for 160,000. The dearest of
-# them, an empty dictionary of one byte, takes 64 bytes of memory.
+# A tensor and its name take some 25 instructions, so there is room for 160,000. The most expensive,
+# an empty dictionary of one byte, takes 64 bytes of memory.
 MAX_INSTRUCTIONS = 4_000_000
-# Torch's loader knows them; states have none, and one byte makes more than 200.
+# torch's loader knows them; states have none, and one byte makes more than 200
 _SETS = {"EMPTY_SET", "FROZENSET"}
 PLAIN_DTYPES = (
     torch.float16,
@@ -41,23 +41,26 @@ PLAIN_DTYPES = (
 )
 # torch.save's format; the older ones are not ours
 _ZIP = b"PK\x03\x04"
-# what such a state refers to: functions that give a storage a shape, and types of storages
+# references of such a state: functions that give a storage a shape, and types of storages
 _KNOWN = re.compile(
-    r"collections (OrderedDict|Counter)|torch\._utils _rebuild_(tensor_v2|parameter|parameter_with_state)|"
-    r"torch (Half|BFloat16|Float|Double|Byte|Char|Short|Int|Long|Bool|ComplexFloat|ComplexDouble)Storage"
+    r"collections (OrderedDict|Counter)|"
+    r"torch\._utils _rebuild_(tensor_v2|parameter|parameter_with_state)|"
+    r"torch (Half|BFloat16|Float|Double|Byte|Char|Short|Int|Long|Bool|ComplexFloat|ComplexDouble)"
+    r"Storage"
 )
 
 
 class PayloadError(ValueError):
-    """What is wrong with a payload, as the rest of a sentence about it."""
+    """Error of a payload, as the rest of a sentence about it."""
 
 
 def check_archive(payload: bytes) -> None:
-    """Look at a payload before it is loaded.
+    """Check a payload before it is loaded.
 
-    Raises: PayloadError: It is not what `torch.save` writes of a training's state; the message says
-        what it does or is. zipfile.BadZipFile: It is no archive. Other errors of malformed archives
-        and pickles are possible too.
+    Raises:
+        PayloadError: `torch.save` would not write this for a training's state.
+        zipfile.BadZipFile: It is no archive. Other errors of malformed archives and pickles are
+            possible too.
     """
     if not payload.startswith(_ZIP):
         raise PayloadError("does not hold what torch.save writes")
@@ -88,14 +91,15 @@ def _check_instructions(pickled: bytes) -> None:
 
 
 def check_loaded(state: Any, most_bytes: int) -> None:
-    """Look at what was loaded before anything reads its numbers: no tensor may reach beyond the payload.
+    """Check the loaded content before anything reads its numbers.
 
     Args:
-        state: The loaded content.
-        most_bytes: Size of the payload.
+        state: The content.
+        most_bytes: Size of the payload, beyond which no tensor may reach.
 
-    Raises: PayloadError: A tensor claims more bytes than the payload has, or containers are nested
-        too deeply.
+    Raises:
+        PayloadError: A tensor claims more bytes than the payload has, or containers are nested too
+            deeply.
     """
     todo: list[tuple[Any, int]] = [(state, 0)]
     containers: set[int] = set()
@@ -111,15 +115,14 @@ def check_loaded(state: Any, most_bytes: int) -> None:
             if depth > MAX_DEPTH:
                 raise PayloadError(f"is nested deeper than {MAX_DEPTH} levels")
             containers.add(id(value))
-            todo += [
-                (item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)
-            ]
+            items = value.values() if isinstance(value, dict) else value
+            todo += [(item, depth + 1) for item in items]
     if sum(storages.values()) > most_bytes:
         raise PayloadError("holds tensors that are larger than the file")
 
 
 def why_not_plain(tensor: Tensor) -> str:
-    """Why a tensor could not be loaded again as `check_archive` and `check_loaded` have it; empty where it could."""
+    """Name the trait that would keep a tensor from being loaded again; empty if there is none."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return "a tensor without a plain storage"
     if tensor.dtype not in PLAIN_DTYPES:

@@ -1,12 +1,13 @@
-"""A copy of a training's state in host memory, taken between two steps, while the next one goes on.
+"""Copy of a training's state in host memory, taken between two steps while the next one goes on.
 
 It needs as much host memory as the state: a model's parameters and buffers, and the optimizer's
-states. Plans reckon with that, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
+states. Plans count it, see `analysis.memory.checkpoint_copy_bytes`; profiles do not see it.
 
 On a CPU tensors are cloned. On a GPU they are copied to page-locked memory, which is kept for the
-next time, by a stream of its own, after all that the training's stream was asked for. Meanwhile the
-next step must not change them: they are cloned on the GPU first where at least twice as much memory
-is free as that takes, else the training's stream waits for the copy. The host waits for neither.
+next time, by a stream of its own, after all work that the training's stream was given. Meanwhile
+the next step must not change them: they are cloned on the GPU first if at least twice as much
+memory is free as that takes, else the training's stream waits for the copy. The host waits for
+neither.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """Something that a device was asked for."""
+    """Work that a device was given."""
 
     def synchronize(self) -> None:
         """Wait until it is done."""
 
 
 class Snapshot(NamedTuple):
-    """A state as it was; whole once `wait` returns."""
+    """A state as it was; complete once `wait` returns."""
 
     state: dict[str, Any]
-    # None: it is whole
+    # None: it is complete
     copied: Pending | None
     # clones on the device, until they are copied
     held: list[Tensor]
 
     def wait(self) -> dict[str, Any]:
-        """The state, when the last tensor has arrived; any thread may ask."""
+        """Return the state when the last tensor has arrived; from any thread."""
         if self.copied is not None:
             self.copied.synchronize()
             self.held.clear()
@@ -44,43 +45,46 @@ class Snapshot(NamedTuple):
 
 
 class Device(Protocol):
-    """Where tensors are copied from, behind the host's back."""
+    """Device from which tensors are copied while the host goes on."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is there, and not on the host."""
+        """Tell whether the tensor is there, and not on the host."""
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether so much may be cloned."""
+        """Tell whether so much may be cloned."""
 
     def buffer(self, tensor: Tensor) -> Tensor:
-        """Host memory for it."""
+        """Return host memory for a tensor."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Pending:
-        """Begin to copy to each first tensor from the second; `block`: what the training asks for later comes later."""
+        """Begin to copy to each first tensor from the second.
+
+        With `block`, later work of the training waits for the copy.
+        """
 
 
 class Gpu:
-    """A CUDA device.
-
-    Args:
-        device: Which one.
-    """
+    """A CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:
         """See `Device.holds`."""
         return tensor.device.type != "cpu"
 
     def has_room(self, size_bytes: int) -> bool:
-        """Memory that the training has used before stays its own: what is free now, no step has needed so far."""
+        """See `Device.has_room`.
+
+        torch keeps memory that the training has used before: no step so far needed the memory that
+        is free now.
+        """
         free, _ = torch.cuda.mem_get_info(self.device)
         return 2 * size_bytes <= free
 
     def buffer(self, tensor: Tensor) -> Tensor:
-        """Page-locked: only to and from there the device copies by itself."""
+        """Return page-locked memory: the device copies by itself only to and from there."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, block: bool) -> Pending:
@@ -90,20 +94,16 @@ class Gpu:
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        # whoever waits for it leaves the core to the training
-        copied: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's
-        self.stream.record_event(copied)  # type: ignore[no-untyped-call] # torch's
+        # a thread that waits for it leaves the core to the training
+        copied: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.stream.record_event(copied)  # type: ignore[no-untyped-call]
         if block:
             training.wait_event(copied)
         return copied
 
 
 class Snapshots:
-    """Takes snapshots, one at a time: of a GPU's, each lives in the memory of the one before.
-
-    Args:
-        device: Where the training runs; None: on the host.
-    """
+    """Taker of snapshots, one at a time: a GPU's reuse the memory of the one before."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.device = device
@@ -111,7 +111,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, state: dict[str, Any]) -> Snapshot:
-        """Copy a state of tensors and plain values in dicts, lists and tuples; nothing in it is shared with the copy.
+        """Copy a state of tensors and plain values in dicts, lists and tuples; share nothing.
 
         Tensors become plain ones (no parameters), and those that share their memory go on sharing
         it.
@@ -120,22 +120,22 @@ class Snapshots:
         known: dict[tuple[object, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if place not in known:
-                known[place] = self._copied(tensor, pairs)
-            return known[place]
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if key not in known:
+                known[key] = self._copied(tensor, pairs)
+            return known[key]
 
         taken = each_tensor(state, copied)
         if self.device is None or not pairs:
             return Snapshot(taken, None, [])
-        clones = self._clones([source for _, source in pairs], self.device)
-        sources = clones or [source for _, source in pairs]
+        sources = [source for _, source in pairs]
+        clones = self._clones(sources, self.device)
         targets = [target for target, _ in pairs]
-        pending = self.device.copy(list(zip(targets, sources, strict=True)), block=not clones)
-        return Snapshot(taken, pending, clones)
+        copies = list(zip(targets, clones or sources, strict=True))
+        return Snapshot(taken, self.device.copy(copies, block=not clones), clones)
 
     def _copied(self, tensor: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """A clone, or where the tensor is on the device, host memory that is to be filled."""
+        """Return a clone, or for a tensor on the device host memory to be filled."""
         tensor = tensor.detach()
         if self.device is None or not self.device.holds(tensor):
             return tensor.clone()
@@ -143,32 +143,30 @@ class Snapshots:
         pairs.append((target, tensor))
         return target
 
-    def _buffer(self, place: int, tensor: Tensor, device: Device) -> Tensor:
-        """Of the last snapshot where it fits: page-locking memory takes longer than filling it."""
-        if place == len(self.buffers):
+    def _buffer(self, index: int, tensor: Tensor, device: Device) -> Tensor:
+        """Return the last snapshot's memory if it fits: page-locking takes longer than filling."""
+        if index == len(self.buffers):
             self.buffers.append(device.buffer(tensor))
-        old = self.buffers[place]
-        if (old.shape, old.dtype) != (
-            tensor.shape,
-            tensor.dtype,
-        ) or old.stride() != tensor.stride():
-            self.buffers[place] = device.buffer(tensor)
-        return self.buffers[place]
+        old = self.buffers[index]
+        wanted = (tensor.shape, tensor.dtype, tensor.stride())
+        if (old.shape, old.dtype, old.stride()) != wanted:
+            self.buffers[index] = device.buffer(tensor)
+        return self.buffers[index]
 
     @staticmethod
     def _clones(tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
-        """On the device; none where they might take memory that steps need."""
+        """Return clones on the device, none if they might take memory that steps need."""
         if not device.has_room(sum(tensor.nbytes for tensor in tensors)):
             return []
         try:
             return [tensor.clone() for tensor in tensors]
         except torch.OutOfMemoryError:
-            # of another process's doing: it is free for all
+            # another process may have taken the free memory
             return []
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same containers anew, with every tensor changed; other values as they are."""
+    """Return copies of the containers with every tensor changed; other values stay."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,13 +1,12 @@
 """Checkpoints that survive being killed, damaged and tampered with.
 
 A file is a fixed header (magic, version, payload length, SHA-256 of the payload) and the bytes of
-`torch.save`. It is written under a temporary name, synced, renamed, and only then called saved;
-nothing is unpickled before its checksum matched, and then only tensors and plain values.
+`torch.save`. It is written under a temporary name, synced, renamed, and only then called saved.
+Nothing is unpickled before its checksum matched, and then only tensors and plain values.
 
-File names carry how often the job had been requeued and the samples seen,
-`checkpoint-r0001-000000012800.tula`: the order of names is the order of ages. A later restart
-counts before more samples, because a restart that had to go back to an older checkpoint abandons
-what was saved after it.
+File names carry the job's restart count and the samples seen,
+`checkpoint-r0001-000000012800.tula`: the order of names is the order of ages. The restart count
+comes first, because a restart that had to go back to an older checkpoint abandons the later ones.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MAX_INTEGER_BITS = 2000
 _HEADER = struct.Struct(">8sIQ32s")
 _NAME = re.compile(r"checkpoint-r(\d{4,})-(\d{12,})\.tula")
 _TEMPORARY = re.compile(r"\.checkpoint-r(\d{4,})-\d{12,}\.tula\..+\.tmp")
-# what a payload can raise that passed its checksum but was not made by `save`
+# errors of a payload that passed its checksum but was not made by `save`
 _UNLOADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -67,11 +66,11 @@ _UNLOADABLE = (
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What `CheckpointStore.load_latest` found."""
+    """The newest usable checkpoint."""
 
     state: dict[str, Any]
     path: Path
-    # newer files that could not be used, and why
+    # newer files that could not be used, with the reasons
     rejected: list[tuple[Path, str]]
     samples_seen: int
     # of the job that saved it
@@ -79,11 +78,11 @@ class LoadedCheckpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """The checkpoints of one training in one folder. One process writes (rank 0); all may read.
+    """Checkpoints of one training in one folder. One process writes (rank 0); all may read.
 
     Args:
         folder: Made by the first save, with mode 0700.
-        keep: How many usable checkpoints stay; at least 1, but 2 survive a damaged one.
+        keep: Number of usable checkpoints to keep; at least 1, but 2 survive a damaged one.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -96,7 +95,7 @@ class CheckpointStore:
         self._rejected: set[Path] = set()
 
     def save(self, state: dict[str, Any], *, samples_seen: int, restart_count: int = 0) -> Path:
-        """Save durably, then delete what is older than the newest `keep` files; returns the file's path.
+        """Save durably, delete all but the newest `keep` files, and return the file's path.
 
         When this returns, the checkpoint survives a power failure; when it raises, the older ones
         are still there and nothing half-written is.
@@ -104,11 +103,12 @@ class CheckpointStore:
         Args:
             state: Tensors, numbers, strings and None, in lists, tuples and dicts.
             samples_seen: Samples trained on since the start; names the file.
-            restart_count: How often the job had been requeued when this process started.
+            restart_count: Requeues of the job before this process started.
 
-        Raises: CheckpointError: The state holds something that could not be loaded again, a later
-            restart has already saved
-                (this process is a left-over), or the file cannot be written.
+        Raises:
+            CheckpointError: The state holds something that could not be loaded again, a later
+                restart has already saved (this process is a left-over), or the file cannot be
+                written.
         """
         path = self.folder / file_name(restart_count, samples_seen)
         _check_storable(state, "state")
@@ -126,15 +126,16 @@ class CheckpointStore:
         return path
 
     def keep_newest_only(self) -> None:
-        """Delete all but the newest usable file, when training is over and only its outcome counts."""
+        """Delete all but the newest usable file, when training is over."""
         self.keep = 1
         self._prune()
 
     def load_latest(self, map_location: str | torch.device = "cpu") -> LoadedCheckpoint | None:
-        """Load the newest usable checkpoint; None where there is no file at all.
+        """Load the newest usable checkpoint; None if there is no file at all.
 
-        Raises: CheckpointError: There are files, but none can be used. Beginning anew would
-            silently repeat the work.
+        Raises:
+            CheckpointError: There are files, but none can be used. To start from the beginning
+                would silently repeat the work.
         """
         rejected: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
@@ -153,26 +154,26 @@ class CheckpointStore:
 
     @staticmethod
     def load(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-        """Verify and load one file. Its bytes are read once, so those that are unpickled are those that were verified.
+        """Verify and load one file.
 
-        Raises: CheckpointError: The file is missing, someone else's, writable by others, a link,
-            damaged, or not made by
-                `save`.
+        Its bytes are read once, so the bytes that are unpickled are those that were verified.
+
+        Raises:
+            CheckpointError: The file is missing, someone else's, writable by others, a link,
+                damaged, or not made by `save`.
         """
         try:
             _check_folder(path.parent)
             payload = _read_verified(path)
         except OSError as error:
-            reason = (
-                "is a symbolic link"
-                if error.errno == errno.ELOOP
-                else f"cannot be read: {error.strerror or error}"
-            )
+            reason = f"cannot be read: {error.strerror or error}"
+            if error.errno == errno.ELOOP:
+                reason = "is a symbolic link"
             raise CheckpointError(f"{path}: {reason}") from error
         return _unpickle(path, payload, map_location)
 
     def paths(self) -> list[Path]:
-        """All checkpoint files, oldest first; they have not been verified."""
+        """List all checkpoint files, oldest first; they have not been verified."""
         return sorted((path for path in self._entries() if _NAME.fullmatch(path.name)), key=_age)
 
     def _entries(self) -> list[Path]:
@@ -182,9 +183,8 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: cannot be read: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.folder}: cannot be read: {reason}") from error
 
     def _prepare_folder(self) -> None:
         make_private(self.folder)
@@ -192,7 +192,7 @@ class CheckpointStore:
         self.folder.chmod(0o700)
 
     def _refuse_left_over(self, restart_count: int) -> None:
-        """The fence: after a node was lost its old process can live on while the requeued job already runs."""
+        # after a node was lost its old process can live on while the requeued job already runs
         newest = max((_age(path) for path in self.paths()), default=None)
         if newest is not None and restart_count < newest.restart_count:
             stale = f"this process of restart {restart_count} is a left-over"
@@ -201,7 +201,7 @@ class CheckpointStore:
             )
 
     def _remove_temporaries(self, restart_count: int) -> None:
-        """Remove what killed saves left, except a later restart's: that one may be writing just now."""
+        """Remove files of killed saves, except a later restart's, which may be writing just now."""
         for path in self._entries():
             match = _TEMPORARY.fullmatch(path.name)
             if match and int(match[1]) <= restart_count:
@@ -218,14 +218,15 @@ class CheckpointStore:
         _sync_folder(self.folder)
 
     def _prune(self) -> None:
-        """Delete what is older than the `keep` newest usable files. Files that `load_latest` rejected do not count."""
+        """Delete files older than the `keep` newest, of which rejected ones do not count."""
         usable = 0
         for path in reversed(self.paths()):
             if usable >= self.keep:
                 # the new checkpoint is safe; the next save tries again
                 with contextlib.suppress(OSError):
                     path.unlink()
-            usable += path not in self._rejected
+            if path not in self._rejected:
+                usable += 1
 
 
 class _Age(NamedTuple):
@@ -241,7 +242,7 @@ def _age(path: Path) -> _Age:
 
 
 def file_name(restart_count: int, samples_seen: int) -> str:
-    """Of what `CheckpointStore.save` saves."""
+    """Return the file name of a checkpoint."""
     if restart_count < 0 or samples_seen < 0:
         raise ValueError(f"expected counts of 0 or more, got {restart_count=}, {samples_seen=}")
     return f"checkpoint-r{restart_count:04d}-{samples_seen:012d}.tula"
@@ -249,7 +250,7 @@ def file_name(restart_count: int, samples_seen: int) -> str:
 
 @contextlib.contextmanager
 def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """A new file beside `path`, mode 0600; removed on failure (after the rename there is nothing left to remove)."""
+    """Open a new file beside `path`, mode 0600; remove it unless it was renamed."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -268,7 +269,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _HashingWriter:
-    """Passes bytes on, counts and hashes them; so a checkpoint is never held in memory a second time.
+    """Writer that counts and hashes bytes, so that a checkpoint is in memory only once.
 
     The first OSError is kept for later: torch's C++ writer calls `write` and cannot pass an
     exception on.
@@ -290,11 +291,11 @@ class _HashingWriter:
         return size
 
     def flush(self) -> None:
-        """The caller flushes the file."""
+        """Do nothing: the caller flushes the file."""
 
 
 def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
-    """Payload first, header last: without its header a half-written file cannot pass for a whole one."""
+    # the header last: without it a half-written file cannot pass for a whole one
     file.write(bytes(_HEADER.size))
     writer = _HashingWriter(file)
     # it needs only write and flush
@@ -306,7 +307,7 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
 
 
 def _read_verified(path: Path) -> bytes:
-    """The payload, if everything that stands before it is right."""
+    """Return the payload of an owned, undamaged file."""
     # Path.open takes no opener
     with open(path, "rb", opener=_open_carefully) as file:
         status = os.fstat(file.fileno())
@@ -315,11 +316,14 @@ def _read_verified(path: Path) -> bytes:
         if len(header) < _HEADER.size:
             raise CheckpointError(f"{path}: is truncated: {len(header)} bytes")
         magic, version, length, digest = _HEADER.unpack(header)
-        _check_header(path, magic, version)
+        if magic != MAGIC:
+            raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
+        if version != VERSION:
+            versions = f"has format version {version}; this program reads version {VERSION}"
+            raise CheckpointError(f"{path}: {versions}")
         if status.st_size != _HEADER.size + length:
-            raise CheckpointError(
-                f"{path}: is truncated or damaged: {status.st_size} bytes, not {_HEADER.size + length}"
-            )
+            sizes = f"{status.st_size} bytes, not {_HEADER.size + length}"
+            raise CheckpointError(f"{path}: is truncated or damaged: {sizes}")
         payload = file.read()
     if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
@@ -348,15 +352,6 @@ def _check_ours(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _check_header(path: Path, magic: bytes, version: int) -> None:
-    if magic != MAGIC:
-        raise CheckpointError(f"{path}: is damaged or not a checkpoint of this program")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {version}; this program reads version {VERSION}"
-        )
-
-
 def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> dict[str, Any]:
     try:
         check_archive(payload)
@@ -377,7 +372,7 @@ def _unpickle(path: Path, payload: bytes, map_location: str | torch.device) -> d
 
 
 def _unloadable_reason(error: Exception) -> str:
-    """One line; torch's own text for refused classes recommends to load them unsafely."""
+    """Return one line; torch's own text for refused classes recommends to load them unsafely."""
     if isinstance(error, pickle.UnpicklingError):
         refused = re.search(r"GLOBAL (\S+)", str(error))
         return f"a reference to {refused[1]}" if refused else "more than tensors and plain values"
@@ -385,16 +380,15 @@ def _unloadable_reason(error: Exception) -> str:
 
 
 def _check_storable(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse what the safe loader would refuse, now rather than when the checkpoint is needed.
+    """Refuse values that the safe loader would refuse when the checkpoint is needed.
 
     Types are compared exactly: a subclass (an enumeration, a NumPy float, a named tuple) is pickled
     as something else.
     """
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise CheckpointError(
-            f"{where[:200]}…: is nested deeper than {MAX_DEPTH} levels, or contains itself"
-        )
+        deep = f"is nested deeper than {MAX_DEPTH} levels, or contains itself"
+        raise CheckpointError(f"{where[:200]}…: {deep}")
     if kind is int and value.bit_length() > MAX_INTEGER_BITS:
         raise CheckpointError(f"{where}: an integer of {value.bit_length()} bits cannot be saved")
     # these may carry attributes, which are saved too
@@ -418,8 +412,9 @@ def _describe(kind: type) -> str:
 
 def _check_key(key: Any, where: str) -> None:
     if type(key) not in (str, int, float, bool, type(None)):
+        expected = "expected strings or numbers"
         raise CheckpointError(
-            f"{where}: {_describe(type(key))} cannot be saved as a key; expected strings or numbers"
+            f"{where}: {_describe(type(key))} cannot be saved as a key; {expected}"
         )
 
 

@@ -1,8 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (A. Krizhevsky 2009) in their binary version, read where it lies.
+"""CIFAR-10 and CIFAR-100 (A. Krizhevsky 2009) in their binary version.
 
-The versions "for Python" are pickles; a pickle runs whatever it says when it is read, so they are
-refused.
-Layout: https://www.cs.toronto.edu/~kriz/cifar.html
+The versions "for Python" are pickles, which run arbitrary code when they are read: they are
+refused. Layout: https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _IMAGE_BYTES = 3 * EDGE * EDGE
 
 
 class CifarFacts(NamedTuple):
-    """One of the two data sets."""
+    """Classes, files and normalization of one of the two data sets."""
 
     classes: int
-    # what the binary archive unpacks to
+    # inside the binary archive
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    # the class is the last of them
+    # before each image; the last one is the class
     label_bytes: int
     # files of the version for Python
     pickled: tuple[str, ...]
@@ -59,7 +58,7 @@ CIFAR = {
 
 
 def find_binary(facts: CifarFacts, data_dir: Path) -> Path | None:
-    """The folder with the binary version: `data_dir` itself or what the archive unpacked into it; None without."""
+    """Return the folder with the binary version, `data_dir` or its subfolder; None without one."""
     for folder in (data_dir, data_dir / facts.folder):
         if (folder / facts.test[0]).is_file():
             return folder
@@ -67,7 +66,7 @@ def find_binary(facts: CifarFacts, data_dir: Path) -> Path | None:
 
 
 def refuse_pickled(facts: CifarFacts, data_dir: Path) -> None:
-    """Say which version to get where only the pickled one is there.
+    """Name the version to get where the folder holds only the pickled one.
 
     Raises:
         InputError: `data_dir` holds the version for Python.
@@ -77,22 +76,24 @@ def refuse_pickled(facts: CifarFacts, data_dir: Path) -> None:
         if path.exists() and not (path.is_dir() and name in ("train", "test")):
             raise data_error(
                 data_dir,
-                "holds the version for Python, which is pickled and could run anything; expected the binary version, "
-                f"{facts.folder}/ (https://www.cs.toronto.edu/~kriz/cifar.html), or train/ and test/ folders of images",
+                "holds the version for Python, which is pickled and could run any code; "
+                f"expected the binary version, {facts.folder}/ "
+                "(https://www.cs.toronto.edu/~kriz/cifar.html), or train/ and test/ folders "
+                "of images",
             )
 
 
 def read_binary(
     facts: CifarFacts, folder: Path, names: tuple[str, ...], *, image_size: int
 ) -> PixelDataset:
-    """One part of the binary version.
+    """Read the training or the test set from its files.
 
     Raises:
         InputError: A file is missing or of the wrong size.
     """
     paths = tuple(folder / name for name in names)
-    labels = [_labels(facts, path) for path in paths]
-    if len({len(part) for part in labels}) > 1:
+    labels = [_read_labels(facts, path) for path in paths]
+    if len({len(of_file) for of_file in labels}) > 1:
         raise data_error(folder, f"expected {', '.join(names)} to be of one size")
     source = RecordFiles(paths, len(labels[0]), EDGE, label_bytes=facts.label_bytes)
     every = np.concatenate(labels)
@@ -101,20 +102,18 @@ def read_binary(
     )
 
 
-def _labels(facts: CifarFacts, path: Path) -> Indices:
+def _read_labels(facts: CifarFacts, path: Path) -> Indices:
     record = facts.label_bytes + _IMAGE_BYTES
     if not path.is_file():
         raise data_error(path.parent, f"expected a file {path.name} in it")
     size = path.stat().st_size
     if size == 0 or size % record:
-        raise data_error(
-            path, f"expected a multiple of {record} bytes, found {size}: an incomplete download?"
-        )
+        message = f"expected a multiple of {record} bytes, found {size}: an incomplete download?"
+        raise data_error(path, message)
     with path.open("rb") as file:
         records = np.fromfile(file, np.uint8).reshape(-1, record)
     labels = records[:, facts.label_bytes - 1].astype(np.int64)
     if labels.max() >= facts.classes:
-        raise data_error(
-            path, f"holds label {labels.max()}; expected labels from 0 to {facts.classes - 1}"
-        )
+        expected = f"expected labels from 0 to {facts.classes - 1}"
+        raise data_error(path, f"holds label {labels.max()}; {expected}")
     return labels

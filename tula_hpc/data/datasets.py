@@ -1,8 +1,7 @@
-"""Data sets by name.
+"""Data sets by name, their splits and subsets, and the synthetic data set.
 
-Splitting and thinning of data sets, always the same way.
-
-The synthetic data set: a smooth pattern for each class under noise, made when it is read.
+Splits and subsets are the same in every run. A synthetic image is a smooth pattern of its class
+under noise, made when it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,13 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.config.workload import DATASETS
 from tula_hpc.data import cifar
 from tula_hpc.data.image_folders import IMAGENET_SCALING, folder_images
-from tula_hpc.data.image_tree import ImageTree, check_same_classes, data_error, find_part, read_tree
+from tula_hpc.data.image_tree import (
+    ImageTree,
+    check_same_classes,
+    data_error,
+    find_subfolder,
+    read_tree,
+)
 from tula_hpc.data.images import (
     ArraySource,
     Bytes,
@@ -36,19 +41,35 @@ from tula_hpc.errors import InputError
 from tula_hpc.user_code import is_entry_point, own_data
 
 _TEST_SHARE = 0.2
-# One split for every sweep: results with different seeds are results on the same test images.
+# one split for every sweep: results with different seeds are results on the same test images
 _SPLIT_SEED = 20_150_000
+# cosines per channel and class, of at most two periods along an edge
+_WAVES = 4
+_GREY = 127.5
+# of 255: amplitude of the pattern
+_CONTRAST = 40.0
+# of 255: deviation of each pixel's noise; the classes overlap but can be distinguished
+_NOISE = 50.0
+# each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
+_NOISE_VALUES = 2**20
+_SYNTHETIC_SAMPLES = 2048
+_SYNTHETIC_TEST_SAMPLES = 512
+# folder of the archive, and its folder of background images, which is no class
+_CALTECH = {
+    "caltech101": ("101_ObjectCategories", "BACKGROUND_Google"),
+    "caltech256": ("256_ObjectCategories", "257.clutter"),
+}
 
 
 class Split(NamedTuple):
-    """Indices of the two parts, ascending."""
+    """Indices of training and test samples, ascending."""
 
     train: Indices
     test: Indices
 
 
 def stratified_split(labels: Indices) -> Split:
-    """A fifth of each class, at least one sample of it, for testing; classes of a single sample are only trained on."""
+    """Set a fifth of each class aside for testing, at least one of two or more samples."""
     random = np.random.default_rng(_SPLIT_SEED)
     is_test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
@@ -59,29 +80,12 @@ def stratified_split(labels: Indices) -> Split:
 
 
 def random_order(samples: int, seed: int) -> Indices:
-    """A fixed random order of a data set; subsets are its beginnings, so a larger subset contains the smaller."""
+    """Return a fixed random order of a data set; a larger subset contains the smaller ones."""
     return np.random.default_rng((seed, samples)).permutation(samples)
 
 
-# cosines per channel and class, of at most two periods along an edge
-_WAVES = 4
-_GREY = 127.5
-# of 255: amplitude of the pattern
-_CONTRAST = 40.0
-# of 255: deviation of each pixel's noise; the classes overlap but can be told apart
-_NOISE = 50.0
-# each image takes its noise from somewhere in a long row: fresh noise costs 100 times as much
-_NOISE_VALUES = 2**20
-
-
 class PatternSource:
-    """Images that follow from (seed, position) alone; position p is of class p mod `classes`.
-
-    Args:
-        seed: Of patterns and noise.
-        classes: How many patterns.
-        edge: Pixels.
-    """
+    """Images that follow from (seed, position) alone; position p is of class p mod `classes`."""
 
     def __init__(self, seed: int, classes: int, edge: int) -> None:
         self.seed, self.classes = seed, classes
@@ -92,7 +96,7 @@ class PatternSource:
         self._noise = (_NOISE * noise).astype(np.int16)
 
     def read(self, positions: Indices) -> Bytes:
-        """Images at these positions, (n, 3, edge, edge)."""
+        """Return the images at these positions, (n, 3, edge, edge)."""
         shape = self._patterns.shape[1:]
         starts = below(mix(self.seed, positions), _NOISE_VALUES, stream=0)
         images = np.empty((len(positions), *shape), np.uint8)
@@ -105,7 +109,7 @@ class PatternSource:
 
 
 def _pattern(seed: int, label: int, edge: int) -> NDArray[np.int16]:
-    """A sum of cosines around mid-grey, (3, edge, edge)."""
+    """Return a sum of cosines around mid-grey, (3, edge, edge)."""
     random = np.random.default_rng((seed, 0, label))
     frequency = random.uniform(-2, 2, (3, _WAVES, 2, 1, 1))
     phase = random.uniform(0, 2 * np.pi, (3, _WAVES, 1, 1))
@@ -115,12 +119,8 @@ def _pattern(seed: int, label: int, edge: int) -> NDArray[np.int16]:
     return pattern.astype(np.int16)
 
 
-_SYNTHETIC_SAMPLES = 2048
-_SYNTHETIC_TEST_SAMPLES = 512
-
-
 class Data(NamedTuple):
-    """What a model is trained and tested on."""
+    """Training set and test set of a model."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -134,56 +134,54 @@ class _Takes(Protocol):
 
 
 def build_data(spec: WorkloadSpec) -> Data:
-    """Training and test set of the workload.
+    """Return training and test set of the workload.
 
     Raises:
-        InputError: The data folder is not as expected, or the user's function is not.
+        InputError: The data folder, or the user's function, is not as expected.
     """
-    data = (
-        _own(spec)
-        if is_entry_point(spec.dataset)
-        else _BUILDERS[spec.dataset](spec, _image_size(spec))
-    )
+    if is_entry_point(spec.dataset):
+        data = _own(spec)
+    else:
+        size = spec.image_size or DATASETS[spec.dataset].image_size
+        data = _BUILDERS[spec.dataset](spec, size)
     if spec.classes is not None:
         data = _first_classes(data, spec.classes)
     if spec.samples is not None and spec.dataset != "synthetic":
-        data = data._replace(train=_first(data.train, spec.samples, spec.seed))
+        data = data._replace(train=_subset(data.train, spec.samples, spec.seed))
     return _hold_out(spec, data) if spec.holdout else data
 
 
 def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
-    """Those that a model is trained on, as they are, not augmented; a fixed random choice where there are more.
+    """Return at most `most` training samples, not augmented.
 
-    The choice does not depend on the seed of the training.
-
-    Args:
-        spec: The data.
-        most: At most so many.
+    Of a larger training set they are a random choice, independent of the training's seed.
     """
     train = build_data(spec.model_copy(update={"augment": False})).train
-    return _some(train, random_order(_length(train), 0)[:most])
+    return _take(train, random_order(_length(train), 0)[:most])
 
 
 def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
-    """Some of the training samples in place of the test set, as they are; the same ones for every seed of a training.
+    """Put some training samples, not augmented, in place of the test set.
 
-    With `samples` the seed decides which samples there are; of these the same places are held out.
+    They are the same ones for every seed of a training. With `samples` the seed decides which
+    samples there are; of these the same positions are held out.
     """
     order = random_order(_length(data.train), 0)
     held = max(1, round(spec.holdout * len(order)))
     plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
     return data._replace(
-        train=_some(data.train, order[held:]), test=_some(plain.train, order[:held])
+        train=_take(data.train, order[held:]), test=_take(plain.train, order[:held])
     )
 
 
 def _first_classes(data: Data, classes: int) -> Data:
     if classes > data.classes:
         raise InputError(f"{classes}, but the data set has {data.classes}", key="workload.classes")
-    train, test = (
-        _some(part, np.flatnonzero(_labels(part) < classes)) for part in (data.train, data.test)
+    return data._replace(
+        train=_take(data.train, np.flatnonzero(_labels(data.train) < classes)),
+        test=_take(data.test, np.flatnonzero(_labels(data.test) < classes)),
+        classes=classes,
     )
-    return data._replace(train=train, test=test, classes=classes)
 
 
 def _labels(data: Dataset[Any]) -> Indices:
@@ -194,23 +192,19 @@ def _labels(data: Dataset[Any]) -> Indices:
     return np.asarray(labels)
 
 
-def _first(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:
+def _subset(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:
     available = _length(train)
     if samples > available:
         raise InputError(f"{samples}, but the training set has {available}", key="workload.samples")
-    return _some(train, random_order(available, seed)[:samples])
+    return _take(train, random_order(available, seed)[:samples])
 
 
-def _some(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
+def _take(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
     return data.take(chosen) if isinstance(data, _Takes) else Subset(data, chosen.tolist())
 
 
 def _length(data: Dataset[Any]) -> int:
-    return len(data)  # type: ignore[arg-type] # all of ours have a length, and the user's were checked
-
-
-def _image_size(spec: WorkloadSpec) -> int:
-    return spec.image_size or DATASETS[spec.dataset].image_size
+    return len(data)  # type: ignore[arg-type] # ours have a length, the user's were checked
 
 
 def _own(spec: WorkloadSpec) -> Data:
@@ -222,7 +216,7 @@ def _own(spec: WorkloadSpec) -> Data:
 
 
 def _digits(spec: WorkloadSpec, image_size: int) -> Data:
-    """8×8 grey images of handwritten digits (E. Alpaydin, C. Kaynak 1998), as scikit-learn ships them."""
+    """Return scikit-learn's 8×8 handwritten digits (E. Alpaydin, C. Kaynak 1998)."""
     grey, labels = _read_digits()
     source = ArraySource(np.repeat(grey[:, None], 3, axis=1))
     every = PixelDataset(
@@ -235,10 +229,10 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     return Data(train, every.take(split.test), 10, image_size)
 
 
-# it is text, and a profile asks for it at each configuration
+# the file is text, and a profile asks for it at each configuration
 @functools.cache
 def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images, (n, 8, 8), 0 to 16, and labels."""
+    """Return images, (n, 8, 8), 0 to 16, and labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -257,40 +251,32 @@ def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:
 
 
 def _cifar(spec: WorkloadSpec, image_size: int) -> Data:
-    facts, data_dir = cifar.CIFAR[spec.dataset], _data_dir(spec)
+    facts = cifar.CIFAR[spec.dataset]
+    data_dir = _data_dir(spec)
     folder = cifar.find_binary(facts, data_dir)
     if folder is None:
         cifar.refuse_pickled(facts, data_dir)
-        return _split_tree(
-            spec, image_size, ("test",), scaling=facts.scaling, stored_edge=cifar.EDGE
-        )
+        options = {"scaling": facts.scaling, "stored_edge": cifar.EDGE}
+        return _split_tree(spec, image_size, test_names=("test",), **options)
     train = cifar.read_binary(facts, folder, facts.train, image_size=image_size)
     train.jitter = Jitter(cifar.EDGE // 8, flip=True) if spec.augment else None
     test = cifar.read_binary(facts, folder, facts.test, image_size=image_size)
     return Data(train, test, facts.classes, image_size)
 
 
-def _imagenet(spec: WorkloadSpec, image_size: int) -> Data:
-    return _split_tree(spec, image_size, ("val",))
-
-
-def _imagefolder(spec: WorkloadSpec, image_size: int) -> Data:
-    return _split_tree(spec, image_size, ("test", "val"))
-
-
 def _split_tree(
-    spec: WorkloadSpec, image_size: int, test_names: tuple[str, ...], **options: Any
+    spec: WorkloadSpec, image_size: int, *, test_names: tuple[str, ...], **options: Any
 ) -> Data:
-    """A tree with a folder for training and one for testing."""
+    """Return the data of a tree with a folder for training and one for testing."""
     data_dir = _data_dir(spec)
-    train = read_tree(find_part(data_dir, "train"))
-    test = read_tree(find_part(data_dir, *test_names))
+    train = read_tree(find_subfolder(data_dir, "train"))
+    test = read_tree(find_subfolder(data_dir, *test_names))
     check_same_classes(train, test)
     return _from_trees(spec, image_size, train, test, **options)
 
 
 def _caltech(spec: WorkloadSpec, image_size: int) -> Data:
-    """Caltech-101 and Caltech-256 come without a split; their folder of background images is no class."""
+    """Return Caltech-101 or Caltech-256, which come without a split."""
     name, background = _CALTECH[spec.dataset]
     every = read_tree(_caltech_folder(_data_dir(spec), name), leave_out=[background])
     split = stratified_split(every.labels)
@@ -301,37 +287,30 @@ def _caltech_folder(data_dir: Path, name: str) -> Path:
     for folder in (data_dir, data_dir / name, *sorted(data_dir.glob(f"*/{name}"))):
         if folder.name == name and folder.is_dir():
             return folder
-    return find_part(data_dir, name)
+    return find_subfolder(data_dir, name)
 
 
 def _from_trees(
     spec: WorkloadSpec, image_size: int, train: ImageTree, test: ImageTree, **options: Any
 ) -> Data:
-    _check_class_count(spec, train)
+    expected = DATASETS[spec.dataset].classes
+    found = len(train.classes)
+    if expected is not None and found != expected:
+        message = f"expected the {expected} class folders of {spec.dataset}, found {found}"
+        raise data_error(train.root, f'{message}; for other trees use dataset = "imagefolder"')
     return Data(
         folder_images(train, image_size=image_size, augment=spec.augment, **options),
         folder_images(test, image_size=image_size, augment=False, **options),
-        len(train.classes),
+        found,
         image_size,
     )
 
 
-def _check_class_count(spec: WorkloadSpec, tree: ImageTree) -> None:
-    expected, found = DATASETS[spec.dataset].classes, len(tree.classes)
-    if expected is not None and found != expected:
-        message = f"expected the {expected} class folders of {spec.dataset}, found {found}"
-        raise data_error(tree.root, f'{message}; for other trees use dataset = "imagefolder"')
-
-
 def _data_dir(spec: WorkloadSpec) -> Path:
-    assert spec.data_dir is not None, "the configuration checks this"  # noqa: S101 # an invariant, not input
+    assert spec.data_dir is not None, "the configuration checks this"  # noqa: S101 # an invariant
     return spec.data_dir.expanduser()
 
 
-_CALTECH = {
-    "caltech101": ("101_ObjectCategories", "BACKGROUND_Google"),
-    "caltech256": ("256_ObjectCategories", "257.clutter"),
-}
 _BUILDERS: dict[str, Callable[[WorkloadSpec, int], Data]] = {
     "digits": _digits,
     "synthetic": _synthetic,
@@ -339,6 +318,6 @@ _BUILDERS: dict[str, Callable[[WorkloadSpec, int], Data]] = {
     "cifar100": _cifar,
     "caltech101": _caltech,
     "caltech256": _caltech,
-    "imagenet": _imagenet,
-    "imagefolder": _imagefolder,
+    "imagenet": functools.partial(_split_tree, test_names=("val",)),
+    "imagefolder": functools.partial(_split_tree, test_names=("test", "val")),
 }

@@ -1,12 +1,9 @@
-"""Small images of a folder tree, decoded once and kept in a file that all workers and all later jobs share.
+"""Small images of a folder tree, decoded once into a file that all workers and later jobs share.
 
 Decoding 50,000 PNG files takes a core several seconds, and would in every epoch. The file is a
-plain .npy array of bytes (n, 3, edge, edge), in `$XDG_CACHE_HOME/tula_hpc` (default
-~/.cache/tula_hpc). Its name is a hash of the tree's path and of name, size and modification time of
-each image in it, so a changed tree is decoded anew. Nothing is ever unpickled. Old files may be
-deleted at any time.
-
-Decoded images in files, read where they lie.
+plain .npy array of bytes (n, 3, edge, edge) in one of `cache_folders`. Its name is a hash of the
+tree's path and of name, size and modification time of each image, so a changed tree is decoded
+again. Nothing is ever unpickled. Old files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -25,12 +22,16 @@ from tula_hpc.data.image_tree import ImageTree, cache_folders, locked, make_priv
 from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
 
+# larger trees are decoded at each read: the file would crowd out the node's page cache
+MAX_BYTES = 2 * 1024**3
+_log = logging.getLogger(__name__)
+
 
 class RecordFiles:
     """Images in files of equal records; a pickle of this carries the paths, not the pixels.
 
     Each image is one `pread`. A memory map would be as fast, but its pages count as resident memory
-    of whoever touched them, and the memory of a training step is something we measure.
+    of the process that touched them, and the memory of a training step is measured.
 
     Args:
         paths: Files of `per_file` records each, the last may have fewer.
@@ -58,10 +59,10 @@ class RecordFiles:
         return {**self.__dict__, "_descriptors": {}}
 
     def read(self, positions: Indices) -> Bytes:
-        """Images at these positions, (n, 3, edge, edge).
+        """Return the images at these positions, (n, 3, edge, edge).
 
         Raises:
-            InputError: A file ended early or is gone.
+            InputError: A file ends early or is gone.
         """
         size = 3 * self.edge * self.edge
         images = np.empty((len(positions), size), np.uint8)
@@ -85,18 +86,13 @@ class RecordFiles:
         return self._descriptors[path]
 
 
-# larger trees are decoded as they are read: the file would crowd out the node's page cache
-MAX_BYTES = 2 * 1024**3
-_log = logging.getLogger(__name__)
-
-
 def fits(tree: ImageTree, edge: int) -> bool:
-    """Whether the decoded tree is small enough to be kept."""
+    """Tell whether the decoded tree is small enough to be kept."""
     return len(tree) * 3 * edge * edge <= MAX_BYTES
 
 
 def decoded(tree: ImageTree, edge: int) -> RecordFiles:
-    """The tree's images as squares of `edge` pixels, decoded now unless that was done before.
+    """Return the tree's images as squares of `edge` pixels; decode them if no file holds them yet.
 
     Raises:
         InputError: An image cannot be decoded, or no folder takes the decoded images.
@@ -111,7 +107,8 @@ def decoded(tree: ImageTree, edge: int) -> RecordFiles:
             _log.warning("decoded images cannot be kept in %s: %s", folder, error)
     size_mb = len(tree) * 3 * edge * edge // 1_000_000 + 1
     raise InputError(
-        f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; set XDG_CACHE_HOME"
+        f"{size_mb} MB of decoded images cannot be kept in {' or '.join(problems)}; "
+        "set XDG_CACHE_HOME to a folder with room for them"
     )
 
 
@@ -124,36 +121,27 @@ def _decoded_in(folder: Path, name: str, tree: ImageTree, edge: int) -> RecordFi
             if not path.exists():
                 _log.info("decoding %d images of %s once, into %s", len(tree), tree.root, path)
                 write_whole(path, partial(_write_array, tree=tree, edge=edge))
-    return _opened(path, tree, edge)
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):
+        raise OSError(0, f"{path.name} is damaged; delete it") from None
+    if array.dtype != np.uint8 or array.shape != (len(tree), 3, edge, edge):
+        raise OSError(0, f"{path.name} is damaged; delete it")
+    return RecordFiles((path,), len(tree), edge, start=array.offset)
 
 
 def _write_array(file: BinaryIO, *, tree: ImageTree, edge: int) -> None:
-    header = {"descr": "|u1", "fortran_order": False, "shape": _shape(tree, edge)}
+    shape = (len(tree), 3, edge, edge)
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     for index in range(len(tree)):
         file.write(to_square(open_rgb(tree.path(index)), edge).tobytes())
 
 
-def _opened(path: Path, tree: ImageTree, edge: int) -> RecordFiles:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
-        raise OSError(0, f"{path.name} is damaged; delete it") from None
-    if array.dtype != np.uint8 or array.shape != _shape(tree, edge):
-        raise OSError(0, f"{path.name} is damaged; delete it")
-    return RecordFiles((path,), len(tree), edge, start=array.offset)
-
-
-def _shape(tree: ImageTree, edge: int) -> tuple[int, int, int, int]:
-    return (len(tree), 3, edge, edge)
-
-
 def _identity(tree: ImageTree, edge: int) -> str:
-    """Hash of where the tree lies and of every file in it."""
     digest = hashlib.sha256(f"1 {edge} {tree.root.resolve()}".encode(errors="surrogateescape"))
     for index in range(len(tree)):
         status = tree.path(index).stat()
-        digest.update(
-            bytes(tree.names[index]) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns)
-        )
+        facts = b"\0%d %d\n" % (status.st_size, status.st_mtime_ns)
+        digest.update(bytes(tree.names[index]) + facts)
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Data sets from folder trees of images: decoded once where they are small, decoded as they are read where not."""
+"""Data sets from folder trees of images: small ones decoded once, large ones at each read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tula_hpc.data.images import (
     open_rgb,
 )
 
-# Mean and deviation of ImageNet's training images by channel, as everybody uses them (torchvision's
-# documentation).
+# mean and deviation of ImageNet's training images by channel (torchvision's documentation)
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 LARGEST_CACHED_EDGE = 64
 # the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
@@ -31,10 +30,13 @@ _EVALUATION_RESIZE = 256 / 224
 
 
 class DecodedOnRead(ImageDataset):
-    """Images of a tree, decoded and transformed whenever they are read.
+    """Images of a tree, decoded and transformed at each read.
 
-    Args: tree: Which images. transform: From a PIL image to bytes (3, edge, edge); random parts
-        draw from torch's random numbers. preprocessing: From bytes to what the model takes.
+    Args:
+        tree: The images.
+        transform: From a PIL image to bytes (3, edge, edge); its random parts draw from torch's
+            random numbers.
+        preprocessing: From bytes to the model's inputs.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class DecodedOnRead(ImageDataset):
         return self.transform(open_rgb(self.tree.path(index))), int(self.tree.labels[index])
 
     def take(self, indices: Indices) -> DecodedOnRead:
-        """The same data set with these samples only."""
+        """Return the data set of these samples only."""
         return DecodedOnRead(self.tree.take(indices), self.transform, self.preprocessing)
 
 
@@ -66,16 +68,20 @@ def folder_images(
     scaling: Scaling = IMAGENET_SCALING,
     stored_edge: int | None = None,
 ) -> Dataset[Any]:
-    """A data set of a tree's images.
+    """Return a data set of a tree's images.
 
     Up to 64 pixels, and up to 2 GiB decoded: short edge resized, centre kept, decoded once;
-    augmentation is a crop after padding by an eighth, and a flip (4 pixels at 32, as the CIFAR
-    literature has it). Otherwise: a random crop of 8 to 100 % of the area and a flip for training,
-    the centre of a slightly larger image for evaluation (as for ImageNet).
+    augmentation is a crop after padding by an eighth, and a flip (4 pixels at 32, as in the CIFAR
+    literature). Otherwise: a random crop of 8 to 100 % of the area and a flip for training, the
+    centre of a slightly larger image for evaluation (as for ImageNet).
 
-    Args: tree: Which images. image_size: Edge that the model wants, pixels. augment: Whether to
-        augment. scaling: Bytes to floats. stored_edge: Edge that the images have anyway; they are
-        resized to `image_size` after augmentation.
+    Args:
+        tree: The images.
+        image_size: Edge that the model wants, pixels.
+        augment: Whether to augment.
+        scaling: From bytes to floats.
+        stored_edge: Edge of the images in their files; they are resized to `image_size` after
+            augmentation.
     """
     edge = stored_edge or image_size
     if edge > LARGEST_CACHED_EDGE or not fits(tree, edge):

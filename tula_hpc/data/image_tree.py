@@ -1,16 +1,12 @@
-"""Folder trees of images: one folder a class, images anywhere below it.
+"""Folder trees of images, one folder a class with images anywhere below, and their listings.
 
-Listings of folder trees, kept in a file that all workers and all later jobs share.
-
-A million names take a busy file system minutes to list, and every worker would for each
-configuration. A listing is believed while every folder that it names has the modification time that
-it had: that changes when a file or folder in it is made, renamed or deleted. The file lies in
-`cache_folders`; its name is a hash of the tree's path, of what is left out and of the root's
-modification time, so that nodes with copies of their own keep listings of their own. It holds a
-SHA-256 and plain arrays. Nothing is ever unpickled. Old files may be deleted at any time.
-
-Folders for what is made of data once and used by all workers and later jobs; whatever lies there
-may be deleted.
+A million names take a busy file system minutes to list, and every worker would list them for each
+configuration, so a listing is kept in one of `cache_folders`, where workers and later jobs share
+it. It is used while every folder that it names has the modification time that it had: that changes
+when a file or folder in it is made, renamed or deleted. The file's name is a hash of the tree's
+path, of the classes left out and of the root's modification time, so that nodes with copies of
+their own keep listings of their own. It holds a SHA-256 and plain arrays. Nothing is ever
+unpickled. Old files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -37,15 +33,24 @@ from tula_hpc.data.images import Indices
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
+# Changed later than this before it was listed, a folder may change again without another time:
+# clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
+SETTLED_S = 60.0
+MOST_BYTES = 2**32
+DATA_DIR_KEY = "workload.data_dir"
+_VERSION = 1
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_log = logging.getLogger(__name__)
+
 
 def cache_folders() -> Iterator[Path]:
-    """The user's cache, which nodes mostly share; or else the node's own temporary files."""
+    """Yield the user's cache, which nodes mostly share, then the node's own temporary folder."""
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tula_hpc"
     yield Path(tempfile.gettempdir()) / f"tula_hpc-{os.geteuid()}"
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder, 0700; one that others may write to could be made to hold anything.
+    """Create the folder with mode 0700: others must not be able to replace its files.
 
     Raises:
         OSError: It cannot be made, or belongs to somebody else.
@@ -59,7 +64,7 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process in at a time; the others wait. Where the file system cannot lock, all are let in."""
+    """Let one process in at a time, or all where the file system cannot lock."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,7 +72,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a temporary file, fsync, rename. It is not mapped: a full disk is an error then, not a SIGBUS.
+    """Write a temporary file, fsync, rename.
+
+    The file is not mapped: a full disk is an error then, not a SIGBUS.
 
     Raises:
         OSError: It cannot be written.
@@ -83,24 +90,15 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-# Changed later than this before it was listed, a folder may change again without another time:
-# clocks of file servers are coarse and differ from ours, and nodes see times up to a minute late.
-SETTLED_S = 60.0
-MOST_BYTES = 2**32
-_VERSION = 1
-_DIGEST_BYTES = hashlib.sha256().digest_size
-_log = logging.getLogger(__name__)
-
-
 class Listing(NamedTuple):
-    """What a tree holds.
+    """Files and folders of a tree.
 
     Attributes:
         classes: Names of the class folders, sorted, (c,).
         counts: Images of each class, (c,).
         names: Paths of the images below the root, by class and sorted, (n,).
-        folders: Paths of all folders that were looked into, the root first, (f,).
-        modified_ns: When each was modified, Unix time, (f,).
+        folders: Paths of all folders that were listed, the root first, (f,).
+        modified_ns: Their modification times, Unix time, (f,).
     """
 
     classes: NDArray[np.bytes_]
@@ -113,20 +111,22 @@ class Listing(NamedTuple):
 def listed_once(
     root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]
 ) -> Listing:
-    """Give the tree's listing, as it is kept where that still holds.
+    """Return the kept listing of a tree where it still holds, else a new one.
 
     Args:
         root: The tree.
         leave_out: Class folders that do not count.
-        make: Lists the tree, and says whether all of it could be read.
+        make: Lists the tree, and tells whether all of it could be read.
     """
     try:
-        name = f"{_identity(root, leave_out)}.listing"
+        facts = [str(_VERSION), str(root.resolve()), *sorted(leave_out)]
+        facts.append(str(root.stat().st_mtime_ns))
     except OSError:
         return make()[0]
+    digest = hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
     for folder in cache_folders():
         try:
-            return _listed_in(folder, name, root, make)
+            return _listed_in(folder, f"{digest[:32]}.listing", root, make)
         except OSError as error:
             _log.warning("the listing of %s cannot be kept in %s: %s", root, folder, error)
     return make()[0]
@@ -140,7 +140,7 @@ def _listed_in(
     listing = _read(path, root)
     if listing is not None:
         return listing
-    # The other workers of this node wait for the one that lists.
+    # the other workers of this node wait for the one that lists
     with locked(path.with_suffix(".lock")):
         listing = _read(path, root)
         if listing is not None:
@@ -152,11 +152,6 @@ def _listed_in(
         return listing
 
 
-def _identity(root: Path, leave_out: Iterable[str]) -> str:
-    facts = [str(_VERSION), str(root.resolve()), *sorted(leave_out), str(root.stat().st_mtime_ns)]
-    return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
 def _write(file: BinaryIO, listing: Listing) -> None:
     arrays = io.BytesIO()
     np.savez(arrays, **listing._asdict())
@@ -166,14 +161,14 @@ def _write(file: BinaryIO, listing: Listing) -> None:
 
 
 def _read(path: Path, root: Path) -> Listing | None:
-    """The listing as it is kept; None where there is none, it is damaged, or the tree has changed."""
+    """Return the kept listing; None if there is none, it is damaged, or the tree has changed."""
     try:
         content = read_bounded(path, MOST_BYTES)
     except OSError:
         return None
     digest, arrays = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(arrays).digest() != digest:
-        _log.warning("%s is damaged: %s is listed anew", path, root)
+        _log.warning("%s is damaged: %s is listed again", path, root)
         return None
     with np.load(io.BytesIO(arrays), allow_pickle=False) as found:
         listing = Listing(**{name: found[name] for name in Listing._fields})
@@ -184,22 +179,25 @@ def _holds(root: Path, listing: Listing) -> bool:
     top = os.fsencode(root) + b"/"
     folders = zip(listing.folders.tolist(), listing.modified_ns.tolist(), strict=True)
     try:
-        # A Path for each of many thousand folders would cost more than the question itself.
-        return all(os.stat(top + name).st_mtime_ns == modified_ns for name, modified_ns in folders)  # noqa: PTH116
+        for name, modified_ns in folders:
+            # a Path for each of many thousand folders would cost more than the question itself
+            if os.stat(top + name).st_mtime_ns != modified_ns:  # noqa: PTH116
+                return False
     except OSError:
         return False
-
-
-DATA_DIR_KEY = "workload.data_dir"
+    return True
 
 
 @dataclass(frozen=True)
 class ImageTree:
-    """What a tree holds, in order of class and path.
+    """Images of a tree, in order of class and path.
 
-    Attributes: root: The folder of class folders. names: Paths below the root as bytes, (n,). A
-        million strings would cost ten times the memory, in each process. labels: Class of each
-        image, (n,). classes: Names of the class folders, sorted.
+    Attributes:
+        root: The folder of class folders.
+        names: Paths below the root as bytes, (n,). A million strings would take ten times the
+            memory, in each process.
+        labels: Class of each image, (n,).
+        classes: Names of the class folders, sorted.
     """
 
     root: Path
@@ -211,21 +209,21 @@ class ImageTree:
         return len(self.names)
 
     def path(self, index: int) -> Path:
-        """Where an image lies."""
+        """Return the path of an image."""
         return self.root / os.fsdecode(bytes(self.names[index]))
 
     def take(self, indices: Indices) -> ImageTree:
-        """These images only, of the same classes."""
+        """Return the tree with these images only, of the same classes."""
         return replace(self, names=self.names[indices], labels=self.labels[indices])
 
 
 def data_error(folder: Path, message: str) -> InputError:
-    """The error for a data folder that is not as expected."""
+    """Return the error for a data folder that is not as expected."""
     return InputError(f"{folder}: {message}", key=DATA_DIR_KEY)
 
 
 def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
-    """List a folder of class folders; folders whose names begin with a dot or are left out do not count.
+    """List a folder of class folders, but not hidden ones and those to be left out.
 
     Raises:
         InputError: No class folders, or one without images.
@@ -238,10 +236,13 @@ def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
 
 
 def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
-    """The listing, and whether every folder could be read."""
+    """Return the listing, and whether every folder could be read."""
     entries = _entries(root)
     folders = [(b".", root.stat().st_mtime_ns)]
-    classes = sorted(entry.name for entry in entries if _is_class(entry, leave_out))
+    folder_names = [entry.name for entry in entries if entry.is_dir()]
+    classes = sorted(
+        name for name in folder_names if not name.startswith(".") and name not in leave_out
+    )
     if not classes:
         raise data_error(root, "expected one folder for each class, with images in it")
     names: list[bytes] = []
@@ -262,20 +263,18 @@ def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
     return listing, not unread
 
 
-def find_part(data_dir: Path, *names: str) -> Path:
-    """The first of these folders that is there.
+def find_subfolder(data_dir: Path, *names: str) -> Path:
+    """Return the first of these subfolders that exists.
 
     Raises:
-        InputError: None is.
+        InputError: None does.
     """
     for name in names:
         if (data_dir / name).is_dir():
             return data_dir / name
     found = ", ".join(sorted(entry.name for entry in _entries(data_dir))[:8]) or "nothing"
-    raise data_error(
-        data_dir,
-        f"expected a folder {' or '.join(f'{name}/' for name in names)} in it, found: {found}",
-    )
+    wanted = " or ".join(f"{name}/" for name in names)
+    raise data_error(data_dir, f"expected a folder {wanted} in it, found: {found}")
 
 
 def check_same_classes(train: ImageTree, test: ImageTree) -> None:
@@ -286,20 +285,20 @@ def check_same_classes(train: ImageTree, test: ImageTree) -> None:
     """
     if train.classes == test.classes:
         return
-    missing, surplus = _some(train.classes, test.classes), _some(test.classes, train.classes)
-    differences = [f"missing: {missing}"] * bool(missing) + [f"not in training: {surplus}"] * bool(
-        surplus
-    )
-    raise data_error(
-        test.root,
-        f"expected the {len(train.classes)} class folders of {train.root.name}/; {'; '.join(differences)}",
-    )
+    differences = []
+    if missing := _lacking(test.classes, train.classes):
+        differences.append(f"missing: {missing}")
+    if surplus := _lacking(train.classes, test.classes):
+        differences.append(f"not in training: {surplus}")
+    expected = f"expected the {len(train.classes)} class folders of {train.root.name}/"
+    raise data_error(test.root, f"{expected}; {'; '.join(differences)}")
 
 
-def _some(classes: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """Names of the first three classes that the others lack."""
-    lacking = sorted(set(classes) - set(others))
-    return ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+def _lacking(classes: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """Name the first three expected classes that are not there."""
+    names = sorted(set(expected) - set(classes))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -310,14 +309,10 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         raise data_error(folder, f"cannot be read: {error.strerror}") from None
 
 
-def _is_class(entry: os.DirEntry[str], leave_out: Iterable[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".") and entry.name not in leave_out
-
-
 def _images(
     root: Path, class_name: str, folders: list[tuple[bytes, int]], unread: list[OSError]
 ) -> Iterator[bytes]:
-    """Paths below the root; notes each folder with its modification time, and errors."""
+    """Yield paths below the root; append each folder with its modification time, and errors."""
     for folder, _, files in os.walk(root / class_name, onerror=unread.append, followlinks=True):
         below = os.path.relpath(folder, root)
         try:

@@ -1,16 +1,13 @@
-"""Data sets of images, which yield bytes, and how inputs of a model are made of these.
+"""Data sets of images as bytes, their augmentation, and the model's inputs made from them.
 
-Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. Who
-makes floats of them is decided in `loader`: on a GPU the device, which is fed with bytes; on a CPU
+Bytes are a quarter of the floats: in the loader's queue, in pinned memory, and on the bus. The
+`loader` decides who makes floats of them: on a GPU the device, which is fed with bytes; on a CPU
 the process that loads.
 
 Small images lie decoded: a whole batch is read and augmented with plain array operations. A
 transform per image costs some 100 µs, as much as a small network's step; here it is a few µs.
-
-Random bits as a function of (seed, epoch, index), so that no order of calls and no process can
+Random bits are a function of (seed, epoch, index), so that no order of calls and no process can
 change them.
-
-From an image file to pixels.
 """
 
 from __future__ import annotations
@@ -22,23 +19,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from tula_hpc.batches import Batch
 from tula_hpc.errors import InputError
 
+Bytes = NDArray[np.uint8]
+Indices = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 
 def scramble(values: Keys) -> Keys:
-    """SplitMix64's output function: 64 well mixed bits for each counter.
+    """Return 64 well mixed bits for each counter: SplitMix64's output function.
 
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with their
     64-bit constants.
     """
-    # arrays wrap around silently, which is what is wanted
+    # arrays wrap around silently, as wanted
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +45,7 @@ def scramble(values: Keys) -> Keys:
 
 
 def mix(*parts: ArrayLike) -> Keys:
-    """64 bits for each combination of the parts, which broadcast against each other; shape at least (1,)."""
+    """Return 64 bits for each combination of the parts, which are broadcast to at least (1,)."""
     mixed = np.zeros(1, np.uint64)
     for part in parts:
         mixed = scramble(mixed ^ np.atleast_1d(np.asarray(part)).astype(np.uint64))
@@ -54,19 +53,15 @@ def mix(*parts: ArrayLike) -> Keys:
 
 
 def below(keys: Keys, limit: int, stream: int) -> NDArray[np.int64]:
-    """A whole number in [0, limit) for each key; different streams are independent of each other."""
+    """Return an integer in [0, limit) for each key; streams are independent of each other."""
     return (mix(keys, stream) % np.uint64(limit)).astype(np.int64)
 
 
-Bytes = NDArray[np.uint8]
-Indices = NDArray[np.int64]
-
-
 class PixelSource(Protocol):
-    """Where the bytes come from."""
+    """Storage of decoded images."""
 
     def read(self, positions: Indices) -> Bytes:
-        """Images at these positions, (n, 3, edge, edge)."""
+        """Return the images at these positions, (n, 3, edge, edge)."""
 
 
 class ArraySource(NamedTuple):
@@ -75,12 +70,12 @@ class ArraySource(NamedTuple):
     images: Bytes
 
     def read(self, positions: Indices) -> Bytes:
-        """Images at these positions, a copy."""
+        """Return a copy of the images at these positions."""
         return self.images[positions]
 
 
 class Jitter(NamedTuple):
-    """Augmentation: a crop at a random place after zero padding, and a mirror image half of the time."""
+    """Augmentation: a random crop after zero padding, and a mirror image half of the time."""
 
     # pixels on each side; the image moves by up to this much
     padding: int
@@ -90,19 +85,18 @@ class Jitter(NamedTuple):
         """Augment (n, 3, edge, edge); each image by its own key alone."""
         p, edge = self.padding, images.shape[-1]
         padded = np.pad(images, ((0, 0), (0, 0), (p, p), (p, p)))
-        down, right = below(keys, 2 * p + 1, 0), below(keys, 2 * p + 1, 1)
-        mirrored = below(keys, 2, 2) if self.flip else np.zeros(len(keys), np.int64)
+        down = below(keys, 2 * p + 1, 0).tolist()
+        right = below(keys, 2 * p + 1, 1).tolist()
+        mirrored = below(keys, 2, 2).tolist() if self.flip else [0] * len(keys)
         result = np.empty_like(images)
-        for i, (y, x, mirror) in enumerate(
-            zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True)
-        ):
+        for i, (y, x, mirror) in enumerate(zip(down, right, mirrored, strict=True)):
             crop = padded[i, :, y : y + edge, x : x + edge]
             result[i] = crop[:, :, ::-1] if mirror else crop
         return result
 
 
 class Scaling(NamedTuple):
-    """From bytes to the floats a model sees: (byte / white − mean) / deviation, by channel."""
+    """Bytes to a model's floats: (byte / white − mean) / deviation, by channel."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     deviation: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -112,7 +106,7 @@ class Scaling(NamedTuple):
     stepwise: bool = False
 
     def apply(self, images: Tensor) -> Tensor:
-        """Scale bytes (n, 3, edge, edge) where they are; float32, the same bits on every device."""
+        """Scale bytes (n, 3, edge, edge) on their device to the same float32 bits everywhere."""
         subtracted, divisor_or_factor = _by_channel(self, images.device)
         floats = _room_for(images).copy_(images)
         if self.stepwise:
@@ -121,35 +115,35 @@ class Scaling(NamedTuple):
 
 
 def _room_for(images: Tensor) -> Tensor:
-    """Memory for as many floats; a loader's process takes what it shares with its owner, or they were copied there."""
+    """Return memory for as many floats, in a loader process shared with its owner."""
     if get_worker_info() is None:
         return torch.empty(images.shape, device=images.device)
-    # as torch's own collate function does
-    shared: Any = torch.UntypedStorage._new_shared(4 * images.numel())  # type: ignore[no-untyped-call]
+    # As torch's own collate function does; else the floats would be copied to shared memory.
+    size_bytes = 4 * images.numel()
+    shared: Any = torch.UntypedStorage._new_shared(size_bytes)  # type: ignore[no-untyped-call]
     return torch.empty(0).set_(shared).view(images.shape)
 
 
+# kept: a GPU waits for each copy from the host
 @functools.cache
 def _by_channel(scaling: Scaling, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is subtracted, and what is divided by or multiplied with, (3, 1, 1); kept, as a GPU waits for each copy."""
-    mean, deviation = (
-        torch.tensor(scaling.mean).view(3, 1, 1),
-        torch.tensor(scaling.deviation).view(3, 1, 1),
-    )
+    """Return the subtrahend and the divisor (stepwise) or factor, (3, 1, 1)."""
+    mean = torch.tensor(scaling.mean).view(3, 1, 1)
+    deviation = torch.tensor(scaling.deviation).view(3, 1, 1)
     if scaling.stepwise:
         return mean.to(device), deviation.to(device)
     return (mean / deviation).to(device), (1 / (scaling.white * deviation)).to(device)
 
 
 class Preprocessing(NamedTuple):
-    """From bytes of images to what a model takes."""
+    """Step from bytes of images to a model's inputs."""
 
     scaling: Scaling
     # edge that the model wants, pixels; other images are resized (bilinear)
     image_size: int
 
     def apply(self, inputs: Batch) -> Batch:
-        """Scale and resize bytes (n, 3, edge, edge) on their device, in float32; whatever else it is given stays."""
+        """Scale and resize bytes (n, 3, edge, edge) on their device; return other inputs as is."""
         if not isinstance(inputs, Tensor) or inputs.dtype != torch.uint8:
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
@@ -161,13 +155,13 @@ class Preprocessing(NamedTuple):
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
-    """Labelled images as bytes, (3, edge, edge), and what makes a model's inputs of a batch of them."""
+    """Labelled images as bytes, (3, edge, edge), with their preprocessing."""
 
     preprocessing: Preprocessing
 
 
 def prepared(dataset: Dataset[Any], inputs: Batch) -> Batch:
-    """Make a model's inputs of collated inputs of a data set; what is the user's own stays as it is."""
+    """Return a model's inputs for collated inputs of a data set; keep those of a user's own."""
     return dataset.preprocessing.apply(inputs) if isinstance(dataset, ImageDataset) else inputs
 
 
@@ -176,11 +170,11 @@ class PixelDataset(ImageDataset):
 
     Args:
         source: The bytes.
-        positions: Place of each sample in the source, (n,).
+        positions: Position of each sample in the source, (n,).
         labels: Class of each sample, (n,).
-        scaling: Bytes to floats.
+        scaling: From bytes to floats.
         image_size: Edge that the model wants, pixels.
-        jitter: Augmentation; None for none.
+        jitter: Augmentation.
     """
 
     def __init__(
@@ -203,23 +197,22 @@ class PixelDataset(ImageDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        """Items whose augmentation follows torch's default random numbers."""
-        drawn = (
-            torch.randint(2**62, (len(indices),)).numpy() if self.jitter else np.zeros(len(indices))
-        )
-        return self.keyed_items(np.asarray(indices), drawn.astype(np.uint64))
+        """Return items, augmented by torch's default random numbers."""
+        keys = np.zeros(len(indices), np.uint64)
+        if self.jitter:
+            keys = torch.randint(2**62, (len(indices),)).numpy().astype(np.uint64)
+        return self.keyed_items(np.asarray(indices), keys)
 
     def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
-        """Items whose augmentation follows these keys, (n,), and nothing else."""
+        """Return items, augmented by these keys, (n,), and nothing else."""
         images = self.source.read(self.positions[indices])
         if self.jitter:
             images = self.jitter.apply(images, keys)
-        return list(
-            zip(torch.from_numpy(images).unbind(0), self.labels[indices].tolist(), strict=True)
-        )
+        labels = self.labels[indices].tolist()
+        return list(zip(torch.from_numpy(images).unbind(0), labels, strict=True))
 
     def take(self, indices: Indices) -> PixelDataset:
-        """The same data set with these samples only."""
+        """Return the data set of these samples only."""
         return PixelDataset(
             self.source,
             self.positions[indices],
@@ -239,18 +232,12 @@ def open_rgb(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (
-        OSError,
-        UnidentifiedImageError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"cannot be decoded: {error}", source=path) from None
 
 
 def to_square(image: Image.Image, edge: int) -> Bytes:
-    """Short edge resized to `edge`, centre cut out; (3, edge, edge)."""
+    """Resize the short edge to `edge` and cut out the centre; (3, edge, edge)."""
     if image.size != (edge, edge):
         short = min(image.size)
         left, top = ((length - short) / 2 for length in image.size)

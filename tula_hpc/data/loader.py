@@ -1,22 +1,8 @@
-"""Loaders: which samples make up a batch, in which order, by which process.
+"""Loaders: order of samples, loader processes, and batches on their way to a GPU.
 
 The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an
 augmentation from (seed, epoch, index). None of them depends on the number of workers or of loader
 processes, or on where a training was interrupted.
-
-Processes of loaders: started clean, deaf to the signals that tell a job to stop, and gone when
-their owner is.
-
-Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: processes come from a
-server that was started clean and that imports torch once for all of them.
-
-TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where
-Slurm tracks processes by cgroup it tells only the tasks, elsewhere their children too, as `kill` of
-a process group does. What is blocked when a process starts stays so in it and in those that it
-starts. So the owner ends them with KILL, and they watch over it: the server ends only when they
-have, and torch's own look at the parent process sees the server.
-
-Batches on their way to a GPU: one is copied while the device works on the one before.
 """
 
 from __future__ import annotations
@@ -47,33 +33,42 @@ from tula_hpc.errors import InputError
 from tula_hpc.user_code import collate
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+# batches that each loader process works ahead
+_PREFETCH = 2
+# (epoch, index)
+Key = tuple[int, int]
 
 
-def process_options(count: int, module: str) -> dict[str, Any]:
-    """Options of a `DataLoader`; the servers that its processes come from are running then.
-
-    Args:
-        count: Of processes.
-        module: That the server imports for all of them.
-    """
+# Neither nccl nor CUDA survives a fork, nor do locks that other threads hold: loader processes come
+# from a server that was started clean and that imports torch once for all of them.
+#
+# TERM and USR2 ask a training to save at the next whole step, for which it needs its loader. Where
+# Slurm tracks processes by cgroup it signals only the tasks, elsewhere their children too, as a
+# `kill` of the process group does. A process inherits the blocked signals of the one that starts
+# it, so loader processes and their server never receive these two. The owner ends them with KILL,
+# and they watch the owner: the server ends only when they have, and torch's own watch sees the
+# server.
+def _process_options(count: int) -> dict[str, Any]:
+    """Start the servers of loader processes, and return options of a `DataLoader`."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    # starting the tracker lets TERM through again, so that the server is started apart
-    with _deaf():
+    context.set_forkserver_preload([__name__])
+    # starting the tracker unblocks TERM, so the server is started apart
+    with _stop_signals_blocked():
         resource_tracker.ensure_running()
-    with _deaf():
+    with _stop_signals_blocked():
         forkserver.ensure_running()
-    _end_all_at_exit()
+    _kill_children_at_exit()
     return {
         "num_workers": count,
         "multiprocessing_context": context,
-        "worker_init_fn": partial(_end_with, os.getpid()),
+        "worker_init_fn": partial(_end_with_owner, os.getpid()),
+        "persistent_workers": True,
+        "prefetch_factor": _PREFETCH,
     }
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Signals that come meanwhile are delivered to this process afterwards."""
+def _stop_signals_blocked() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -81,20 +76,19 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# once for each process
+# Once for each process. Where a loader has failed, multiprocessing sends its processes TERM at exit
+# and waits for them for ever.
 @functools.cache
-def _end_all_at_exit() -> None:
-    """Before multiprocessing waits at exit for those that it has sent TERM, which it does where a loader has failed."""
-    atexit.register(_end_all)
+def _kill_children_at_exit() -> None:
+    atexit.register(_kill_children)
 
 
-def _end_all() -> None:
+def _kill_children() -> None:
     for process in multiprocessing.active_children():
         process.kill()
 
 
-def _end_with(owner: int, _: int) -> None:
-    """In a loader's process: end as soon as another has, however it did."""
+def _end_with_owner(owner: int, _: int) -> None:
     try:
         alive = os.pidfd_open(owner)
     except ProcessLookupError:
@@ -110,39 +104,28 @@ def _end_with(owner: int, _: int) -> None:
     threading.Thread(target=watch, daemon=True, name="owner").start()
 
 
-# batches that each loader process works ahead
-_PREFETCH = 2
-# (epoch, index)
-Key = tuple[int, int]
-
-
 @runtime_checkable
 class KeyedItems(Protocol):
     """A data set that augments a whole batch from given random bits."""
 
     def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
-        """Items at these indices, augmented by these keys."""
+        """Return items at these indices, augmented by these keys."""
 
 
 class EpochDataset(Dataset[Any]):
-    """A data set whose items are asked for by (epoch, index), and then are always the same.
-
-    Args:
-        dataset: Items by index.
-        seed: Of the augmentation.
-    """
+    """Data set with items that follow from (epoch, index) and the augmentation's seed alone."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+        return _length(self.dataset)
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """Items of a batch."""
+        """Return the items of a batch."""
         epochs, indices = np.array(keys, np.int64).reshape(-1, 2).T
         bits = mix(self.seed, epochs, indices)
         if isinstance(self.dataset, KeyedItems):
@@ -163,7 +146,7 @@ class EpochDataset(Dataset[Any]):
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU random numbers, and put them back: dropout in this process draws from them too."""
+    """Seed torch's CPU random numbers, then restore them: dropout draws from them too."""
     generator = torch.default_generator
     state = generator.get_state()
     # not torch.manual_seed: that would reseed the GPU as well
@@ -175,18 +158,11 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class ResumableSampler(DistributedSampler[Key]):
-    """This worker's part of every full global batch, in an order that follows from (seed, epoch) alone.
+    """One worker's share of each full global batch; the order follows from (seed, epoch) alone.
 
     Global batch k of an epoch is ``order[offset + k·B : offset + (k + 1)·B]`` with ``B =
     local_batch × world_size``; rank r has its r-th slice of `local_batch`. A rest smaller than B is
-    left out.
-
-    Args:
-        dataset: Anything with a length.
-        local_batch: Samples a step and worker.
-        rank: Which worker this is.
-        world_size: How many there are.
-        seed: Of the order.
+    left out. The data set needs nothing but a length.
     """
 
     def __init__(
@@ -203,10 +179,10 @@ class ResumableSampler(DistributedSampler[Key]):
         return self.local_batch * self.num_replicas
 
     def set_offset(self, samples: int) -> None:
-        """Skip so many global samples of the epoch's order, those that were seen before an interruption.
+        """Skip the first global samples of the epoch's order, seen before an interruption.
 
-        The batch may have been another one then: any number up to the length of the data set will
-        do.
+        Any number up to the length of the data set will do: the batch may have been another one
+        then.
         """
         if not 0 <= samples <= self._size():
             raise ValueError(f"offset {samples} is not within an epoch of {self._size()} samples")
@@ -221,7 +197,7 @@ class ResumableSampler(DistributedSampler[Key]):
         return ((self.epoch, index) for index in own.reshape(-1).tolist())
 
     def order(self) -> Tensor:
-        """The epoch's permutation of all samples, (D,)."""
+        """Return the epoch's permutation of all samples, (D,)."""
         generator = torch.Generator().manual_seed(int(mix(self.seed, self.epoch)[0]))
         return torch.randperm(self._size(), generator=generator)
 
@@ -229,11 +205,11 @@ class ResumableSampler(DistributedSampler[Key]):
         return (self._size() - self.offset) // self.global_batch
 
     def _size(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+        return _length(self.dataset)
 
 
 class EndlessOrder(Sampler[Key]):
-    """A `ResumableSampler`'s epochs one after another, for ever: loader processes work ahead into the next epoch."""
+    """Epochs of a `ResumableSampler` without end: loader processes work ahead into the next one."""
 
     def __init__(self, order: ResumableSampler) -> None:
         self.order = order
@@ -246,7 +222,7 @@ class EndlessOrder(Sampler[Key]):
 
 
 class TrainLoader(DataLoader[Any]):
-    """A loader over the epochs of a `ResumableSampler`, which it keeps as `order`; it never ends."""
+    """An endless loader over the epochs of a `ResumableSampler`, which it keeps as `order`."""
 
     def __init__(self, dataset: EpochDataset, order: ResumableSampler, **options: Any) -> None:
         super().__init__(
@@ -259,13 +235,13 @@ class TrainLoader(DataLoader[Any]):
         self.order = order
 
     def stream(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
-        """Batches for ever: the rest of `epoch` after `offset` global samples, then the epochs that follow.
+        """Yield the rest of `epoch` after `offset` global samples, then all epochs that follow.
 
         Only one stream of a loader may be in use: the sampler and the loader processes are shared.
 
-        Yields: Inputs and targets, of images (local_batch, 3, edge, edge) and labels
-            (local_batch,). Images are bytes where the loader pins memory, else as the model takes
-            them.
+        Yields:
+            Inputs and targets, of images (local_batch, 3, edge, edge) and labels (local_batch,).
+            Images are bytes if the loader pins memory, else as the model takes them.
         """
         self.order.set_epoch(epoch)
         self.order.set_offset(offset)
@@ -282,12 +258,16 @@ def make_train_loader(
     loader_workers: int,
     pin_memory: bool,
 ) -> TrainLoader:
-    """The loader of one worker of a data-parallel training; see `ResumableSampler` for what it yields.
+    """Return one worker's loader of a data-parallel training; see `ResumableSampler`.
 
-    Args: dataset: Items (inputs, targets) by index. local_batch: Samples a step and worker. rank:
-        Which worker this is. world_size: How many there are. seed: Of order and augmentation.
-        loader_workers: Processes that load; 0 loads in this process. pin_memory: Whether batches
-        are for a GPU: put where it can fetch them by itself, images as bytes.
+    Args:
+        dataset: Items (inputs, targets) by index.
+        local_batch: Samples a step and worker.
+        rank: Of this worker among `world_size`.
+        world_size: Number of workers.
+        seed: Of order and augmentation.
+        loader_workers: Processes that load; 0 loads in this process.
+        pin_memory: Whether batches are for a GPU: in pinned memory, images as bytes.
 
     Raises:
         InputError: The data set is smaller than one global batch.
@@ -295,14 +275,15 @@ def make_train_loader(
     order = ResumableSampler(
         dataset, local_batch=local_batch, rank=rank, world_size=world_size, seed=seed
     )
-    samples = len(dataset)  # type: ignore[arg-type] # checked when the data was built
+    samples = _length(dataset)
     if samples < order.global_batch:
-        message = f"a global batch of {order.global_batch} is larger than the training set of {samples} samples"
-        lower = "lower search.max_batch, and search.min_batch where that is above it; in a study study.batches"
-        raise InputError(f"{message}; {lower}")
-    return TrainLoader(
-        EpochDataset(dataset, seed), order, **_options(dataset, loader_workers, pin_memory)
-    )
+        raise InputError(
+            f"a global batch of {order.global_batch} is larger than the training set of "
+            f"{samples} samples; lower search.max_batch, and search.min_batch where that is "
+            "above it; in a study study.batches"
+        )
+    options = _options(dataset, loader_workers, pin_memory)
+    return TrainLoader(EpochDataset(dataset, seed), order, **options)
 
 
 def make_test_loader(
@@ -314,24 +295,26 @@ def make_test_loader(
     loader_workers: int,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    """One worker's share of the test set: every `world_size`-th sample, none twice; shares may differ by one sample."""
-    samples = range(rank, len(dataset), world_size)  # type: ignore[arg-type] # checked when the data was built
-    return DataLoader(
-        dataset, batch_size=batch, sampler=samples, **_options(dataset, loader_workers, pin_memory)
-    )
+    """Return a loader of every `world_size`-th test sample; shares may differ by one sample."""
+    samples = range(rank, _length(dataset), world_size)
+    options = _options(dataset, loader_workers, pin_memory)
+    return DataLoader(dataset, batch_size=batch, sampler=samples, **options)
 
 
 def most_batches(loader: DataLoader[Any], world_size: int) -> int:
-    """Return how many batches the worker with the largest share has, whose loader is another `make_test_loader`."""
-    share = math.ceil(len(loader.dataset) / world_size)  # type: ignore[arg-type] # as there
+    """Return the number of batches of the worker with the largest share in `make_test_loader`."""
+    share = math.ceil(_length(loader.dataset) / world_size)
     return math.ceil(share / (loader.batch_size or 1))
 
 
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type] # checked when the data was built
+
+
 def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> dict[str, Any]:
-    # A generator of its own: a loader draws a seed whenever it starts, by default from the numbers
-    # that dropout uses.
     options: dict[str, Any] = {
         "pin_memory": pin_memory,
+        # A loader draws a seed whenever it starts, by default from the numbers that dropout uses.
         "generator": torch.Generator(),
         "collate_fn": collate,
     }
@@ -339,10 +322,7 @@ def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> di
         # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so
         # by itself.
         options["collate_fn"] = partial(_collate_prepared, dataset.preprocessing)
-    if loader_workers == 0:
-        return options
-    options |= {"persistent_workers": True, "prefetch_factor": _PREFETCH}
-    return options | process_options(loader_workers, __name__)
+    return options | (_process_options(loader_workers) if loader_workers else {})
 
 
 def _collate_prepared(
@@ -356,25 +336,24 @@ C = TypeVar("C")
 
 
 class Copies(Protocol[C]):
-    """How batches are copied."""
+    """Copies of batches to a device."""
 
     def begin(self, batch: Batch) -> C:
         """Begin to copy a batch, and do not wait for it."""
 
     def arrive(self, copying: C) -> Batch:
-        """Give the batch to whoever works on the device: what is asked of it from now on finds the batch there."""
+        """Return the batch; work that the device is given from now on finds it there."""
 
 
 def one_ahead(batches: Iterator[Batch], copies: Copies[C]) -> Iterator[Batch]:
-    """Yield batches on the device in their order; when one is yielded, the copy of the next has begun.
+    """Yield batches on the device in their order, each after the copy of the next has begun.
 
-    Whoever asks for a batch waits for the loader to have the next one. Of what was yielded nothing
-    is kept.
+    Each request waits for the loader to have the next batch. Yielded batches are not kept.
     """
     under_way: deque[C] = deque()
     for batch in batches:
         under_way.append(copies.begin(batch))
-        # Or host memory of one more batch would be held during a step.
+        # or host memory of one more batch would be held during a step
         del batch
         if len(under_way) > 1:
             yield copies.arrive(under_way.popleft())
@@ -393,22 +372,20 @@ class StreamCopies:
     """Copies to a GPU on a stream of their own.
 
     The batch must lie in pinned memory, or the host waits for the copy. It may be freed at once:
-    the allocator of pinned memory does not hand it out again before the copy is done. Likewise the
-    GPU's: memory of a copy belongs to this stream, and `record_stream` keeps it from the next copy
-    until the stream that uses the tensor has done what it was asked before the tensor was freed.
-
-    Args:
-        device: Which GPU.
+    the allocator of pinned memory does not hand it out again before the copy is done. On the GPU,
+    memory of a copy belongs to this stream, and `record_stream` keeps it from the next copy until
+    the stream that uses the tensor has done the work it was given before the tensor was freed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Batch) -> Copying:
         """Begin to copy."""
         with torch.cuda.stream(self.stream):
-            copied = map_tensors(self._copy, batch)
-        return Copying(copied, self.stream.record_event())  # type: ignore[no-untyped-call] # torch's
+            copied = map_tensors(lambda one: one.to(self.device, non_blocking=True), batch)
+        return Copying(copied, self.stream.record_event())  # type: ignore[no-untyped-call]
 
     def arrive(self, copying: Copying) -> Batch:
         """Let the current stream wait for the copy."""
@@ -417,6 +394,3 @@ class StreamCopies:
         for tensor in tensors_of(copying.batch):
             tensor.record_stream(current)
         return copying.batch
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)

@@ -1,16 +1,15 @@
-"""Activation checkpointing: keep only the inputs of a model's blocks and compute the rest again in the backward pass.
+"""Activation checkpointing: keep the inputs of a model's blocks, recompute the rest in backward.
 
 T. Chen et al. 2016, "Training deep nets with sublinear memory cost". A block is a composite member
 of an nn.Sequential or nn.ModuleList, however deep: a residual block, a layer of a transformer, a
 module between poolings. Where such a list holds nothing but single layers (VGG), about √n of its n
 weighted layers together make a block.
 
-Each block's forward pass runs twice. What must happen once is kept from happening twice: buffers
-(BatchNorm's running statistics) move in the first pass only, and dropout draws the same numbers
-again. Results are those without checkpointing, bit for bit where the operators are deterministic.
-Limit: a module whose output depends on a buffer that its own forward pass changes (spectral
-normalization) would be computed again with the changed one, and a block must not change its own
-input in place, unless twice is as good as once (ReLU).
+Each block's forward pass runs twice: buffers (BatchNorm's running statistics) move in the first
+pass only, and dropout draws the same numbers again. Results are those without checkpointing, bit
+for bit where the operators are deterministic. Limit: if a module's output depends on a buffer that
+its own forward pass changes (spectral normalization), it is computed again with the changed one,
+and a block must not change its own input in place, unless twice is as good as once (ReLU).
 """
 
 from __future__ import annotations
@@ -29,23 +28,26 @@ from torch.utils.checkpoint import checkpoint
 from tula_hpc.errors import InputError
 
 KEY = "workload.activation_checkpointing"
-# weighted ones; in a shorter list of layers there is nothing to gain
+# weighted ones; a shorter list of layers has nothing to gain
 FEWEST_LAYERS = 4
 
 Forward = Callable[..., Any]
 
 
 def checkpoint_activations(model: nn.Module) -> nn.Module:
-    """Make a model's blocks compute their activations again in the backward pass; in place, all names stay.
+    """Make a model's blocks recompute their activations; in place, all names stay.
 
     Raises:
         InputError: The model has no blocks.
     """
     blocks = list(_blocks(model))
     if not blocks:
-        what = f"{type(model).__name__} has no blocks whose activations could be computed again"
-        message = f"{what}: expected blocks in an nn.Sequential or nn.ModuleList, or at least {FEWEST_LAYERS} layers"
-        raise InputError(message, key=KEY)
+        raise InputError(
+            f"{type(model).__name__} has no blocks whose activations could be computed again: "
+            "expected blocks in an nn.Sequential or nn.ModuleList, or at least "
+            f"{FEWEST_LAYERS} layers",
+            key=KEY,
+        )
     for block in blocks:
         if isinstance(block, nn.Sequential) and _is_long_list(block):
             _split(block)
@@ -64,14 +66,14 @@ def _wrap(block: nn.Module) -> None:
 
 
 def _split(layers: nn.Sequential) -> None:
-    """A list of single layers that runs in groups."""
+    """Let a list of single layers run in groups."""
 
     def grouped(self: nn.Sequential, value: Any) -> Any:
         for group in _groups(list(self)):
             value = _run(self, _chain(group), value)
         return value
 
-    layers.forward = types.MethodType(grouped, layers)  # type: ignore[method-assign] # of this one module
+    layers.forward = types.MethodType(grouped, layers)  # type: ignore[method-assign]
 
 
 def _chain(group: Sequence[nn.Module]) -> Forward:
@@ -94,7 +96,10 @@ def _run(owner: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 class _BuffersUntouched(AbstractContextManager[None]):
-    """Lets copies of the buffers be changed meanwhile. It can be entered again: second derivatives compute so often."""
+    """Context in which modules change copies of their buffers.
+
+    It can be entered again: second derivatives recompute more than once.
+    """
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
@@ -105,9 +110,8 @@ class _BuffersUntouched(AbstractContextManager[None]):
             (module, dict(module._buffers)) for module in self._owner.modules() if module._buffers
         ]
         for module, buffers in self._originals:
-            module._buffers.update(
-                {name: None if b is None else b.clone() for name, b in buffers.items()}
-            )
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self._originals:
@@ -115,7 +119,10 @@ class _BuffersUntouched(AbstractContextManager[None]):
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost composite members of lists, and lists of single layers; what has neither inside is a block."""
+    """Yield the outermost composite members of lists, and lists of single layers.
+
+    A child that has neither inside is a block.
+    """
     if _is_long_list(module):
         yield module
         return
@@ -128,7 +135,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Runs of layers that begin with a weighted one: what works in place must not change a group's own input."""
+    """Yield runs of layers, each beginning with a weighted one.
+
+    A layer that works in place must not change a group's own input.
+    """
     starts = [i for i, layer in enumerate(layers) if _has_weight(layer)]
     step = max(1, math.isqrt(len(starts)))
     cuts = [0, *starts[step::step], len(layers)]
@@ -145,7 +155,6 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_long_list(module: nn.Module) -> bool:
-    """Single layers only, and enough of them."""
     return (
         type(module) is nn.Sequential
         and not any(map(_is_composite, module))
@@ -154,7 +163,6 @@ def _is_long_list(module: nn.Module) -> bool:
 
 
 def _has_lists(module: nn.Module) -> bool:
-    """Whether blocks are further inside."""
     return any(
         _is_long_list(inner) or (_is_list(inner) and any(map(_is_composite, inner.children())))
         for inner in module.modules()

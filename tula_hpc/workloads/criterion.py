@@ -1,4 +1,4 @@
-"""What a training minimizes, and by what a trained model is judged."""
+"""Loss that a training minimizes, and scores of a trained model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ BEST = 5
 
 
 class Criterion(NamedTuple):
-    """Of outputs and targets of a batch.
+    """Functions of outputs and targets of a batch.
 
-    Attributes: loss: Mean over the samples, a scalar. losses: Of each sample, (batch,). metric:
-        Share of each sample that is right, (batch,), where the user said what that is. hits: Sums
-        over the samples, (2,) of float64: share that is right, and whether the label is among the
-        best five
-            scores. NaN where there is no such thing.
+    Attributes:
+        loss: Mean over the samples, a scalar.
+        losses: Of each sample, (batch,).
+        metric: Right share of each sample, (batch,); None unless the user has a metric.
+        hits: Sums over the samples, (2,) of float64: the right share, and whether the label is
+            among the best five scores; NaN where that has no meaning.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -37,12 +38,13 @@ class Criterion(NamedTuple):
 
 
 def build_criterion(spec: WorkloadSpec) -> Criterion:
-    """Cross-entropy of scores for labels, or the user's own loss; hits, or the user's own metric.
+    """Return the user's loss and metric, by default cross-entropy and hits of labels.
 
     Raises:
         InputError: No such function.
     """
-    metric, losses = _own("workload.metric", spec.metric), _own("workload.loss", spec.loss)
+    metric = _own("workload.metric", spec.metric)
+    losses = _own("workload.loss", spec.loss)
     hits = label_hits if metric is None else partial(_sum_of, metric)
     if losses is None:
         return Criterion(cross_entropy, partial(cross_entropy, reduction="none"), metric, hits)
@@ -54,10 +56,10 @@ def _own(key: str, name: str | None) -> OfSamples | None:
 
 
 def label_hits(outputs: Any, targets: Any) -> Tensor:
-    """How many labels have the best score, and one of the best five.
+    """Count the labels with the best score, and those with one of the best five.
 
     Args:
-        outputs: Scores, (batch, classes). Of others nothing is known.
+        outputs: Scores, (batch, classes). Others give NaN.
         targets: Labels, (batch,) of integers; likewise.
     """
     if not _are_scores(outputs, targets):

@@ -1,7 +1,4 @@
-"""Training steps gone through with tensors that have shapes but no contents, to count what they hold.
-
-Which storages live at each moment of a computation, seen from the operators that make them.
-"""
+"""Training steps on tensors that have shapes but no contents, to count the bytes that they hold."""
 
 from __future__ import annotations
 
@@ -27,20 +24,26 @@ from tula_hpc.workloads.optimizers import base_optimizer, zero_share
 from tula_hpc.workloads.torchvision_models import build_model
 from tula_hpc.workloads.workload import CPU_DTYPES
 
+# BatchNorm cannot train on one sample
+LEAST_BATCH = 2
+# glibc's largest threshold: larger blocks are mapped, and given back when freed
+HEAP_LIMIT_BYTES = 32 * 1024**2
+
 
 class Peak(NamedTuple):
     """The moment when most bytes were alive."""
 
     live_bytes: int
-    # bytes of each storage that lived then and had been made since `AllocationTracker.watch`
+    # bytes of each storage alive then and made since `AllocationTracker.watch`
     blocks: tuple[int, ...]
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make while it is active, until they are freed.
+    """Counter of the bytes of all storages that operators make while it is active, until freed.
 
-    It sees tensors, fake ones as well as real ones, not what a library takes for itself inside of
-    an operator (convolution workspaces, reordered weights). Views count once, with their storage.
+    It sees tensors, fake ones as well as real ones, but no memory that a library takes for itself
+    inside an operator (convolution workspaces, reordered weights). Views count once, with their
+    storage.
     """
 
     def __init__(self) -> None:
@@ -52,8 +55,9 @@ class AllocationTracker(TorchDispatchMode):
         self._count = self._live = self._live_at_start = 0
 
     def watch(self) -> None:
-        """Start a new peak from what is alive now."""
-        self._log, self._live_at_start = [], self._live
+        """Start a new peak from the storages alive now."""
+        self._log = []
+        self._live_at_start = self._live
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once, until it is freed."""
@@ -77,16 +81,18 @@ class AllocationTracker(TorchDispatchMode):
         self._log.append((number, size))
 
     def peak(self) -> Peak:
-        """The largest sum of living bytes since `watch`."""
+        """Return the largest sum of living bytes since `watch`."""
         live = highest = self._live_at_start
         length = 0
         for position, (_, size) in enumerate(self._log):
             live += size
             if live > highest:
                 highest, length = live, position + 1
-        made = {number: size for number, size in self._log[:length] if size > 0}
+        made: dict[int, int] = {}
         for number, size in self._log[:length]:
-            if size < 0:
+            if size > 0:
+                made[number] = size
+            else:
                 made.pop(number, None)
         return Peak(highest, tuple(made.values()))
 
@@ -97,7 +103,7 @@ class AllocationTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and count what it returns."""
+        """Run an operator and count the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -105,19 +111,15 @@ class AllocationTracker(TorchDispatchMode):
         return result
 
 
-# BatchNorm cannot train on one sample
-LEAST_BATCH = 2
-# glibc's largest threshold: larger blocks are mapped, and given back when freed
-HEAP_LIMIT_BYTES = 32 * 1024**2
-
-
 class Shapes(NamedTuple):
-    """What the model takes and gives.
+    """Inputs and targets of a model.
 
-    Attributes: inputs: A batch of one sample; on the meta device where shapes and types are all
-        that is known. targets: Likewise. classes: Width of the output, as the model is told.
-        image_size: Edge of an image, likewise. loaded: The inputs as they travel to a GPU, images
-        as bytes.
+    Attributes:
+        inputs: A batch of one sample; on the meta device if only shapes and types are known.
+        targets: Likewise.
+        classes: Width of the output, an argument of the model.
+        image_size: Edge of an image, likewise.
+        loaded: The inputs as they travel to a GPU, images as bytes.
     """
 
     inputs: Batch
@@ -128,33 +130,26 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of_images(cls, image_size: int, classes: int) -> Shapes:
-        """Of images with three colours, and their labels."""
+        """Return the shapes of images with three colours, and their labels."""
         image = torch.empty(1, 3, image_size, image_size, device="meta")
         labels = torch.empty(1, dtype=torch.long, device="meta")
         return cls(image, labels, classes, image_size, image.to(torch.uint8))
 
-    def batch(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
-        """So many samples, inputs and targets, without contents or with those of the one sample; else zeros."""
-        return self._repeated((self.inputs, self.targets), samples, fake=fake)
-
-    def batch_ahead(self, samples: int, *, fake: bool) -> tuple[Batch, Batch]:
-        """The batch that a GPU is given while it works on the one before, likewise."""
-        return self._repeated((self.loaded, self.targets), samples, fake=fake)
-
-    @staticmethod
-    def _repeated(batch: tuple[Batch, Batch], samples: int, *, fake: bool) -> tuple[Batch, Batch]:
+    def batch(self, samples: int, *, fake: bool, loaded: bool = False) -> tuple[Batch, Batch]:
+        """Repeat the sample's inputs and targets; without contents, or zeros if it has none."""
 
         def repeated(one: Tensor) -> Tensor:
             if fake or one.is_meta:
                 return torch.zeros(samples, *one.shape[1:], dtype=one.dtype)
             return one.repeat(samples, *[1] * (one.dim() - 1))
 
-        inputs, targets = map_tensors(repeated, batch)
+        one_sample = (self.loaded if loaded else self.inputs, self.targets)
+        inputs, targets = map_tensors(repeated, one_sample)
         return inputs, targets
 
 
 class Step(NamedTuple):
-    """Largest bytes alive in the parts of one training step, and what was alive between steps."""
+    """Largest bytes alive in the phases of one training step."""
 
     # in forward and backward pass
     backward_bytes: int
@@ -165,7 +160,7 @@ class Step(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What counting found; bytes."""
+    """Counted bytes of a model and of its training steps."""
 
     parameters: int
     gradients: int
@@ -178,24 +173,24 @@ class Counts(NamedTuple):
 
     @property
     def per_sample(self) -> float:
-        """Activations."""
+        """Bytes of activations of a sample."""
         return max(0.0, self._slope(self.small.backward_bytes, self.large.backward_bytes))
 
     @property
     def fixed(self) -> float:
-        """All that does not grow with the batch, at the peak of the backward pass."""
+        """Bytes at the peak of the backward pass that do not grow with the batch."""
         return self.large.backward_bytes - self.per_sample * self.batches[1]
 
     def peak(self, local_batch: int) -> float:
-        """Bytes of tensors at the peak of a step."""
-        # they live on
+        """Return the bytes of tensors at the peak of a step."""
+        # inputs live until the step ends
         input_bytes = self._slope(self.small.optimizer_bytes, self.large.optimizer_bytes)
         optimizer = self.large.optimizer_bytes + input_bytes * (local_batch - self.batches[1])
         line = self.fixed + self.per_sample * local_batch
         return max(line, float(self.least.backward_bytes), optimizer)
 
     def with_step_copies(self, copies: int) -> Counts:
-        """With so many more copies of what is trained during the optimizer's step."""
+        """Add copies of the trained parameters during the optimizer's step."""
         extra = copies * self.gradients
         least, small, large = (
             step._replace(optimizer_bytes=step.optimizer_bytes + extra)
@@ -207,7 +202,7 @@ class Counts(NamedTuple):
         return (high_bytes - low_bytes) / (self.batches[1] - self.batches[0])
 
     def heap_bytes(self, local_batch: int) -> float:
-        """Bytes at the backward pass's peak in blocks that the C library's heap serves."""
+        """Return bytes at the backward pass's peak in blocks that the C library's heap serves."""
         share = local_batch / self.batches[1]
         return sum(size * share for size in self.large.blocks if size * share < HEAP_LIMIT_BYTES)
 
@@ -221,82 +216,82 @@ def count(
     *,
     fake: bool,
 ) -> Counts:
-    """Go through training steps at two local batches.
+    """Go through training steps at two local batches and count bytes.
 
-    Args: workload: Model, precision, memory format, optimizer. shapes: From `find_shapes`. world:
-        Workers; with several, gradients live in buckets and ZeRO divides the optimizer's states.
-        device: "cpu" or "cuda", for operators that keep other things there. batches: Two local
-        batches, ascending, so large that activations make the peak. fake: Whether tensors have no
-        contents.
+    Args:
+        workload: Model, precision, memory format, optimizer.
+        shapes: Of a sample.
+        world: Workers; with several, gradients live in buckets and ZeRO divides the optimizer's
+            states.
+        device: "cpu" or "cuda", for operators that keep other tensors there.
+        batches: Two local batches, ascending, so large that activations make the peak.
+        fake: Whether tensors have no contents.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    model = (
-        _layout(workload, shapes)
-        if fake
-        else build_model(workload, shapes.classes, shapes.image_size)
-    )
-    with (
-        mode,
-        _FusedDropout() if device == "cuda" else contextlib.nullcontext(),
-        AllocationTracker() as tracker,
-    ):
-        _place(model, workload, tracker, fake=fake)
+    build = _build_without_memory if fake else build_model
+    model = build(workload, shapes.classes, shapes.image_size)
+    on_gpu = device == "cuda"
+    with contextlib.ExitStack() as modes:
+        if fake:
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if on_gpu:
+            modes.enter_context(_FusedDropout())
+        tracker = modes.enter_context(AllocationTracker())
+        _track_model(model, workload, tracker, fake=fake)
         if workload.activation_checkpointing:
             checkpoint_activations(model)
-        ahead = partial(shapes.batch_ahead, fake=fake) if device == "cuda" else None
-        rehearsal = Rehearsal(
-            workload, model, tracker, partial(shapes.batch, fake=fake), world, batch_ahead=ahead
-        )
-        # optimizer states are made in the first step
-        rehearsal.step(LEAST_BATCH)
-        least, small, large = (rehearsal.step(batch) for batch in (LEAST_BATCH, *batches))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        states = sum(
-            _size(value) for state in rehearsal.optimizer.state.values() for value in state.values()
-        )
-        return Counts(
-            sum(map(_size, model.parameters())),
-            sum(map(_size, trained)),
-            states,
-            batches,
-            least,
-            small,
-            large,
-        )
+        make_batch = partial(shapes.batch, fake=fake)
+        steps = _Steps(workload, model, tracker, make_batch, world, on_gpu=on_gpu)
+        return steps.count(batches)
 
 
-class Rehearsal:
-    """Training steps of one worker, as `worker.Worker` does them, with the tracker watching."""
+class _Steps:
+    """Training steps of one worker, as `ddp.worker.Worker` takes them, under the tracker."""
 
     def __init__(
         self,
         workload: WorkloadSpec,
         model: nn.Module,
         tracker: AllocationTracker,
-        batch: Callable[[int], tuple[Batch, Batch]],
+        batch: Callable[..., tuple[Batch, Batch]],
         world: int,
         *,
-        batch_ahead: Callable[[int], tuple[Batch, Batch]] | None,
+        on_gpu: bool,
     ) -> None:
         self.workload, self.model, self.tracker = workload, model, tracker
-        self.batch, self.batch_ahead = batch, batch_ahead
+        self.batch, self.on_gpu = batch, on_gpu
         self.criterion = build_criterion(workload)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         mine = zero_share(self.parameters, world) if workload.zero_stage else self.parameters
         self.optimizer = base_optimizer(workload, mine)
         self.buckets = _gradient_buckets(self.parameters) if world > 1 else []
 
+    def count(self, batches: tuple[int, int]) -> Counts:
+        """Take steps with the smallest batch and with these."""
+        # optimizer states are made in the first step
+        self.step(LEAST_BATCH)
+        least, small, large = (self.step(samples) for samples in (LEAST_BATCH, *batches))
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return Counts(
+            parameters=sum(map(_size, self.model.parameters())),
+            gradients=sum(map(_size, self.parameters)),
+            optimizer=sum(map(_size, states)),
+            batches=batches,
+            least=least,
+            small=small,
+            large=large,
+        )
+
     def step(self, local_batch: int) -> Step:
-        """One step; what was alive at the peaks of its parts."""
+        """Take one step."""
         for parameter in self.parameters:
             parameter.grad = None
         inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
-        ahead = None if self.batch_ahead is None else self.batch_ahead(local_batch)
+        # a GPU receives the next batch during the step
+        ahead = self.batch(local_batch, loaded=True) if self.on_gpu else None
         self.tracker.watch()
-        with torch.autocast(
-            "cpu", CPU_DTYPES[self.workload.precision], enabled=self.workload.precision != "fp32"
-        ):
+        precision = self.workload.precision
+        with torch.autocast("cpu", CPU_DTYPES[precision], enabled=precision != "fp32"):
             loss = self.criterion.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         # the worker returns it, and with it no graph
@@ -316,7 +311,7 @@ class Rehearsal:
 
 
 def _gradient_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Gradients that live on from step to step, as in DistributedDataParallel with gradient_as_bucket_view."""
+    """Let gradients live on, as DistributedDataParallel does with gradient_as_bucket_view."""
     buckets = [torch.zeros_like(p) for p in parameters]
     for parameter, bucket in zip(parameters, buckets, strict=True):
         parameter.register_post_accumulate_grad_hook(_into(bucket))  # type: ignore[no-untyped-call]
@@ -331,7 +326,10 @@ def _into(bucket: Tensor) -> Callable[[Tensor], None]:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Parameters on the meta device. `torch.device("meta")` would also take arithmetic that needs values."""
+    """Mode that puts parameters on the meta device.
+
+    `torch.device("meta")` would also take arithmetic that needs values.
+    """
 
     def __torch_function__(
         self,
@@ -350,7 +348,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 class _FusedDropout(TorchFunctionMode):
-    """Dropout as CUDA has it: it keeps a mask of one byte an element, on CPU of the input's type."""
+    """Dropout of CUDA, which keeps a mask of one byte an element; a CPU's has the input's type."""
 
     def __torch_function__(
         self,
@@ -365,19 +363,19 @@ class _FusedDropout(TorchFunctionMode):
         return func(*args, **bound)
 
 
-def _layout(workload: WorkloadSpec, shapes: Shapes) -> nn.Module:
-    """The model without memory for its weights; with, where its code needs them."""
+def _build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
     try:
         with _WithoutMemory():
-            return build_model(workload, shapes.classes, shapes.image_size)
+            return build_model(workload, classes, image_size)
     except (RuntimeError, NotImplementedError):
-        return build_model(workload, shapes.classes, shapes.image_size)
+        # the model's own code needs the weights
+        return build_model(workload, classes, image_size)
 
 
-def _place(
+def _track_model(
     model: nn.Module, workload: WorkloadSpec, tracker: AllocationTracker, *, fake: bool
 ) -> None:
-    """Give every parameter and buffer a tensor of the current mode, and have the tracker count it."""
+    """Give every parameter and buffer a tensor of the current mode, and count it."""
     if workload.channels_last and not fake:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # a shared parameter stays shared

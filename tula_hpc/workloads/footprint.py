@@ -1,24 +1,25 @@
-"""An estimate of memory before any step was run: what tensors hold in a training step, counted on fake tensors.
+"""Estimate of a worker's memory before any step was run, counted on fake tensors.
 
 `tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--partition NAME]
 [--json]`
 
-The workload's model is built without memory, and forward pass, backward pass and optimizer are gone
-through with tensors that have shapes but no contents, at three local batches. From the storages
-alive at each moment follow
+The workload's model is built without memory, and forward pass, backward pass and optimizer run on
+tensors that have shapes but no contents, at three local batches. From the storages alive at each
+moment follow
 
     peak(b) = max(activations per sample × b + fixed, end of the backward pass, optimizer's step)
 
 exactly as far as tensors go. A model that needs values to run (own code that branches on them) is
-counted on real tensors at small batches instead. What a library takes inside of an operator cannot
-be seen; it is allowed for:
+counted on real tensors at small batches instead. Memory that a library takes inside an operator
+cannot be seen; it is allowed for:
 
-- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, whose holes
-  stay resident: `HEAP_HOLES` of what such blocks hold, and `LIBRARIES_BYTES` for code and buffers
-  of the first real step. Both were measured with `python -m tests.benchmarks.memory_estimate`.
-- CUDA: `DEVICE_OVERHEAD` of what tensors hold, for workspaces and the caching allocator's segments:
-  an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's `memory_margin` has
-  to hold it.
+- CPU: convolutions and the C library's heap. Blocks below 32 MiB come from the heap, and its holes
+  stay resident: `HEAP_HOLES` of the bytes in such blocks, and `LIBRARIES_BYTES` for code and
+  buffers of the first real step. Both were measured with
+  `python -m tests.benchmarks.memory_estimate`.
+- CUDA: `DEVICE_OVERHEAD` of the tensors' bytes, for workspaces and segments of the caching
+  allocator: an assumption. The CUDA context (some 0.5 GB) is not part of it; the cluster's
+  `memory_margin` has to hold it.
 
 Loader processes, the library of collectives and other users of a node are not counted either.
 """
@@ -28,13 +29,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from torch.utils.data import default_collate
 
-from tula_hpc import process_memory as resident
+from tula_hpc import process_memory
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
@@ -57,7 +58,7 @@ from tula_hpc.user_code import told
 from tula_hpc.workloads.fake_steps import Counts, Shapes, count
 from tula_hpc.workloads.optimizers import layer_wise_kinds, shards
 
-# counted at: so large that activations make the peak; without contents they cost nothing
+# local batches to count at: so large that activations make the peak; fake ones cost nothing
 FAKE_BATCHES = (128, 512)
 REAL_BATCHES = (4, 8)
 MIB = 1024**2
@@ -75,52 +76,67 @@ def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
     """
     started = time.monotonic()
     if sweep.training.has_trust_ratios:
-        # for what their library takes in memory
+        # imports a library, which takes memory
         layer_wise_kinds()
-    host = resident.resident_bytes() if cluster.device == "cpu" else 0
+    host = process_memory.resident_bytes() if cluster.device == "cpu" else 0
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
-    shapes = find_shapes(sweep.workload)
-    counts, method = _count_somehow(sweep.workload, shapes, world, cluster.device)
+    counts, method = _count(sweep.workload, world, cluster.device)
     counts = counts.with_step_copies(sweep.step_copies)
-    batches = _local_batches(sweep, cluster)
-    peaks = {batch: round(_limit_counts(counts, batch, cluster.device, host)) for batch in batches}
-    # a single worker takes passes though norms are wanted for free, where its model turns out to
-    # have BatchNorm
+    # under ZeRO the counted states are this worker's share
+    state_copies = 2 * world if shards(sweep.workload, world) else 1
+    # a single worker runs reference passes even with free_reference if its model turns out to have
+    # BatchNorm
     copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
-    scaling = counts.gradients * copies
-    limit = cluster.memory_limit_bytes
-    allowed = None if limit is None else int(limit * (1.0 - cluster.memory_margin))
-    copied = _checkpoint_copy(counts, sweep.workload, world)
-    beside = scaling + (-(-copied // cluster.workers_per_node) if cluster.device == "cpu" else 0)
-    fitting = [
-        batch for batch, peak in peaks.items() if allowed is not None and peak + beside <= allowed
-    ]
-    return Footprint(
+    found = Footprint(
         parameter_bytes=counts.parameters,
         gradient_bytes=counts.gradients,
         optimizer_bytes=counts.optimizer,
         activation_bytes_per_sample=round(counts.per_sample),
         fixed_bytes=round(counts.fixed),
         host_baseline_bytes=host,
-        scaling_bytes=scaling,
-        checkpoint_bytes=copied,
-        peaks=peaks,
-        limit_bytes=allowed,
-        largest_local_batch=None if allowed is None else max(fitting, default=0),
+        scaling_bytes=counts.gradients * copies,
+        # as `analysis.memory.checkpoint_copy_bytes`
+        checkpoint_bytes=counts.parameters + counts.optimizer * state_copies,
+        peaks=_peaks(sweep, cluster, counts, host),
+        limit_bytes=None,
+        largest_local_batch=None,
         world_size=world,
         counted_at=counts.batches,
         method=method,
         assumptions=_assumptions(cluster.device, method),
         seconds=time.monotonic() - started,
     )
+    return _with_limit(found, cluster)
 
 
-def find_shapes(workload: WorkloadSpec) -> Shapes:
-    """Of a sample, from the catalog where it knows them, else from the data.
+def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:
+    """Add the memory limit and the largest local batch below it."""
+    limit = cluster.memory_limit_bytes
+    if limit is None:
+        return found
+    allowed = int(limit * (1.0 - cluster.memory_margin))
+    beside = found.scaling_bytes
+    if cluster.device == "cpu":
+        beside += -(-found.checkpoint_bytes // cluster.workers_per_node)
+    fitting = [batch for batch, peak in found.peaks.items() if peak + beside <= allowed]
+    return found.model_copy(
+        update={"limit_bytes": allowed, "largest_local_batch": max(fitting, default=0)}
+    )
 
-    Raises:
-        InputError: The data is not as expected.
-    """
+
+def _count(
+    workload: WorkloadSpec, world: int, device: str
+) -> tuple[Counts, Literal["fake", "real"]]:
+    """Count on fake tensors, or on real ones if the model needs values."""
+    shapes = _find_shapes(workload)
+    try:
+        return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
+    except Exception:  # noqa: BLE001 # own code may raise anything where values are missing
+        return count(workload, shapes, world, device, REAL_BATCHES, fake=False), "real"
+
+
+def _find_shapes(workload: WorkloadSpec) -> Shapes:
+    """Return the shapes of a sample, from the catalog if it knows them, else from the data."""
     facts = DATASETS.get(workload.dataset)
     if facts is not None and facts.classes is not None:
         size = workload.image_size or facts.image_size
@@ -130,54 +146,39 @@ def find_shapes(workload: WorkloadSpec) -> Shapes:
     return Shapes(prepared(data.test, loaded), targets, data.classes, data.image_size, loaded)
 
 
-def _local_batches(sweep: SweepSpec, cluster: ClusterSpec) -> list[int]:
-    """Every local batch of the search, ascending."""
-    sizes = sweep.search.cluster_sizes
-    return sorted(
-        {b for nodes in sizes for b in local_batches(sweep.search, nodes, cluster.workers_per_node)}
-    )
-
-
-def _checkpoint_copy(counts: Counts, workload: WorkloadSpec, world: int) -> int:
-    """As `analysis.memory.checkpoint_copy_bytes` has it; `counts.optimizer` is this worker's share under ZeRO."""
-    return counts.parameters + counts.optimizer * (2 * world if shards(workload, world) else 1)
-
-
-def _limit_counts(counts: Counts, local_batch: int, device: str, host: int) -> float:
-    """What the limit counts at a local batch, bytes."""
-    peak = counts.peak(local_batch)
-    if device == "cuda":
-        return peak * (1.0 + DEVICE_OVERHEAD)
-    return host + LIBRARIES_BYTES + peak + HEAP_HOLES * counts.heap_bytes(local_batch)
+def _peaks(sweep: SweepSpec, cluster: ClusterSpec, counts: Counts, host: int) -> dict[int, int]:
+    """Return the bytes that count towards the limit by local batch of the search."""
+    batches: set[int] = set()
+    for nodes in sweep.search.cluster_sizes:
+        batches.update(local_batches(sweep.search, nodes, cluster.workers_per_node))
+    peaks = {}
+    for batch in sorted(batches):
+        tensors = counts.peak(batch)
+        if cluster.device == "cuda":
+            peaks[batch] = round(tensors * (1.0 + DEVICE_OVERHEAD))
+        else:
+            holes = HEAP_HOLES * counts.heap_bytes(batch)
+            peaks[batch] = round(host + LIBRARIES_BYTES + tensors + holes)
+    return peaks
 
 
 def _assumptions(device: str, method: str) -> tuple[str, ...]:
-    said = []
     if device == "cuda":
-        said.append(
-            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of what tensors hold"
-        )
-        said.append("the CUDA context and the collectives' buffers are left to the margin")
+        assumed = [
+            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of tensors' bytes",
+            "the memory margin holds the CUDA context and the collectives' buffers",
+        ]
     else:
-        said.append(f"holes in the heap take {HEAP_HOLES:.0%} of what blocks below 32 MiB hold")
-        said.append("interpreter and libraries need what they need in the process that estimates")
+        assumed = [
+            f"holes in the heap take {HEAP_HOLES:.0%} of the bytes in blocks below 32 MiB",
+            "interpreter and libraries take as much as in the process that estimates",
+        ]
     if method == "real":
-        said.append("counted on real tensors: the model cannot run on fake ones")
-    return tuple(said)
+        assumed.append("counted on real tensors: the model cannot run on fake ones")
+    return tuple(assumed)
 
 
-def _count_somehow(
-    workload: WorkloadSpec, shapes: Shapes, world: int, device: str
-) -> tuple[Counts, Literal["fake", "real"]]:
-    """On fake tensors, or on real ones where the model needs values."""
-    try:
-        return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
-    except Exception:  # noqa: BLE001 # whatever own code does with missing values
-        return count(workload, shapes, world, device, REAL_BATCHES, fake=False), "real"
-
-
-def describe(footprint: Footprint) -> Iterator[str]:
-    """The estimate for a person, line by line."""
+def _describe(footprint: Footprint) -> Iterator[str]:
     parts = {
         "parameters": footprint.parameter_bytes,
         "gradients": footprint.gradient_bytes,
@@ -189,11 +190,9 @@ def describe(footprint: Footprint) -> Iterator[str]:
     }
     yield f"One of {footprint.world_size} worker(s), before any profile, MiB:"
     yield from (f"  {name:<34}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
-    limit = (
-        ""
-        if footprint.limit_bytes is None
-        else f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
-    )
+    limit = ""
+    if footprint.limit_bytes is not None:
+        limit = f" (limit less margin: {footprint.limit_bytes / GIB:.2f} GiB)"
     yield f"Peak by local batch, GiB{limit}:"
     for batch, peak in footprint.peaks.items():
         fits = footprint.largest_local_batch is None or batch <= footprint.largest_local_batch
@@ -203,7 +202,7 @@ def describe(footprint: Footprint) -> Iterator[str]:
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 bad input."""
+    """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 wrong input."""
     options = _parser().parse_args(arguments)
     begin_process()
     if warning := told_by_set(options.set):
@@ -213,25 +212,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sweep, cluster = load_together(
             options.sweep, options.cluster, options.set, check_paths=False
         )
-        footprints = {
-            name: estimate_footprint(sweep, cluster.part(name))
-            for name in _wanted(options, sweep, cluster)
-        }
+        names = _partition_names(options, sweep, cluster)
+        footprints = {name: estimate_footprint(sweep, cluster.part(name)) for name in names}
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 # the user's code may raise anything
         print(f"cannot be estimated: {told(error)}", file=sys.stderr)
         return 1
-    write_out("\n".join(_answer(options, footprints)) + "\n")
+    lines: list[str] = []
+    for name, footprint in footprints.items():
+        if options.json:
+            lines.append(footprint.model_dump_json())
+            continue
+        if name:
+            lines.append(f"Partition {name}:")
+        lines += _describe(footprint)
+    write_out("\n".join(lines) + "\n")
     return 0
 
 
-def _wanted(options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
-    """The partitions to estimate for: the one that is named, else all that have nodes enough.
+def _partition_names(
+    options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec
+) -> list[str]:
+    """Return the partition that the user names, else all with enough nodes for the sweep.
 
     Raises:
-        InputError: A record can be of one alone.
+        InputError: Several partitions, but JSON is of one alone.
     """
     if options.partition:
         return [options.partition]
@@ -239,21 +246,9 @@ def _wanted(options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec)
         name for name in cluster.part_names() if sweep_for(sweep, cluster.part(name)) is not None
     ]
     if options.json and len(names) > 1:
-        raise InputError(
-            f"a record is of one of [[partitions]]; give {' or '.join(names)}", source="--partition"
-        )
+        expected = f"give {' or '.join(names)}"
+        raise InputError(f"a record is of one of [[partitions]]; {expected}", source="--partition")
     return names
-
-
-def _answer(options: argparse.Namespace, footprints: Mapping[str, Footprint]) -> Iterator[str]:
-    """What the command prints, line by line."""
-    for name, footprint in footprints.items():
-        if options.json:
-            yield footprint.model_dump_json()
-            continue
-        if name:
-            yield f"Partition {name}:"
-        yield from describe(footprint)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -270,8 +265,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
-        "cluster.partitions.NAME.key=value; repeatable",
+        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of "
+        "its partitions as cluster.partitions.NAME.key=value; repeatable",
     )
     parser.add_argument(
         "--partition", default="", help="which of the cluster's [[partitions]] (default: each)"

@@ -1,4 +1,4 @@
-"""A small language model: data, model, loss and metric, each as `entry_points` describes it for one's own.
+"""A small language model: data, model, loss and metric, written as a user's own (`user_code`).
 
 It guesses the next character of Python programs, those of the standard library:
 `sweeps/language_model.toml`.
@@ -28,12 +28,7 @@ TEST_SAMPLES = 1000
 
 
 class Texts(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text; the targets are the same characters, one place later.
-
-    Args:
-        text: As numbers of characters.
-        length: Of a piece.
-    """
+    """Pieces of a text of `length` characters; the targets are the same text, one place later."""
 
     def __init__(self, text: NDArray[np.uint8], length: int) -> None:
         pieces = (len(text) - 1) // length
@@ -48,18 +43,17 @@ class Texts(Dataset[tuple[Tensor, Tensor]]):
 
 
 def programs(spec: WorkloadSpec) -> tuple[Texts, Texts, int]:
-    """Training set, test set (from the last modules by name), number of characters."""
-    text, length = _standard_library(), spec.image_size or LENGTH
+    """Return training set, test set (from the last modules by name), and number of characters."""
+    text = _standard_library()
+    length = spec.image_size or LENGTH
     held_out = TEST_SAMPLES * length + 1
     return Texts(text[:-held_out], length), Texts(text[-held_out:], length), CHARACTERS
 
 
 @functools.cache
 def _standard_library() -> NDArray[np.uint8]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = np.frombuffer(
-        b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8
-    )
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
     return np.where(text < CHARACTERS, text, 0).astype(np.uint8)
 
 
@@ -78,7 +72,7 @@ class Transformer(nn.Module):
         self.scores = nn.Linear(WIDTH, characters)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Scores (batch, length, characters) for characters (batch, length)."""
+        """Return scores (batch, length, characters) for characters (batch, length)."""
         length = characters.shape[1]
         hidden = self.embedding(characters) + self.places.weight[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=characters.device)
@@ -87,15 +81,15 @@ class Transformer(nn.Module):
 
 
 def transformer(classes: int, image_size: int) -> nn.Module:
-    """For `model`."""
+    """Build the model, for `workload.model`."""
     return Transformer(classes, image_size)
 
 
 def next_character_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """For `loss`: cross-entropy of each sample, mean over its places."""
+    """Return each sample's cross-entropy, mean over its places; for `workload.loss`."""
     return cross_entropy(scores.movedim(-1, 1), targets, reduction="none").mean(1)
 
 
 def next_character_right(scores: Tensor, targets: Tensor) -> Tensor:
-    """For `metric`: at how many of its places the best score is the right character's."""
+    """Return each sample's share of rightly guessed characters; for `workload.metric`."""
     return (scores.argmax(-1) == targets).float().mean(1)

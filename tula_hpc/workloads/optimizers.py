@@ -1,17 +1,8 @@
-"""The workload's optimizer, plain or layer-wise, and ZeRO stage 1: each worker keeps its share of the states.
+"""Optimizers by name, plain or layer-wise, and ZeRO stage 1: each worker keeps a share of states.
 
 S. Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
 stage 1. Every worker updates its share of the parameters and sends them to the others; the result
 is that of the plain optimizer.
-
-Which parameters belong together, and which are normalization layers' or biases.
-
-ZeRO stage 1 whose divided states come together as numbers.
-
-torch's `ZeroRedundancyOptimizer.consolidate_state_dict` pickles each worker's state, and the others
-unpickle what comes over the network: whoever gets into the process group runs code on all nodes.
-Here a worker sends a description in JSON and then its tensors; what the description may ask for is
-held against the receiver's own parameters.
 """
 
 from __future__ import annotations
@@ -31,34 +22,6 @@ from tula_hpc.config import WorkloadSpec
 # nn.RMSNorm is younger than the oldest torch that is supported; its weight is a vector, as all
 # others' but LayerNorm's
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-
-
-def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that layer-wise rates and weight decay usually leave out: of normalization layers, and all vectors.
-
-    A bias is a vector. So are scales that some models have beside their weights.
-    """
-    of_norms = {
-        id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)
-    }
-    return [p for p in model.parameters() if id(p) in of_norms or p.dim() <= 1]
-
-
-def layers(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The given parameters by the module that they belong to directly, as weight and bias of a convolution.
-
-    A parameter that several modules share belongs to the first of them.
-    """
-    left = {id(p): p for p in parameters}
-    found = [
-        [left.pop(id(p)) for p in m.parameters(recurse=False) if id(p) in left]
-        for m in model.modules()
-    ]
-    return [layer for layer in found if layer]
-
-
-__all__ = ["ShardedOptimizer"]
-
 # of names and shapes of one worker's states
 MOST_DESCRIPTION_BYTES = 64 * 1024**2
 DTYPES = {
@@ -74,8 +37,41 @@ DTYPES = {
 }
 
 
+def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters that layer-wise rates and weight decay usually leave out.
+
+    These are the parameters of normalization layers, and all vectors: biases, and the scales that
+    some models have beside their weights.
+    """
+    of_norms = set()
+    for module in model.modules():
+        if isinstance(module, _NORMS):
+            of_norms |= {id(p) for p in module.parameters(recurse=False)}
+    return [p for p in model.parameters() if id(p) in of_norms or p.dim() <= 1]
+
+
+def layers(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by the module that holds them, as weight and bias of a convolution.
+
+    A parameter that several modules share belongs to the first of them.
+    """
+    left = {id(p): p for p in parameters}
+    found = []
+    for module in model.modules():
+        layer = [left.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in left]
+        if layer:
+            found.append(layer)
+    return found
+
+
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """Divide an optimizer's states over the workers of the default process group."""
+    """ZeRO stage 1 over the default process group that gathers its states without pickle.
+
+    torch's `consolidate_state_dict` pickles each worker's state, and the others unpickle the bytes
+    that come over the network: a stranger in the process group could run code on all nodes. Here a
+    worker sends a description in JSON and then its tensors; the receiver checks the description
+    against its own parameters.
+    """
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the states of all workers together on worker `to`, on the CPU. Collective.
@@ -83,33 +79,32 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         Raises:
             ValueError: A worker describes states that cannot be those of its parameters.
         """
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined] # torch's own
+        # torch's own, which its stubs do not know
+        torch_own: Any = self
+        torch_own._sync_param_groups(self.param_groups, self.optim.param_groups)
         own: dict[int, dict[str, Any]] = self.optim.state_dict()["state"]
         gathered = []
         for rank in range(self.world_size):
-            parts = self._partition_parameters()[rank]  # type: ignore[attr-defined]
-            parameters = [parameter for group in parts for parameter in group["params"]]
+            groups = [group["params"] for group in torch_own._partition_parameters()[rank]]
+            parameters = [parameter for group in groups for parameter in group]
             state: dict[int, dict[str, Any]] = {}
             if rank == self.rank:
-                state = {
-                    index: {name: _on_cpu(value) for name, value in own[index].items()}
-                    for index in own
-                }
+                for index, values in own.items():
+                    state[index] = {name: _on_cpu(value) for name, value in values.items()}
             # the worker that gathers has nothing to send
             if rank == self.rank != to:
-                _send(own, rank, self._default_device)  # type: ignore[attr-defined]
+                _send(own, rank, torch_own._default_device)
             elif rank not in (self.rank, to):
-                state = _receive(parameters, rank, self._default_device)  # type: ignore[attr-defined]
-            gathered.append(
-                {"state": state, "param_groups": _numbered([group["params"] for group in parts])}
-            )
-        # what `state_dict` reads
+                state = _receive(parameters, rank, torch_own._default_device)
+            gathered.append({"state": state, "param_groups": _numbered(groups)})
+        # `state_dict` reads this
         self._all_state_dicts = gathered if self.rank == to else []
 
 
 def _numbered(groups: Sequence[Sequence[Tensor]]) -> list[dict[str, list[int]]]:
-    """Return the parameter groups of a worker's own optimizer, which counts its parameters from 0."""
-    numbered, first = [], 0
+    """Return the groups as an optimizer's state has them: parameters counted from 0."""
+    numbered = []
+    first = 0
     for group in groups:
         numbered.append({"params": list(range(first, first + len(group)))})
         first += len(group)
@@ -117,7 +112,7 @@ def _numbered(groups: Sequence[Sequence[Tensor]]) -> list[dict[str, list[int]]]:
 
 
 def _send(states: dict[int, dict[str, Any]], rank: int, device: torch.device) -> None:
-    """Broadcast this worker's states: the length of the description, the description, each tensor."""
+    """Broadcast this worker's states: the description's length, the description, each tensor."""
     entries: list[list[Any]] = []
     tensors: list[Tensor] = []
     for index, state in states.items():
@@ -127,9 +122,8 @@ def _send(states: dict[int, dict[str, Any]], rank: int, device: torch.device) ->
                 tensors.append(value)
             else:
                 entries.append([index, name, "", value])
-    description = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(
-        device
-    )
+    text = bytearray(json.dumps(entries).encode())
+    description = torch.frombuffer(text, dtype=torch.uint8).to(device)
     dist.broadcast(torch.tensor([description.numel()], device=device), src=rank)
     dist.broadcast(description, src=rank)
     for tensor in tensors:
@@ -162,19 +156,15 @@ def _receive(
 def _empty_like_sent(
     parameter: Tensor, dtype: str, shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Make room for a tensor: a state is as large as its parameter, or one number.
+    """Make room for a state, which has the shape of its parameter, or one number.
 
     Raises:
-        ValueError: It is neither, or of no known type.
+        ValueError: It has neither, or is of no known type.
     """
-    if dtype not in DTYPES or torch.Size(shape) not in (
-        parameter.shape,
-        torch.Size([]),
-        torch.Size([1]),
-    ):
-        raise ValueError(
-            f"a worker sends a state {dtype} {shape} of a parameter of shape {tuple(parameter.shape)}"
-        )
+    possible = (parameter.shape, torch.Size([]), torch.Size([1]))
+    if dtype not in DTYPES or torch.Size(shape) not in possible:
+        of_parameter = f"of a parameter of shape {tuple(parameter.shape)}"
+        raise ValueError(f"a worker sends a state {dtype} {shape} {of_parameter}")
     return torch.zeros(shape, dtype=DTYPES[dtype], device=device)
 
 
@@ -190,58 +180,52 @@ def base_optimizer(
     layer_wise: bool = False,
     exempt: Sequence[nn.Parameter] = (),
 ) -> Optimizer:
-    """SGD with momentum, or AdamW; or what makes their rate layer-wise, LARS and LAMB.
+    """Return SGD with momentum or AdamW, or their layer-wise forms LARS and LAMB.
 
-    Args: workload: Which one, and its numbers. parameters: What is trained. sharded: Whether the
-        states are divided over the workers of the default process group. layer_wise: LARS (Y. You
-        et al. 2017) in place of SGD, LAMB (Y. You et al. 2020) in place of AdamW: each
-            parameter's update is multiplied by its trust ratio.
+    Args:
+        workload: Optimizer and its numbers.
+        parameters: Parameters to train.
+        sharded: Whether the states are divided over the workers of the default process group.
+        layer_wise: LARS (Y. You et al. 2017) in place of SGD, LAMB (Y. You et al. 2020) in place of
+            AdamW: each parameter's update is multiplied by its trust ratio.
         exempt: Parameters that LARS and LAMB treat as SGD and Adam do, without trust ratio and
             weight decay.
     """
-    kind, numbers = _layer_wise(workload) if layer_wise else _plain(workload)
-    groups = _groups(parameters, exempt) if layer_wise else parameters
+    kind: type[Optimizer] = torch.optim.SGD
+    # in this order, which checkpoints keep
+    numbers: dict[str, Any] = {"lr": workload.lr}
+    if workload.optimizer == "adamw":
+        kind = torch.optim.AdamW
+    else:
+        numbers["momentum"] = workload.momentum
+    numbers["weight_decay"] = workload.weight_decay
+    groups: Sequence[Any] = parameters
+    if layer_wise:
+        groups = _layer_wise_groups(parameters, exempt)
+        # with timm's trust coefficient and moments, which are the papers'
+        lars, lamb = layer_wise_kinds()
+        kind = lars if kind is torch.optim.SGD else lamb
+        if kind is lamb:
+            # LAMB as published does not clip gradients by their norm, as timm's would;
+            # training.clip_norm does that.
+            numbers["max_grad_norm"] = None
     if sharded:
         return ShardedOptimizer(groups, kind, **numbers)
     return kind(groups, **numbers)
 
 
-def _plain(workload: WorkloadSpec) -> tuple[type[Optimizer], dict[str, Any]]:
-    if workload.optimizer == "adamw":
-        return torch.optim.AdamW, {"lr": workload.lr, "weight_decay": workload.weight_decay}
-    numbers = {
-        "lr": workload.lr,
-        "momentum": workload.momentum,
-        "weight_decay": workload.weight_decay,
-    }
-    return torch.optim.SGD, numbers
-
-
-def _layer_wise(workload: WorkloadSpec) -> tuple[type[Optimizer], dict[str, Any]]:
-    """With timm's trust coefficient and moments, which are the papers'.
-
-    LAMB as published does not clip gradients by their norm, as timm's would; training.clip_norm
-    does that.
-    """
-    lars, lamb = layer_wise_kinds()
-    kind, numbers = _plain(workload)
-    return (
-        (lars, numbers) if kind is torch.optim.SGD else (lamb, {**numbers, "max_grad_norm": None})
-    )
-
-
 def layer_wise_kinds() -> tuple[type[Optimizer], type[Optimizer]]:
-    """LARS and LAMB. Their library takes seconds and tens of megabytes: it is imported only where it is used."""
+    """Return LARS and LAMB; their library takes seconds and tens of megabytes to import."""
     from timm.optim.lamb import Lamb
     from timm.optim.lars import Lars
 
     return Lars, Lamb
 
 
-def _groups(
+def _layer_wise_groups(
     parameters: Sequence[nn.Parameter], exempt: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """In timm there is a trust ratio where there is weight decay, or always on request."""
+    """Return timm's groups: trust ratios apply with weight decay, or always on request."""
     names = {id(p) for p in exempt}
     adapted = [p for p in parameters if id(p) not in names]
     others = [p for p in parameters if id(p) in names]
@@ -250,12 +234,15 @@ def _groups(
 
 
 def shards(workload: WorkloadSpec, world_size: int) -> bool:
-    """Whether the states are divided: there must be someone to divide them with."""
+    """Tell whether the states are divided, which takes several workers."""
     return workload.zero_stage == 1 and world_size > 1
 
 
 def zero_share(parameters: Sequence[nn.Parameter], world_size: int) -> list[nn.Parameter]:
-    """The largest share that `ZeroRedundancyOptimizer` gives to a worker: largest first, each to who has least."""
+    """Return the largest share that `ZeroRedundancyOptimizer` gives to a worker.
+
+    It goes through the parameters, largest first, and gives each to the worker with the least.
+    """
     shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
     sizes = [0] * world_size
     for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
@@ -266,7 +253,7 @@ def zero_share(parameters: Sequence[nn.Parameter], world_size: int) -> list[nn.P
 
 
 def consolidate(optimizer: Optimizer) -> None:
-    """Bring divided states together on rank 0, whose `state_dict` then is that of the plain optimizer. Collective."""
+    """Gather divided states on rank 0, so that its `state_dict` is the plain one. Collective."""
     base = getattr(optimizer, "base", optimizer)
     if isinstance(base, ZeroRedundancyOptimizer):
         base.consolidate_state_dict(to=0)
@@ -274,11 +261,15 @@ def consolidate(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """Drop all momenta, as before the first step."""
-    base = getattr(optimizer, "base", optimizer)
-    (base.optim if isinstance(base, ZeroRedundancyOptimizer) else base).state.clear()
+    _plain(optimizer).state.clear()
 
 
 def own_states(optimizer: Optimizer) -> dict[Any, Any]:
-    """The states that this worker holds."""
-    base = getattr(optimizer, "base", optimizer)
-    return dict(base.optim.state if isinstance(base, ZeroRedundancyOptimizer) else base.state)
+    """Return the states that this worker holds."""
+    return dict(_plain(optimizer).state)
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    base: Any = getattr(optimizer, "base", optimizer)
+    plain: Optimizer = base.optim if isinstance(base, ZeroRedundancyOptimizer) else base
+    return plain

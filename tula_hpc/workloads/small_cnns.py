@@ -1,6 +1,6 @@
 """Small convolutional networks that train in seconds to minutes on CPU cores.
 
-They are written as a user's own models would be (see `entry_points`) and are named in a sweep the
+They are written as a user's own models would be (see `user_code`) and are named in a sweep the
 same way: ``model = "tula_hpc.workloads.small_cnns:compact_cnn"``.
 """
 
@@ -12,37 +12,38 @@ from torch import nn
 
 
 def compact_cnn(classes: int, image_size: int) -> nn.Module:
-    """Three convolutions and a linear layer, 0.1 million parameters; for images of 8 to 32 pixels."""
+    """Build three convolutions and a linear layer, 0.1 million parameters; for 8 to 32 pixels."""
     return _network((32, 64, 128), _strides(3, image_size), classes)
 
 
 def plain_cnn(classes: int, image_size: int) -> nn.Module:
-    """`compact_cnn` with biases in place of batch normalization: its loss does not forgive too large a rate."""
+    """Build `compact_cnn` with biases in place of BatchNorm: it does not forgive a high rate."""
     layers: list[nn.Module] = []
-    for before, after, stride in zip(
-        (3, 32, 64), (32, 64, 128), _strides(3, image_size), strict=True
-    ):
+    strides = _strides(3, image_size)
+    for before, after, stride in zip((3, 32, 64), (32, 64, 128), strides, strict=True):
         layers += [nn.Conv2d(before, after, 3, stride=stride, padding=1), nn.ReLU(inplace=True)]
     return _with_head(layers, 128, classes)
 
 
 def depthwise_cnn(classes: int, image_size: int) -> nn.Module:
-    """A convolution and three depthwise separable ones (MobileNet), 0.03 million parameters in many small tensors."""
+    """Build a convolution and three depthwise separable ones (MobileNet).
+
+    It has 0.03 million parameters in many small tensors.
+    """
     strides = _strides(4, image_size)
     layers = _convolution(3, 32, stride=strides[0])
     for before, after, stride in zip((32, 64, 96), (64, 96, 128), strides[1:], strict=True):
-        layers += [
-            *_convolution(before, before, stride=stride, groups=before),
-            *_convolution(before, after, kernel=1),
-        ]
+        layers += _convolution(before, before, stride=stride, groups=before)
+        layers += _convolution(before, after, kernel=1)
     return _with_head(layers, 128, classes)
 
 
 def medium_cnn(classes: int, image_size: int) -> nn.Module:
-    """Six convolutions and a linear layer, 2.9 million parameters, 25 million multiplications for 32 pixels.
+    """Build six convolutions and a linear layer, 2.9 million parameters.
 
-    Most weights sit in the last layers, where the image is small: enough gradient for the network
-    to matter, at a step that half a CPU core can do.
+    An image of 32 pixels takes 25 million multiplications. Most weights sit in the last layers,
+    where the image is small: enough gradient for the network to matter, at a step that half a CPU
+    core can do.
     """
     return _network((32, 64, 128, 256, 384, 512), _strides(6, image_size), classes)
 
@@ -63,7 +64,6 @@ def _network(widths: Sequence[int], strides: Sequence[int], classes: int) -> nn.
 def _convolution(
     before: int, after: int, *, kernel: int = 3, stride: int = 1, groups: int = 1
 ) -> list[nn.Module]:
-    """With batch normalization and ReLU."""
     return [
         nn.Conv2d(
             before, after, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
