@@ -44,7 +44,7 @@ from tula_hpc.workloads import optimizers as sharded_optimizer
 LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
 WORLDS = (16, 1024)
 CPU = ClusterSpec()
-HERE = "tests.test_equal_collectives:"
+HERE = "tests.ddp.test_equal_collectives:"
 PIXELS = 8 * 8
 
 

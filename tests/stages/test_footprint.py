@@ -93,7 +93,7 @@ def test_options_change_the_activations(option: dict[str, Any], smallest: float,
 
 
 def dropping(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.test_footprint:dropping"`."""
+    """For `model = "tests.stages.test_footprint:dropping"`."""
     head = nn.Linear(3 * image_size**2, classes)
     return nn.Sequential(nn.Flatten(), nn.Dropout(), head)
 
@@ -143,7 +143,7 @@ class Branching(nn.Module):
 
 
 def branching(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.test_footprint:branching"`."""
+    """For `model = "tests.stages.test_footprint:branching"`."""
     return Branching(classes)
 
 

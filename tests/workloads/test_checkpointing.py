@@ -88,7 +88,7 @@ def test_the_reference_gradient_is_the_same() -> None:
 
 
 def blocks(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.test_checkpointing:blocks"`."""
+    """For `model = "tests.workloads.test_checkpointing:blocks"`."""
     body = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8)]
     pairs = [nn.Sequential(*body[i : i + 2]) for i in range(0, len(body), 2)]
     stages = nn.ModuleDict({"one": nn.Sequential(*pairs[:2]), "two": nn.Sequential(*pairs[2:])})
@@ -96,7 +96,7 @@ def blocks(classes: int, image_size: int) -> nn.Module:
 
 
 def layers(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.test_checkpointing:layers"`."""
+    """For `model = "tests.workloads.test_checkpointing:layers"`."""
     body = [layer for _ in range(8) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
     return nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(8 * image_size**2, classes))
 
