@@ -30,7 +30,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def gradient_square(small: Number, large: Number, small_batch: float, large_batch: float) -> Number:
-    """Return the unbiased |G|², of any sign; vectors of squared norms, one for each tensor, will do.
+    """Return the unbiased |G|², of any sign; vectors of squared norms, one per tensor, will do.
 
     Args:
         small: |g_b|², squared norm of the mean gradient over b samples, or a mean of several such.
@@ -172,7 +172,7 @@ class NoiseScale:
 
 
 class CriticalBatch:
-    """Critical batch of an epoch, from means of |G|² and tr(Σ) over the readings since the last one.
+    """Critical batch of an epoch, from means of |G|² and tr(Σ) over its readings.
 
     As in `NoiseScale`, the means are divided and not their single estimates; here all steps have
     the same weight.

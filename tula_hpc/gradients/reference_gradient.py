@@ -176,7 +176,7 @@ def flatten(
 
 
 def flat_kind(parameters: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
-    """Return the first parameter's device, and the type that holds all of them, at least float32."""
+    """Return the first parameter's device, and a type for all of them, at least float32."""
     dtype = torch.float32
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)

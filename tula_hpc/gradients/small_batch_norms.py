@@ -132,7 +132,7 @@ class LocalNorms:
         self._ddp = None
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
-        """Return the mean squared norm of each parameter's gradients, and the batch of one gradient.
+        """Return the mean squared norm of each parameter's gradients, and the batch of one.
 
         Call it after the backward pass and before gradients are set to None. On a GPU the stream
         waits, not the host.
@@ -237,7 +237,7 @@ class LocalNorms:
         return squares(list(norms.values()), self._device)
 
     def _send(self, group: dist.ProcessGroup, *, known: bool) -> None:
-        """Sum the workers' squares; a worker without a gradient of its own makes them NaN for all."""
+        """Sum the workers' squares; a worker without a gradient makes them NaN for all."""
         self._index_of = {parameter: index for index, parameter in enumerate(self._order)}
         found = torch.cat([*self._squares, self._nothing()])
         if not known:
@@ -327,7 +327,8 @@ class PartNorms:
         self._open: _MicroBatch | None = None
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._record, index))  # type: ignore[no-untyped-call]
+                hook = partial(self._record, index)
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call] # torch's
 
     def parts(self, inputs: Batch, targets: Batch) -> Iterator[tuple[Batch, Batch, float]]:
         """Yield the micro-batches of a batch, each with its share of the samples.
