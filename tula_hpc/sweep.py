@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula sweep",
         description="Profile a training job at a few cluster and batch sizes, plan, train at the "
-        "best, and report. A sweep with a [study] table compares methods instead, as tula study does.",
+        "best, and report. A sweep with a [study] table compares methods instead, like tula study.",
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)
