@@ -83,7 +83,7 @@ def join_job() -> WorkerEnvironment:
     job = JobEnvironment()
     _end_with_controller()
     if not _started_by_slurm():
-        # the sockets of gloo and NCCL authenticate nobody; workers on one machine need no network
+        # sockets of gloo and NCCL have no authentication; workers on one machine need no network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     # rank 0's log begins with the batch script's own mark
@@ -149,7 +149,9 @@ def _process_started_at() -> float:
 
 def restart_count() -> int:
     """Return how often Slurm has requeued this job; 0 outside Slurm."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) if _started_by_slurm() else 0
+    if not _started_by_slurm():
+        return 0
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def node_name() -> str:
@@ -172,8 +174,10 @@ def array_job_id() -> str | None:
 
 def visible_gpus() -> tuple[str, ...]:
     """Return Slurm's names of this process's GPUs in CUDA's order; none where Slurm names none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if _started_by_slurm() else ""
-    return () if visible in ("", "NoDevFiles") else tuple(visible.split(","))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not _started_by_slurm() or visible in ("", "NoDevFiles"):
+        return ()
+    return tuple(visible.split(","))
 
 
 def granted_gpus() -> int:

@@ -6,7 +6,7 @@
     ├── StageError              a stage failed (exit code 1)
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
-    │   │   └── RefusedError            the scheduler said no
+    │   │   └── RefusedError            the scheduler refused
     │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
     │   ├── PreemptedError      the job had to make room for others
@@ -65,7 +65,7 @@ class NotStartedError(LaunchError):
 
 
 class RefusedError(LaunchError):
-    """The scheduler said no: there is no such job."""
+    """The scheduler refused: there is no such job."""
 
 
 class SubmitLimitError(RefusedError):
@@ -89,7 +89,7 @@ class StorageError(StageError):
 
 
 class NotEnoughDataError(StageError):
-    """Too few usable measurements to fit a model; the message says what is missing."""
+    """Too few usable measurements to fit a model; the message names the missing ones."""
 
 
 class DivergedError(StageError):
@@ -130,10 +130,10 @@ class Failure(StrEnum):
 
     @property
     def is_the_users(self) -> bool:
-        """Whether another attempt would end in the same way until the user changes something."""
+        """True if only a change by the user makes another attempt end in another way."""
         return self in (Failure.BAD_INPUT, Failure.DIVERGED)
 
     @property
     def is_oom(self) -> bool:
-        """Whether memory ran out, on the device or on the host: a bound for the memory model."""
+        """True if memory ran out, on device or host: a bound for the memory model."""
         return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)

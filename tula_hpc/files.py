@@ -191,7 +191,7 @@ class HeldFolder:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the name leads nowhere or to another folder; False while that is unknown."""
+        """True if the name leads nowhere or to another folder; False while that is unknown."""
         try:
             named = self.folder.stat()
             held = os.fstat(self._descriptor)

@@ -48,7 +48,9 @@ def _two(whole_s: int, large_s: int, large: str, small_s: int, small: str) -> st
     smalls = math.floor(whole_s / small_s + 0.5)
     per_large = large_s // small_s
     first, rest = divmod(smalls, per_large)
-    return f"{first:,} {large} {rest} {small}" if rest else f"{first:,} {large}"
+    if not rest:
+        return f"{first:,} {large}"
+    return f"{first:,} {large} {rest} {small}"
 
 
 def format_bytes(count: float | None) -> str:
@@ -82,12 +84,13 @@ def format_percent(share: float | None, *, signed: bool = False) -> str:
     percent = 100 * share
     decimals = 1 if abs(percent) < 99.95 else 0
     text = f"{abs(percent):,.{decimals}f}"
+    sign = ""
+    if percent < 0:
+        sign = "−"
+    elif signed:
+        sign = "+"
     if text == "0.0":
         sign = ""
-    elif percent < 0:
-        sign = "−"
-    else:
-        sign = "+" if signed else ""
     return f"{sign}{text} %"
 
 
@@ -121,7 +124,9 @@ def format_number(value: float, digits: int = 4) -> str:
         return f"{value:.{digits}g}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     text = f"{round(value, decimals):,.{max(0, decimals)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text
 
 
 def keep_units(text: str) -> str:

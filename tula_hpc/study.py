@@ -52,12 +52,6 @@ def run(
 ) -> int:
     """Run the trainings that have no result yet, write the report, and list failures.
 
-    Args:
-        options: The command line.
-        spec: The sweep.
-        cluster: The cluster.
-        report: Whether to end with the report.
-
     Raises:
         InputError: The sweep has no [study] table.
         StageError: A training has no result; the others have theirs, and the report is written.

@@ -32,46 +32,33 @@ MEASURED_OF_CLUSTER = (
 def refuse_other_sweep(path: Path, measured: SweepSpec, wanted: SweepSpec) -> None:
     """Refuse a plan for another workload than the one that was measured.
 
-    Args:
-        path: Of the run's sweep file.
-        measured: The sweep of the run.
-        wanted: The sweep of the plan.
-
     Raises:
         InputError: One line for each key that differs.
     """
-    _refuse(
-        [
-            *_changed(
-                path, ("workload",), MEASURED_OF_WORKLOAD, measured.workload, wanted.workload
-            ),
-            *_changed(
-                path, ("training",), MEASURED_OF_TRAINING, measured.training, wanted.training
-            ),
-        ]
-    )
+    found = [
+        *_changed(path, ("workload",), MEASURED_OF_WORKLOAD, measured.workload, wanted.workload),
+        *_changed(path, ("training",), MEASURED_OF_TRAINING, measured.training, wanted.training),
+    ]
+    _refuse(found)
 
 
 def refuse_other_cluster(path: Path, measured: ClusterSpec, wanted: ClusterSpec) -> None:
-    """Refuse a plan for another cluster; a partition may be left out, but none can be added.
-
-    The arguments and errors are those of `refuse_other_sweep`.
-    """
+    """Refuse a plan for another cluster; a partition may be left out, but none can be added."""
     before = dict(zip(measured.part_names(), measured.parts(), strict=True))
     after = dict(zip(wanted.part_names(), wanted.parts(), strict=True))
-    _refuse([_not_measured(path, name, before) for name in after if name not in before])
+    on = " and ".join(filter(None, before)) or "a cluster without partitions"
     found: list[str] = []
+    for name in after:
+        if name in before:
+            continue
+        new = name or "one without partitions"
+        message = f"the measurements are of {on}; a sweep with a new --run-dir measures {new}"
+        found.append(line_of(path, ("partitions",), message))
+    _refuse(found)
     for name, part in after.items():
         table = ("partitions", name) if name else ()
         found += _changed(path, table, MEASURED_OF_CLUSTER, before[name], part)
     _refuse(found)
-
-
-def _not_measured(path: Path, name: str, measured: Iterable[str]) -> str:
-    on = " and ".join(filter(None, measured)) or "a cluster without partitions"
-    wanted = name or "one without partitions"
-    message = f"the measurements are of {on}; a sweep with a new --run-dir measures {wanted}"
-    return line_of(path, ("partitions",), message)
 
 
 def _changed(
@@ -82,10 +69,9 @@ def _changed(
         new = getattr(wanted, key)
         if old == new:
             continue
-        if is_hidden((key,)):
-            before, now = "with another", "with this one"
-        else:
-            before, now = _with(old), _with(new)
+        hidden = is_hidden((key,))
+        before = "with another" if hidden else _with(old)
+        now = "with this one" if hidden else _with(new)
         message = f"the measurements are {before}; a sweep with a new --run-dir measures {now}"
         yield line_of(path, (*table, key), message)
 

@@ -290,10 +290,7 @@ class ClusterSpec(Spec):
         return self.model_copy(update=fields)
 
     def part(self, name: str) -> ClusterSpec:
-        """Return the cluster of one partition.
-
-        Args:
-            name: As in `Candidate.partition`: "" for a cluster without `partitions`.
+        """Return the cluster of one partition; "" names a cluster without `partitions`.
 
         Raises:
             InputError: There is no such partition.
@@ -317,7 +314,9 @@ class ClusterSpec(Spec):
         """Bytes for one worker: the GPU's memory, or a share of the node's; None where unknown."""
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
-        return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+        if self.memory_gb is None:
+            return None
+        return int(self.memory_gb * GIB / self.workers_per_node)
 
 
 def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:

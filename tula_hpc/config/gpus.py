@@ -148,7 +148,9 @@ def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 def _options(cluster: ClusterSpec) -> dict[str, _Option]:
     """Return the options that ask for GPUs by sbatch's names; srun's own override the job's."""
-    found = {"gres": _Option("gres", cluster.gres)} if cluster.gres is not None else {}
+    found: dict[str, _Option] = {}
+    if cluster.gres is not None:
+        found["gres"] = _Option("gres", cluster.gres)
     for key, value in cluster.sbatch.items():
         if value is not False:
             found[key.replace("_", "-")] = _Option(f"sbatch.{key}", str(value))

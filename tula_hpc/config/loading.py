@@ -197,7 +197,9 @@ def _sweep_of(
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
-    return _with_effect(_parse(ClusterSpec, path, read_toml(path), overrides), overrides)
+    cluster = _parse(ClusterSpec, path, read_toml(path), overrides)
+    _refuse_without_effect(cluster, overrides)
+    return cluster
 
 
 def load_together(
@@ -209,11 +211,7 @@ def load_together(
 ) -> tuple[SweepSpec, ClusterSpec]:
     """Read and check a sweep and a cluster, each by itself and both together.
 
-    Args:
-        sweep_file: The sweep.
-        cluster_file: The cluster; None: this machine.
-        overrides: Of either, see `split_overrides`.
-        check_paths: See `load_sweep`.
+    The overrides are of either, see `split_overrides`; without a cluster file it is this machine.
 
     Raises:
         InputError: As `load_sweep`, or the cluster cannot run the sweep.
@@ -245,11 +243,11 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return of_sweep, of_cluster
 
 
-def _with_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
-    """Return the cluster, unless an override is without effect: every partition has its own value.
+def _refuse_without_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> None:
+    """Refuse an override of a key that every partition overrides.
 
     Raises:
-        InputError: It is.
+        InputError: There is one.
     """
     for text in overrides:
         key = text.partition("=")[0].strip()
@@ -259,7 +257,6 @@ def _with_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
                 f"partitions.NAME.{key}, NAME being {' or '.join(cluster.part_names())}"
             )
             raise InputError(message, source="--set", key=key)
-    return cluster
 
 
 def _parse(
@@ -307,7 +304,8 @@ def _refuse_absurd(path: Path | str, value: object, place: tuple[str, ...] = ())
         InputError: There is one.
     """
     if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
             _refuse_absurd(path, inner, (*place, str(key)))
     elif isinstance(value, int | float) and LARGEST < abs(value) < math.inf:
         raise InputError(line_of(path, place, f"expected numbers within ±{LARGEST:g}"))

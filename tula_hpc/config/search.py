@@ -78,7 +78,7 @@ class SearchSpec(Spec):
 
     @property
     def packed(self) -> bool:
-        """Whether one job measures several configurations."""
+        """True if one job measures several configurations."""
         return self.pack != "never"
 
 

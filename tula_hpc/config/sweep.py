@@ -38,7 +38,8 @@ class SweepSpec(Spec):
 
     @model_validator(mode="after")
     def _some_batch_is_left(self) -> SweepSpec:
-        most, least = self.objective.max_global_batch, self.search.min_batch
+        most = self.objective.max_global_batch
+        least = self.search.min_batch
         if most is not None and most < least:
             raise ValueError(
                 f"objective.max_global_batch: {most} is below search.min_batch = {least}; "
@@ -48,7 +49,8 @@ class SweepSpec(Spec):
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> SweepSpec:
-        warmup, epochs = self.training.warmup_epochs, self.workload.epochs
+        warmup = self.training.warmup_epochs
+        epochs = self.workload.epochs
         if warmup is not None and warmup >= epochs:
             raise ValueError(
                 f"training.warmup_epochs: expected less than workload.epochs = {epochs}, "
@@ -313,7 +315,6 @@ def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str,
 
 
 def _is_above(batch: int, sweep: SweepSpec, share: float = 1.0) -> bool:
-    """Tell whether a batch is known to exceed the share of the samples that is trained on."""
     most = sweep.workload.most_samples
     return most is not None and batch > most * share
 
@@ -341,8 +342,10 @@ def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
     sizes = cluster_sizes(sweep.search, part)
     if sizes == sweep.search.cluster_sizes:
         return sweep
+    if not sizes:
+        return None
     search = sweep.search.model_copy(update={"cluster_sizes": sizes})
-    return sweep.model_copy(update={"search": search}) if sizes else None
+    return sweep.model_copy(update={"search": search})
 
 
 OF_METHODS = ("preset", *AgsOptions._fields, "s_max", "s_min", "static_scale")
@@ -441,7 +444,9 @@ def _not_below(training: TrainingSpec, largest: int, key: str) -> str:
     shrink = training.ags.small_batch_shrink
     if training.method != "ags" or given is None or given < largest:
         return ""
-    unless = "" if shrink == 1.0 else " until training.small_batch_shrink brings it below the batch"
+    unless = ""
+    if shrink != 1.0:
+        unless = " until training.small_batch_shrink brings it below the batch"
     return (
         f"{given} is not below {key}, {largest}: gradients are compared with those of the same "
         f"batch, which scales nothing{unless}"

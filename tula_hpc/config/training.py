@@ -184,12 +184,12 @@ class TrainingSpec(Spec):
 
     @property
     def adapts(self) -> bool:
-        """Whether factors are estimated from the gradients."""
+        """True if factors are estimated from the gradients."""
         return self.method in ("ags", "adascale")
 
     @property
     def free_reference(self) -> bool:
-        """Whether norms of the workers' own gradients are wanted at every step, without a pass."""
+        """True if every step needs norms of the workers' own gradients, without a pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
 
     def reference_batch(self, global_batch: int) -> int:
@@ -200,7 +200,7 @@ class TrainingSpec(Spec):
 
     @property
     def has_trust_ratios(self) -> bool:
-        """Whether the base optimizer is LARS or LAMB."""
+        """True if the base optimizer is LARS or LAMB."""
         return self.layer_wise or self.method in ("lars", "lamb")
 
     @property

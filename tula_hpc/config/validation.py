@@ -105,7 +105,7 @@ def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         return line_of(path, location, f"unknown key{valid_keys(kind, location)}")
     if item["type"] == "missing":
-        return line_of(path, location, "is required")
+        return line_of(path, location, "is required; add it")
     if item["type"] == "value_error":
         return line_of(path, *_own_message(location, message_of(item)))
     is_key = location[-1] == "[key]"

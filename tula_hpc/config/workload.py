@@ -78,7 +78,7 @@ def known_or_entry_point(
         known: The package's own names.
         what: Kind of the named thing, with its article.
         called_with: Names of the arguments of the user's function.
-        check_exists: Whether to look the function up.
+        check_exists: Look the function up, too.
 
     Raises:
         ValueError: It is neither, or `check_exists` and the function does not exist or takes other

@@ -56,18 +56,12 @@ def squares(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def squared(scale: Tensor | float) -> Tensor | float:
-    """Return a loss scale's square; float64 for a tensor.
-
-    Float32 ends at 2^128, and a scale may grow beyond 2^64.
-    """
+    """Return a loss scale's square; float64 for a tensor, as a scale may grow beyond 2^64."""
     return scale.double().square() if isinstance(scale, Tensor) else scale**2
 
 
 def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return Σ n² over at least one 0-dim tensor, in their own type.
-
-    Devices of one kind are not synchronized.
-    """
+    """Return Σ n² over at least one 0-dim tensor, in their own type."""
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 

@@ -32,17 +32,14 @@ def reference_gradient(
     for bit as before. The model is used in the mode (train or eval) that it is in.
 
     Args:
-        model: The plain module (`ddp.module`, not the DistributedDataParallel around it), called as
-            `model(inputs)`.
+        model: The plain module, `ddp.module` rather than the DistributedDataParallel around it.
         loss: Called as `loss(output, targets)`; a mean over the batch.
         inputs: This worker's samples. All workers have equally many, as in DDP: the average over
             workers is then the gradient over all samples.
         targets: This worker's targets.
         parameters: Parameters in the optimizer's order.
-        group: Process group of the average; the default group if None. Without torch.distributed
-            nothing is exchanged.
-        autocast: Context for forward pass and loss, for example `torch.autocast("cuda",
-            torch.bfloat16)`.
+        group: Process group of the average; the default group if None.
+        autocast: Context for forward pass and loss.
         loss_scale: The loss is multiplied, the gradient divided by it, so that small float16
             gradients do not vanish.
 
@@ -74,14 +71,8 @@ def local_gradient(
 ) -> list[Tensor | None]:
     """Return this worker's own gradient, without an exchange; leaves no trace either.
 
-    Args:
-        model: The plain module.
-        loss: Called as `loss(output, targets)`; a mean over the batch.
-        inputs: A batch.
-        targets: Its targets.
-        parameters: At least one, all trainable.
-        autocast: Context for forward pass and loss.
-        loss_scale: The loss is multiplied and the gradient divided by it.
+    The arguments are those of `reference_gradient`; of the parameters at least one is given, and
+    all are trainable.
 
     Returns:
         For each parameter its gradient, or None where the loss does not depend on it.
@@ -106,14 +97,9 @@ def traceless_loss(
 ) -> Iterator[Tensor]:
     """Yield the loss with its graph, and restore buffers and random numbers afterwards.
 
-    Args:
-        model: The plain module.
-        loss: Called as `loss(output, targets)`.
-        inputs: A batch.
-        targets: Its targets.
-        parameters: Their devices' random numbers are restored.
-        seed: Of the random numbers inside the block; None leaves the generators as they are.
-        autocast: Context for forward pass and loss.
+    The random numbers are those of the CPU and of the parameters' devices. Inside the block they
+    start from `seed`, or go on where they are. The other arguments are those of
+    `reference_gradient`.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _untouched_rng(parameters):
