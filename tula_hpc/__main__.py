@@ -1,9 +1,7 @@
-"""`python -m tula_hpc COMMAND …`, as `tula COMMAND …`; with `-P` nothing of the working directory is imported.
+"""Commands of the package under one name: `tula COMMAND …`, or `python -m tula_hpc COMMAND …`.
 
-`tula COMMAND …`: every command of the package under one name, which `python -m tula_hpc COMMAND …`
-is too.
-
-A command is imported when it is called for: `tula --help` loads none of them.
+With `python -P` nothing is imported from the working directory. A command is imported when it is
+called: `tula --help` loads none of them.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from tula_hpc.search_path import PROGRAM
 
 
 class Command(NamedTuple):
-    """A module with a `main` that takes the words after the command's name, and what it does."""
+    """Module with a `main` that takes the arguments after the command's name, and its help."""
 
     module: str
-    does: str
+    help: str
 
 
 COMMANDS = {
@@ -36,8 +34,7 @@ COMMANDS = {
         "tula_hpc.analysis.report.__main__", "write the report of a run or study again"
     ),
     "status": Command(
-        "tula_hpc.status.__main__",
-        "what a run does: what ran, runs, waits, failed, and what it cost",
+        "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
     ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
     "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
@@ -48,7 +45,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     # the rest is for the command's own parser
     name = _parser().parse_args(given[:1]).command
@@ -56,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<11}{command.does}" for name, command in COMMANDS.items())
+    lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
+    question = "How many nodes, which batch size, how long, and at what cost?"
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] COMMAND ...",
-        description="How many nodes, which batch size, how long, what will it cost?\n\ncommands:\n"
-        + lines,
-        epilog=f"{PROGRAM} COMMAND --help tells the options of one.",
+        description=f"{question}\n\ncommands:\n{lines}",
+        epilog=f"{PROGRAM} COMMAND --help shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {tula_hpc.__version__}")

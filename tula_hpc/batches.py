@@ -1,6 +1,6 @@
-"""Batches: a tensor, samples first, or tuples, lists and dicts of batches.
+"""Batches as `torch.utils.data.default_collate` makes them.
 
-What `torch.utils.data.default_collate` makes of samples that are built in the same way.
+A batch is a tensor, samples first, or a tuple, list or dict of batches.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-# recursive, and of the user's making
+# recursive, and built by users' data sets
 Batch = Any
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """A batch that is built in the same way of what a function makes of each tensor."""
+    """Apply a function to every tensor of a nested batch; anything else stays as it is."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
         return _like(batch, {key: map_tensors(function, part) for key, part in batch.items()})
-    # of other holders of tensors, as optimizers' states, that hold more
     if not isinstance(batch, tuple | list):
         return batch
     parts = [map_tensors(function, part) for part in batch]
@@ -32,7 +31,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The same kind of mapping, as `default_collate` keeps it: a model may ask for attributes that it has."""
+    # as `default_collate` does: a model may use attributes of the user's own kind of mapping
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return parts
     clone = copy.copy(mapping)
@@ -41,7 +40,7 @@ def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any
 
 
 def leaves_of(batch: Batch) -> Iterator[Any]:
-    """Everything in a batch that is no tuple, list or dict."""
+    """Yield everything in a batch that is no tuple, list or dict."""
     if not isinstance(batch, Mapping | tuple | list):
         yield batch
         return
@@ -50,22 +49,22 @@ def leaves_of(batch: Batch) -> Iterator[Any]:
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """Every tensor of a batch."""
+    """Return the tensors of a batch."""
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def samples_in(batch: Batch) -> int:
-    """How many samples a batch holds, by its first tensor."""
+    """Count the samples of a batch, by its first tensor."""
     return len(next(tensors_of(batch)))
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
-    """Some of the samples of a batch, as views."""
+    """Return some of the samples of a batch, as views."""
     return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def split(batch: Batch, count: int) -> list[Batch]:
-    """So many parts of a batch, as views, the first ones larger by a sample where it cannot be divided evenly."""
+    """Split a batch into `count` views; the first ones get a sample more where there is a rest."""
     size, larger = divmod(samples_in(batch), count)
-    ends = [size * place + min(place, larger) for place in range(count + 1)]
+    ends = [size * index + min(index, larger) for index in range(count + 1)]
     return [take(batch, start, stop) for start, stop in itertools.pairwise(ends)]

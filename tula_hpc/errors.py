@@ -1,14 +1,15 @@
-"""Everything that can go wrong, by name.
+"""Errors that this package raises on purpose, and reasons of failed jobs.
 
     TulaError
-    ├── InputError              the user's input is wrong (exit code 2): says which file, which key, what was expected
-    │   └── RunDirectoryError   the run directory may not be used: other inputs, other owner, or in use
-    ├── StageError              a stage failed (exit code 1): says which, why, and where the log is
+    ├── InputError              the user's input is wrong (exit code 2)
+    │   └── RunDirectoryError   the run directory may not be used
+    ├── StageError              a stage failed (exit code 1)
     │   ├── LaunchError         a job could not be submitted or watched
     │   │   ├── NotStartedError         a command of the scheduler cannot be run here at all
-    │   │   └── RefusedError            the scheduler said no
-    │   │       └── SubmitLimitError        because of a limit of the site on submitted jobs
+    │   │   └── RefusedError            the scheduler refused
+    │   │       └── SubmitLimitError    because of a limit of the site on submitted jobs
     │   ├── MeetingError        the workers of a job did not find each other
+    │   ├── PreemptedError      the job had to make room for others
     │   ├── DeviceError         a device of a node, or its driver, is broken
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
@@ -16,7 +17,7 @@
     │   └── InfeasibleError     no candidate satisfies memory and the constraints
     └── CheckpointError         a checkpoint is missing, damaged or not ours
 
-`Failure` names why a job ended without a result; nothing is ever just "failed".
+`Failure` names the reason of each job that ended without a result.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class InputError(TulaError):
     """The user's input is wrong; the message names file, key and what was expected.
 
     Args:
-        message: What is wrong and what was expected, one line.
+        message: The mistake and what was expected, in one line.
         source: The file (or command-line option) that holds the input.
         key: Dotted key inside the source, for example ``search.min_batch``.
     """
@@ -41,13 +42,14 @@ class InputError(TulaError):
     def __init__(
         self, message: str, *, source: Path | str | None = None, key: str | None = None
     ) -> None:
-        self.source, self.key = source, key
+        self.source = source
+        self.key = key
         where = ": ".join(str(part) for part in (source, key) if part)
         super().__init__(f"{where}: {message}" if where else message)
 
 
 class RunDirectoryError(InputError):
-    """The run directory may not be used: made from other inputs, owned by someone else, or in use."""
+    """The run directory may not be used: it has other inputs or another owner, or is in use."""
 
 
 class StageError(TulaError):
@@ -59,15 +61,15 @@ class LaunchError(StageError):
 
 
 class NotStartedError(LaunchError):
-    """A command of the scheduler cannot be run here at all: it is missing, or no program."""
+    """A command of the scheduler cannot be run here at all: it is missing or not a program."""
 
 
 class RefusedError(LaunchError):
-    """The scheduler said no: there is no such job."""
+    """The scheduler refused: there is no such job."""
 
 
 class SubmitLimitError(RefusedError):
-    """A limit of the site on submitted jobs is reached: fewer at a time, or later, may be accepted."""
+    """A limit of the site on submitted jobs is reached: fewer, or later ones, may be accepted."""
 
 
 class MeetingError(StageError):
@@ -75,19 +77,19 @@ class MeetingError(StageError):
 
 
 class PreemptedError(StageError):
-    """The job had to make room for others: it leaves and is not requeued, or was suspended for too long."""
+    """The job had to make room for others and is not requeued, or was suspended for too long."""
 
 
 class DeviceError(StageError):
-    """A device of a node, or its driver, is broken: nobody's mistake, and other nodes can do the work."""
+    """A device of a node, or its driver, is broken; other nodes can do the work."""
 
 
 class StorageError(StageError):
-    """A file cannot be written; nothing half-written is left, and the message says which file and why."""
+    """A file cannot be written; nothing half-written is left."""
 
 
 class NotEnoughDataError(StageError):
-    """Too few usable measurements to fit a model; the message says what is missing and what to do."""
+    """Too few usable measurements to fit a model; the message names the missing ones."""
 
 
 class DivergedError(StageError):
@@ -103,7 +105,7 @@ class CheckpointError(TulaError):
 
 
 class Failure(StrEnum):
-    """Why a job ended without a result."""
+    """Reason why a job ended without a result."""
 
     # the accelerator's memory ran out
     DEVICE_OOM = "device_oom"
@@ -114,7 +116,7 @@ class Failure(StrEnum):
     NODE_FAILED = "node_failed"
     # a GPU, its driver or NCCL's network is broken, not the program
     DEVICE_FAILED = "device_failed"
-    # a process vanished without a word: SIGKILL from outside, or its node went down
+    # a process vanished without a message: SIGKILL from outside, or its node went down
     KILLED = "killed"
     # a disk is full, or a quota or file size limit reached
     NO_SPACE = "no_space"
@@ -128,10 +130,10 @@ class Failure(StrEnum):
 
     @property
     def is_the_users(self) -> bool:
-        """Whether another attempt would end in the same way until the user changes something; the log says what."""
+        """True if only a change by the user makes another attempt end in another way."""
         return self in (Failure.BAD_INPUT, Failure.DIVERGED)
 
     @property
     def is_oom(self) -> bool:
-        """Whether memory ran out, on the device or on the host: a bound for the memory model."""
+        """True if memory ran out, on device or host: a bound for the memory model."""
         return self in (Failure.DEVICE_OOM, Failure.HOST_OOM)

@@ -13,13 +13,13 @@ from tula_hpc.files import drop_output, in_words
 
 
 def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
+    """Run a command and return its exit code.
+
+    0: done; 1: a stage failed; 2: bad input; 130: interrupted; 141: the output was closed.
+    """
     begin_process()
-    signal.signal(
-        signal.SIGTERM,
-        signal.default_int_handler,
-        # a killed login session ends like Ctrl-C: nothing is lost
-    )
+    # a killed login session ends like Ctrl-C: nothing is lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = run(options)
         sys.stdout.flush()
@@ -29,7 +29,7 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         return 2
     except TulaError as error:
         sys.stderr.write(
-            f"{error}\nMend the cause and run the same command again: what is done is not done again.\n"
+            f"{error}\nFix the cause and run the same command again; finished work is kept.\n"
         )
         return 1
     except BrokenPipeError:
@@ -38,7 +38,7 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(
-            f"{where}{in_words(error)}\nMend the cause and run the same command again.\n"
+            f"{where}{in_words(error)}\nFix the cause and run the same command again.\n"
         )
         return 1
     except KeyboardInterrupt:

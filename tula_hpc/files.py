@@ -1,7 +1,7 @@
-"""Careful with files: only regular ones of bounded size are read, and only folders of one's own are trusted.
+"""Read only regular files of bounded size, and trust only the user's own folders.
 
-A path that was typed or tampered with may be a pipe that nobody ever writes to, a device that never
-ends, or a link to what belongs to somebody else.
+A path that was typed or tampered with may be a pipe without a writer, a device that never ends, or
+a link to another user's files.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# with less left, a disk counts as full: what filled it has just been deleted again
+# with less left, a disk counts as full: a failed write has just freed its own
 FULL_BYTES = 1_000_000
-# on the way to one path, as Linux allows
+# followed for one path, as Linux allows
 MOST_LINKS = 40
 
 
 def in_words(error: OSError) -> str:
-    """What the operating system says, and where space is lacking what to do."""
-    words = error.strerror or str(error) or type(error).__name__
-    return (
-        f"{words}; make space there or have the quota raised" if error.errno in NO_SPACE else words
-    )
+    """Return the operating system's message, with a remedy where space is lacking."""
+    message = error.strerror or str(error) or type(error).__name__
+    if error.errno in NO_SPACE:
+        return f"{message}; make space there or have the quota raised"
+    return message
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading without ever waiting for whoever would write to a pipe.
+    """Open a regular file for reading, without ever waiting for the writer of a pipe.
 
     Raises:
         OSError: It is missing, may not be read, or is a folder, a pipe or a device.
     """
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it; Path.open takes no opener
+    # the caller closes it; Path.open takes no opener
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -49,7 +50,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The whole of a regular file that is not larger than so many bytes; a larger one is not read at all.
+    """Return the content of a regular file; one above `most_bytes` is not read at all.
 
     Raises:
         OSError: It cannot be read, see `open_regular`, or is too large.
@@ -64,7 +65,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def full_disk(folder: Path) -> str:
-    """That nothing can be written to a folder for lack of space or quota, in words; empty where that is not so."""
+    """Return a message if a folder lacks space or quota for writing, else an empty string."""
     try:
         # a quota shows nowhere else
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -77,12 +78,12 @@ def full_disk(folder: Path) -> str:
 
 
 def drop_output() -> None:
-    """After a broken pipe: whoever read the output has heard enough, as `head` has; closing it would fail once more."""
+    """Discard further output after a broken pipe, as of `head`; closing it would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_out(text: str, stream: TextIO | None = None) -> None:
-    """Print it all, for whoever still reads; on standard output or what stands for it."""
+    """Print a text, on standard output by default; a closed pipe is no error."""
     stream = stream or sys.stdout
     try:
         stream.write(text)
@@ -92,10 +93,10 @@ def write_out(text: str, stream: TextIO | None = None) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those that are missing on the way to it, with mode 0700 whatever the umask is.
+    """Make a folder and its missing parents, with mode 0700 whatever the umask is.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: One cannot be made.
     """
     missing = [folder]
     while not missing[-1].parent.exists():
@@ -105,10 +106,10 @@ def make_private(folder: Path) -> None:
 
 
 def mistrust(folder: Path) -> str:
-    """Why what lies in a folder may not be believed or executed; empty where it may.
+    """Return the reason not to believe or execute the content of a folder, else an empty string.
 
     Raises:
-        OSError: It is not there.
+        OSError: It does not exist.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -123,8 +124,13 @@ def mistrust(folder: Path) -> str:
 
 
 def foreign_link(path: Path) -> Path | None:
-    """The first symbolic link on the way to a path that neither we nor root made: its owner can point it elsewhere."""
-    here, left, followed = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    """Return the first symbolic link on the way to a path that neither the user nor root owns.
+
+    Its owner can point it elsewhere.
+    """
+    here = Path("/")
+    left = list(reversed(path.absolute().parts[1:]))
+    followed = 0
     while left:
         part = left.pop()
         here = here.parent if part == ".." else here / part
@@ -140,11 +146,11 @@ def foreign_link(path: Path) -> Path | None:
 
 
 def open_to_all(path: Path) -> Path | None:
-    """The first folder above a path that every user may write to, without the sticky bit; links are followed, too.
+    """Return the first folder above a path that every user may write to, without the sticky bit.
 
-    Anyone can put another folder in the place of what is below it. Folders that a group may write
-    to are not meant: those of a project, writable for its members, are usual on clusters, and who
-    is in a group has been chosen.
+    Links are followed, too. Anyone can put another folder in the place of one below it. Folders
+    that a group may write to do not count: those of a project, writable for its members, are usual
+    on clusters, and its members have been chosen.
     """
     above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
     return next((folder for folder in above if _is_open_to_all(folder)), None)
@@ -154,13 +160,13 @@ def _is_open_to_all(folder: Path) -> bool:
     try:
         mode = folder.stat().st_mode
     except OSError:
-        # it is not there yet, or not to be seen: what we make there is ours
+        # missing or out of sight: a folder that is made there is the user's own
         return False
     return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
 
 
 class HeldFolder:
-    """A folder by what it is, not by its name: a process that holds one notices when somebody has deleted it.
+    """Folder by its inode, not by its name, so that a process notices when it is deleted.
 
     It is kept open, or the file system might give its number to the next folder of that name.
 
@@ -174,15 +180,21 @@ class HeldFolder:
         weakref.finalize(self, os.close, self._descriptor)
 
     def loss(self, doing: str) -> str:
-        """That it is lost, in words, to a job that was doing something; empty while it is there."""
-        words = f"{self.folder}: was deleted while this job {doing}; another run may be there now"
-        return words if self.is_lost else ""
+        """Return a message that the folder was lost to a job, else an empty string.
+
+        Args:
+            doing: Activity of the job, as in "while this job trained".
+        """
+        if not self.is_lost:
+            return ""
+        return f"{self.folder}: was deleted while this job {doing}; another run may be there now"
 
     @property
     def is_lost(self) -> bool:
-        """Whether the name leads nowhere, or to another folder. What cannot be told for now is not lost."""
+        """True if the name leads nowhere or to another folder; False while that is unknown."""
         try:
-            named, held = self.folder.stat(), os.fstat(self._descriptor)
+            named = self.folder.stat()
+            held = os.fstat(self._descriptor)
         except OSError as error:
             return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
         return not os.path.samestat(named, held)

@@ -1,4 +1,4 @@
-"""How a user calls the commands from where he is: what a message tells him to type has to run as it stands."""
+"""Command lines for messages: a command that a message suggests has to run as it stands."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from tula_hpc.search_path import PROGRAM, start_of_python
 
 
 def command_line(*words: str) -> str:
-    """Return the shell line that runs a command of this very installation, such as `tula status RUN`.
+    """Return the shell line of a command of this very installation, such as `tula status RUN`.
 
-    The script is named with its folder where the shell would not find it, and where there is none
-    the interpreter is.
+    The script is named with its folder where the shell would not find it; without a script, the
+    interpreter is named.
 
     Args:
-        words: The command and its arguments, as the command would get them.
+        words: The command and its arguments, unquoted.
     """
     return shlex.join([*_program(), *words])
 
 
 def _program() -> list[str]:
-    beside, running, found = (
-        Path(sys.executable).with_name(PROGRAM),
-        Path(sys.argv[0]),
-        shutil.which(PROGRAM),
-    )
-    own = [path for path in (beside, running) if path.name == PROGRAM and path.exists()]
-    if found is not None and any(path.samefile(found) for path in own):
+    script = Path(sys.executable).with_name(PROGRAM)
+    running = Path(sys.argv[0])
+    on_path = shutil.which(PROGRAM)
+    own = [path for path in (script, running) if path.name == PROGRAM and path.exists()]
+    if on_path is not None and any(path.samefile(on_path) for path in own):
         return [PROGRAM]
-    if os.access(beside, os.X_OK):
-        return [str(beside)]
+    if os.access(script, os.X_OK):
+        return [str(script)]
     return [*start_of_python(), "-m", "tula_hpc"]

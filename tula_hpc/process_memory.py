@@ -1,6 +1,6 @@
-"""Memory of this process and its children on Linux, and their time on processors, from /proc.
+"""Memory and processor time of this process and its children on Linux, from /proc.
 
-Which exceptions of torch mean that memory ran out, and whose.
+`out_of_memory` recognizes the exceptions of torch that mean that memory ran out.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ LARGEST_IN_HEAP = 32 * 1024**2
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Resident set of a process, bytes."""
+    """Return the resident set of a process, bytes."""
     return _status(pid, "VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set of this process since `reset_peak`, bytes."""
+    """Return the largest resident set of this process since `reset_peak`, bytes."""
     return _status("self", "VmHWM")
 
 
 def reset_peak() -> None:
-    """Give freed memory back to the kernel and start `peak_resident_bytes` from what is resident now."""
+    """Return freed memory to the kernel, and let `peak_resident_bytes` start from the present."""
     release_freed()
     # man 5 proc: 5 resets the peak resident set
     (PROC / "self" / "clear_refs").write_text("5")
 
 
 def keep_freed() -> None:
-    """Have the C library keep what this process frees for what it allocates next.
+    """Have the C library keep memory that this process frees for its next allocations.
 
     By default it returns the free end of its heap to the kernel. A training step then may or may
-    not fault in all of its gradients and activations again, by how they happen to lie: for a small
-    network that takes up to a third of the step, at one batch and not at the next.
+    not fault in all of its gradients and activations again, depending on where they happen to lie:
+    for a small network that takes up to a third of the step, at one batch and not at the next.
     """
     # glibc has it, musl does not
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
-        # never
+        # -1: never trim
         option(TRIM_THRESHOLD, -1)
-        # or it would stay where it is: setting either ends its own adjusting
+        # setting either ends glibc's own adjustment of this one
         option(MMAP_THRESHOLD, LARGEST_IN_HEAP)
 
 
 def release_freed() -> None:
-    """Have the C library return freed heap to the kernel: one configuration must not count for the next."""
+    """Have the C library return freed heap to the kernel, so that it does not count as in use."""
     # glibc has it, musl does not
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -65,7 +65,7 @@ def release_freed() -> None:
 
 
 def descendants_private_bytes() -> int:
-    """Memory that the loader's processes hold apart from what they share with each other and with this one, bytes.
+    """Return the bytes that the loader's processes share with no other process.
 
     They may be children of a fork server, thus grandchildren of this process.
     """
@@ -73,7 +73,7 @@ def descendants_private_bytes() -> int:
 
 
 def descendants_processor_s() -> float:
-    """Seconds of processors that the loader's processes have used so far, see `descendants_private_bytes`.
+    """Return the processor time of the loader's processes so far, see `descendants_private_bytes`.
 
     A process that waits for a file system uses none. The kernel counts in hundredths of a second.
     """
@@ -81,9 +81,8 @@ def descendants_processor_s() -> float:
 
 
 def _status(pid: int | str, field: str) -> int:
-    match = re.search(
-        rf"^{field}:\s+(\d+) kB", (PROC / str(pid) / "status").read_text(), re.MULTILINE
-    )
+    status = (PROC / str(pid) / "status").read_text()
+    match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
 
 
@@ -102,9 +101,8 @@ def _private(pid: int) -> int:
     except OSError:
         # it ended meanwhile
         return 0
-    return 1024 * sum(
-        int(kb) for kb in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE)
-    )
+    sizes_kib = re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE)
+    return 1024 * sum(map(int, sizes_kib))
 
 
 def _processor_s(pid: int | str) -> float:
@@ -113,7 +111,7 @@ def _processor_s(pid: int | str) -> float:
     except OSError:
         # it ended meanwhile
         return 0.0
-    # man 5 proc: utime and stime are fields 14 and 15; a command's name, field 2, may hold spaces
+    # man 5 proc: utime and stime are fields 14 and 15; field 2, the command's name, may hold spaces
     # and brackets
     fields = line.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -124,14 +122,14 @@ _HOST_PHRASES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-_DEVICE_WORDS = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory|Failed to CUDA [cm]alloc"
-    # cuDNN 9 has another name for it than those before
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+_DEVICE_PHRASES = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
+    r"|Failed to CUDA [cm]alloc|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+    # since cuDNN 9
+    r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-# what cuDNN and cuBLAS say when they get no memory for a handle or a workspace, and for other
-# reasons too
-_PERHAPS_DEVICE_WORDS = re.compile(
+# messages of cuDNN and cuBLAS for lack of memory for a handle or a workspace, and for other reasons
+_AMBIGUOUS_DEVICE_PHRASES = re.compile(
     r"unable to find an engine to execute this computation|CUBLAS_STATUS_NOT_INITIALIZED"
     r"|CUBLAS_STATUS_INTERNAL_ERROR|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR"
 )
@@ -139,9 +137,9 @@ LITTLE_FREE = 0.05
 
 
 def free_device_share() -> float:
-    """Return the share of the current GPU's memory that this process could still get; 1 where it cannot be told.
+    """Return the share of the current GPU's memory that this process could still get; 1 if unknown.
 
-    That is what no process holds, and what torch's allocator holds but has not given away.
+    It is the memory that no process holds, and that which torch's allocator keeps unused.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         return 1.0
@@ -156,19 +154,22 @@ def free_device_share() -> float:
 def out_of_memory(
     error: BaseException, free_share: Callable[[], float] = free_device_share
 ) -> Failure | None:
-    """Tell whether an error means that memory ran out. Ask while it is handled: its tensors count.
+    """Return the kind of memory that an error says ran out, or None for any other error.
 
-    Args: error: What was raised. free_share: Tells the share of the device's memory that is free;
-        asked only where it decides.
+    Call it while the error is handled: the tensors that it keeps alive count as used.
+
+    Args:
+        error: The exception.
+        free_share: Returns the free share of the device's memory; called only where it decides.
 
     Returns:
-        DEVICE_OOM, HOST_OOM, or None when the error is something else.
+        DEVICE_OOM, HOST_OOM or None.
     """
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or _DEVICE_WORDS.search(text):
+    if isinstance(error, torch.OutOfMemoryError) or _DEVICE_PHRASES.search(text):
         return Failure.DEVICE_OOM
     if isinstance(error, MemoryError) or any(phrase in text for phrase in _HOST_PHRASES):
         return Failure.HOST_OOM
-    if _PERHAPS_DEVICE_WORDS.search(text) and free_share() < LITTLE_FREE:
+    if _AMBIGUOUS_DEVICE_PHRASES.search(text) and free_share() < LITTLE_FREE:
         return Failure.DEVICE_OOM
     return None

@@ -1,36 +1,37 @@
-"""Where Python looks for modules: not in the working directory, which may be somebody else's run.
+"""Keep the working directory, which may be a stranger's run, off the path that Python searches.
 
 `python -m` puts it before all else, as does an empty entry of PYTHONPATH: a `json.py` there would
-run in place of the library's. What Python itself imports before this package is out of reach here:
-in some set-ups `warnings` and `contextlib` are of it. The script `tula` and `python -P` leave the
-working directory out from the beginning.
+run in place of the library's. Modules that Python itself imports before this package are out of
+reach here: in some set-ups `warnings` and `contextlib` are among them. The script `tula` and
+`python -P` leave the working directory out from the beginning.
 """
 
-# Only what every Python has loaded by now: anything else, `__future__` included, could come from
-# the working directory.
+# Only modules that every Python has loaded by now: anything else, `__future__` included, could come
+# from the working directory.
 import os
 import sys
 
 PROGRAM = "tula"
 _HERE = os.path.dirname(__file__)
+_PACKAGE = __name__.partition(".")[0]
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 def starts_a_command() -> bool:
-    """Tell whether this process is `tula` or `python -m tula_hpc…`; later imports of a user's own program are not."""
-    # what runpy puts there while it looks for the module
+    """Tell whether this process is `tula` or `python -m tula_hpc…`, not a user's own program."""
+    # runpy's placeholder while it looks for the module
     if sys.argv[:1] == ["-m"]:
         module = sys.orig_argv[-len(sys.argv)]
         module = module.partition("m")[2] if module.startswith("-") else module
-        return module.partition(".")[0] == __name__.partition(".")[0]
+        return module.partition(".")[0] == _PACKAGE
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == PROGRAM
 
 
 def drop_working_directory() -> None:
     """Take the working directory off the path, here and for the processes that this one starts.
 
-    It stays where PYTHONPATH names it in full, and where this very package is found nowhere else:
-    who runs an uninstalled copy from its own folder trusts that folder.
+    It stays where PYTHONPATH names it in full, and where this very package is found nowhere else: a
+    user who runs an uninstalled copy from its own folder trusts that folder.
     """
     path = _without_working_directory()
     if not _finds_this_package(path):
@@ -43,29 +44,27 @@ def drop_working_directory() -> None:
 
 
 def is_found_elsewhere() -> bool:
-    """Tell whether Python finds this package without the working directory, as it does where it is installed."""
+    """Tell whether Python finds this package without the working directory, as when installed."""
     return bool(sys.flags.safe_path) or _finds_this_package(_without_working_directory())
 
 
 def start_of_python() -> list[str]:
-    """Return the words that start another Python, without the working directory wherever it can do without."""
-    return [sys.executable, *(["-P"] if is_found_elsewhere() else [])]
+    """Return the arguments that start Python, without the working directory wherever possible."""
+    return [sys.executable, "-P"] if is_found_elsewhere() else [sys.executable]
 
 
 def _without_working_directory() -> list[str]:
-    """Return the path; what comes before the standard library is of the command line and of PYTHONPATH."""
-    if any(
-        os.path.isabs(entry) and _is_working_directory(entry) for entry in _named_in_environment()
-    ):
-        return list(sys.path)
+    for entry in _named_in_environment():
+        if os.path.isabs(entry) and _is_working_directory(entry):
+            return list(sys.path)
+    # entries before the standard library come from the command line and from PYTHONPATH
     given = sys.path.index(_STANDARD_LIBRARY) if _STANDARD_LIBRARY in sys.path else len(sys.path)
-    return [entry for entry in sys.path[:given] if not _is_working_directory(entry)] + sys.path[
-        given:
-    ]
+    kept = [entry for entry in sys.path[:given] if not _is_working_directory(entry)]
+    return kept + sys.path[given:]
 
 
 def _named_in_environment() -> list[str]:
-    """Return the entries of PYTHONPATH; an empty one, as after a last colon, is the working directory."""
+    # an empty entry, as after a last colon, is the working directory
     value = os.environ.get("PYTHONPATH", "")
     return value.split(os.pathsep) if value else []
 
@@ -79,9 +78,8 @@ def _is_working_directory(entry: str) -> bool:
 
 
 def _finds_this_package(path: list[str]) -> bool:
-    package = __name__.partition(".")[0]
     for finder in sys.meta_path:
-        spec = finder.find_spec(package, path) if hasattr(finder, "find_spec") else None
+        spec = finder.find_spec(_PACKAGE, path) if hasattr(finder, "find_spec") else None
         if spec is not None:
             return spec.origin is not None and os.path.samefile(os.path.dirname(spec.origin), _HERE)
     return False

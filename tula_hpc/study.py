@@ -1,4 +1,4 @@
-"""`tula study`: methods × batches × seeds from a sweep with a [study] table, and their comparison."""
+"""Command `tula study`: train methods × batches × seeds of a [study] table and compare them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 done, 1 a training has no result, 2 bad input, 130 interrupted."""
+    """Run the command and return its exit code, see `exit_code_of`."""
     return exit_code_of(_run, _parser().parse_args(arguments))
 
 
@@ -31,17 +31,18 @@ def _run(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula study",
-        description="Train every method at every batch with every seed of a sweep's [study] table, and compare them.",
+        description="Train every method at every batch with every seed of a sweep's [study] table, "
+        "and compare them.",
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print trainings, script, and what Slurm says of it; submit nothing",
+        help="print trainings, script, and Slurm's answer to it; submit nothing",
     )
     parser.add_argument(
-        "--report-only", action="store_true", help="write the report anew; submit nothing"
+        "--report-only", action="store_true", help="write the report again; submit nothing"
     )
     return parser
 
@@ -49,13 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(
     options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec, *, report: bool = True
 ) -> int:
-    """Train what has no result yet, write the report, and say what failed.
-
-    Args:
-        options: The command line.
-        spec: The sweep that it names, checked.
-        cluster: The cluster that it names.
-        report: Whether to end with the report.
+    """Run the trainings that have no result yet, write the report, and list failures.
 
     Raises:
         InputError: The sweep has no [study] table.
@@ -63,8 +58,8 @@ def run(
     """
     root = run_root(options, spec)
     if spec.study is None:
-        use = f"expected a [study] table; without one use {command_line('sweep')}"
-        raise InputError(use, source=options.sweep)
+        message = f"expected a [study] table; without one use {command_line('sweep')}"
+        raise InputError(message, source=options.sweep)
     if options.dry_run:
         from tula_hpc.stages.study import describe_study
 

@@ -1,4 +1,4 @@
-"""`tula sweep`: from a TOML file to a trained model and a report."""
+"""Command `tula sweep`: from a TOML file to a trained model and a report."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
+    """Run the command and return its exit code, see `exit_code_of`."""
     return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula sweep",
-        description="Profile a training job at a few cluster and batch sizes, plan, train at the best, and report. "
-        "A sweep with a [study] table compares methods instead, as tula study does.",
+        description="Profile a training job at a few cluster and batch sizes, plan, train at the "
+        "best, and report. A sweep with a [study] table compares methods instead, like tula study.",
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print jobs, node-hours, scripts, and what Slurm says of them; submit nothing",
+        help="print jobs, node-hours, scripts, and Slurm's answer to them; submit nothing",
     )
     return parser
 
@@ -60,7 +60,8 @@ def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpe
 
     if options.until in ("profile", "plan"):
         raise InputError(
-            f"a sweep with [study] has no stage {options.until!r}: it only trains", source="--until"
+            f"a sweep with [study] has no stage {options.until!r}; expected 'train' or 'report'",
+            source="--until",
         )
     return run(options, spec, cluster, report=options.until == "report")
 

@@ -2,43 +2,44 @@
 
 The whole protocol:
 
-``model = "package.module:function"`` ``function(classes: int, image_size: int) ->
-    torch.nn.Module``. The module maps a float batch (N, C, H, W) to scores (N, classes). It is
-    called on the CPU after torch's random numbers were seeded with ``workload.seed``.
+``model = "package.module:function"``
+    ``function(classes: int, image_size: int) -> torch.nn.Module``. The module maps a float batch
+    (N, C, H, W) to scores (N, classes). It is called on the CPU after torch's random numbers were
+    seeded with ``workload.seed``.
 
-``dataset = "package.module:function"`` ``function(spec: tula_hpc.config.WorkloadSpec) ->
-    tuple[Dataset, Dataset, int]``: training set, test set, number of classes. Both are map-style
-    (``__len__`` and ``__getitem__``); an item is ``(image, label)``: a float tensor C×H×W, as the
-    model takes it, and an integer from 0 to classes − 1. The function may use anything in the spec
-    (``data_dir``, ``image_size``, ``augment``). ``samples`` is applied afterwards, by the caller.
+``dataset = "package.module:function"``
+    ``function(spec: tula_hpc.config.WorkloadSpec) -> tuple[Dataset, Dataset, int]``: training set,
+    test set, number of classes. Both are map-style (``__len__`` and ``__getitem__``); an item is
+    ``(image, label)``: a float tensor C×H×W, as the model takes it, and an integer from 0 to
+    classes − 1. The function may use anything in the spec (``data_dir``, ``image_size``,
+    ``augment``). ``samples`` is applied afterwards, by the caller.
 
     Draw augmentation from torch's default random numbers (``torch.rand``,
     ``torchvision.transforms``): they are seeded for each item from (seed, epoch, index), so a
     resumed training or one with another number of workers sees the same images. Random numbers from
     elsewhere are left as they are.
 
-``loss = "package.module:function"`` ``function(outputs, targets) -> Tensor``: the loss of each
-    sample, (N,); training minimizes the mean. With it, workloads need not be classifications of
-    images: an item of the data set is ``(inputs, targets)``, each a tensor, a number, or a tuple,
-    list or dict of such, of the same shapes for every item (sequences padded or cut to one length).
-    The model is called as ``model(inputs)`` with what ``torch.utils.data.default_collate`` makes of
-    N items; what it returns goes to the loss as it is. ``classes`` is any number that the data
-    wants the model to know (a vocabulary), and ``image_size``, where the sweep does not give it,
-    the last dimension of the first input.
+``loss = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: the loss of each sample, (N,); training minimizes the
+    mean. With it, workloads need not be classifications of images: an item of the data set is
+    ``(inputs, targets)``, each a tensor, a number, or a tuple, list or dict of such, of the same
+    shapes for every item (sequences padded or cut to one length). The model is called as
+    ``model(inputs)`` with N items in a batch of ``torch.utils.data.default_collate``, and its
+    output goes to the loss as it is. ``classes`` is any number that the model should get from the
+    data (a vocabulary), and ``image_size``, where the sweep does not give it, the last dimension of
+    the first input.
 
-``metric = "package.module:function"`` ``function(outputs, targets) -> Tensor``: how much of each
-    sample is right, (N,), from 0 to 1; it is reported as accuracy. Without it, accuracy is known
-    where outputs are scores (N, classes) and targets labels (N,); elsewhere the loss on the test
-    set is reported.
+``metric = "package.module:function"``
+    ``function(outputs, targets) -> Tensor``: the share of each sample that is right, (N,), from 0
+    to 1; it is reported as accuracy. Without it, accuracy is known where outputs are scores
+    (N, classes) and targets labels (N,); elsewhere the loss on the test set is reported.
 
-The module is looked for among the installed packages, and then in the working directory from which
-the command was
-started: nothing there takes an installed one's place. All functions run in every worker process of
-every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
+The module is looked for among the installed packages, then in the working directory in which the
+command was started: nothing there replaces an installed package. All functions run in every worker
+process of every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
 ``tula_hpc/workloads/language_model.py``.
 
-Running the user's code: what it raises is a mistake of the user's, told in a line, unless memory
-ran out.
+Any exception of these functions becomes an `InputError` of one line, unless memory ran out.
 """
 
 from __future__ import annotations
@@ -63,21 +64,23 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
 from tula_hpc.process_memory import out_of_memory
 
-# errors of the user's code come through, not from them
-_CALLERS = ("entry_points.py", "fitting.py", "own_code.py")
+_MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
+# modules that call the user's code: an error is traced to the code that they call
+_CALLERS = (Path(__file__), Path(__file__).parent / "workloads" / "workload.py")
 
 
 @contextlib.contextmanager
 def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
-    """What the block raises becomes one line.
+    """Turn any exception of the block into one line for the user.
 
     Args:
-        key: Of the sweep file.
-        words: Before what was raised.
-        hint: After it.
+        key: Key of the sweep file.
+        words: Text before the exception's message.
+        hint: Text after it.
 
-    Raises: InputError: For whatever was raised, but for want of memory, which is no mistake and has
-        remedies of its own.
+    Raises:
+        InputError: For any exception but lack of memory, which is no mistake and has remedies of
+            its own.
     """
     try:
         yield
@@ -90,36 +93,33 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """What an error of the user's code says, in a line: its kind, its words, and the place."""
-    words = str(error).strip().partition("\n")[0]
-    frames = [
-        (Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    own = [
-        (path, line)
-        for path, line in frames
-        if "site-packages" not in path.parts and path.name not in _CALLERS
-    ]
-    place = f" ({own[-1][0].name}:{own[-1][1]})" if own else ""
-    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
+    """Describe an error of the user's code in one line: its type, its message, and the place."""
+    message = str(error).strip().partition("\n")[0]
+    description = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if "site-packages" not in path.parts and path not in _CALLERS:
+            return f"{description} ({path.name}:{frame.lineno})"
+    return description
 
 
 def collate(items: list[Any], what: str = "has samples") -> Batch:
-    """A batch of samples.
+    """Put samples into one batch.
+
+    Args:
+        items: The samples.
+        what: Their place, for the message.
 
     Raises:
-        InputError: They are not built alike.
+        InputError: They differ in shape or kind.
     """
     words = f"{what} that cannot be put into one batch"
     with blamed("workload.dataset", words, "; expected the same shapes, padded or cut"):
         return default_collate(items)
 
 
-_MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
-
-
 class OwnData(NamedTuple):
-    """What a data set function returns."""
+    """Result of a data set function."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -127,7 +127,7 @@ class OwnData(NamedTuple):
 
 
 def is_entry_point(name: str) -> bool:
-    """Whether a model or data set is the user's own."""
+    """Tell whether the name of a model or data set is a user's "package.module:function"."""
     return ":" in name
 
 
@@ -135,7 +135,7 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
     """Call the user's model function.
 
     Raises:
-        InputError: No such function, other arguments, or no module came.
+        InputError: The function is missing, takes other arguments, fails, or returns no module.
     """
     function = own_function(_MODEL_KEY, name, ("classes", "image_size"))
     with blamed(_MODEL_KEY, f"{name} failed"):
@@ -148,15 +148,15 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
 
 
 def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """A function of the user's, looked at but not called.
+    """Load a user's function and check its parameters, without calling it.
 
     Args:
-        key: Of the sweep file.
+        key: Key of the sweep file.
         name: "package.module:function".
-        parameters: What it will be called with, for the message.
+        parameters: Names of its arguments, for the message.
 
     Raises:
-        InputError: No such function, or it cannot be called with so many arguments.
+        InputError: The function is missing, or cannot be called with so many arguments.
     """
     function = _load(key, name)
     try:
@@ -169,10 +169,11 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
 
 
 def own_data(spec: WorkloadSpec) -> OwnData:
-    """Call the user's data set function and look at the first items of each set.
+    """Call the user's data set function and check the first items of each set.
 
-    Raises: InputError: No such function, other arguments, or something else than the protocol says
-        came.
+    Raises:
+        InputError: The function is missing, takes other arguments, fails, or departs from the
+            protocol.
     """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
     with blamed(_DATASET_KEY, f"{spec.dataset} failed"):
@@ -193,40 +194,40 @@ def own_data(spec: WorkloadSpec) -> OwnData:
 
 def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        message = f"returned {kind_of(data)} as the {which} set; expected one with __len__ and __getitem__"
-        raise _data_error(spec, message)
+        message = f"returned {kind_of(data)} as the {which} set"
+        raise _data_error(spec, f"{message}; expected one with __len__ and __getitem__")
     if len(data) == 0:
-        raise _data_error(spec, f"returned an empty {which} set")
+        raise _data_error(spec, f"returned an empty {which} set; expected at least one item")
     with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, f"{spec.dataset} failed"):
         items = [data[index] for index in range(min(2, len(data)))]
-    fits, expected = (
-        _is_item(items[0], classes),
-        f"(float tensor of 3 dimensions, label from 0 to {classes - 1})",
-    )
-    if spec.loss is not None:
-        fits, expected = (
-            _is_pair(items[0]),
-            "(inputs, targets), each of tensors and numbers and nothing else",
+    if spec.loss is None:
+        fits = _is_item(items[0], classes)
+        expected = (
+            f"(float tensor of 3 dimensions, label from 0 to {classes - 1}); "
+            "others need a workload.loss of your own"
         )
+    else:
+        fits = _is_pair(items[0])
+        expected = "(inputs, targets), each of tensors and numbers and nothing else"
     if not fits:
-        hint = "" if spec.loss else "; others need a workload.loss of your own"
-        raise _data_error(
-            spec,
-            f"has {_describe(items[0])} as item 0 of the {which} set; expected {expected}{hint}",
-        )
+        found = f"has {_describe(items[0])} as item 0 of the {which} set"
+        raise _data_error(spec, f"{found}; expected {expected}")
     collate(items, f"{spec.dataset} has items 0 and 1 in the {which} set")
 
 
 def _is_pair(item: Any) -> bool:
-    """Where the loss is the user's own, inputs and targets may be anything that can be put into batches."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     try:
-        leaves = [list(leaves_of(part)) for part in default_collate([item])]
+        batch = default_collate([item])
     except TypeError:
-        # something that is no tensor or number
+        # it holds something else than tensors and numbers
         return False
-    return all(part and all(isinstance(leaf, Tensor) for leaf in part) for part in leaves)
+    for part in batch:
+        leaves = list(leaves_of(part))
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return False
+    return True
 
 
 def _is_item(item: Any, classes: int) -> bool:
@@ -249,14 +250,16 @@ def _describe(item: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """A value in a few words: type, and what tells it from the expected."""
+    """Describe a value by its type and shape, length or number."""
     if isinstance(value, Tensor):
         return f"{value.dtype} tensor of shape {tuple(value.shape)}".removeprefix("torch.")
     if isinstance(value, int):
         return f"{type(value).__name__} {value}"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} of length {len(value)}"
-    return "None" if value is None else f"an object of type {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"an object of type {type(value).__name__}"
 
 
 def _data_error(spec: WorkloadSpec, message: str) -> InputError:
@@ -278,10 +281,8 @@ def _load(key: str, name: str) -> Callable[..., Any]:
 
 
 def _make_importable(package: str) -> None:
-    """Search the working directory too, after all else, where the package is nowhere else.
-
-    What the package imports may lie there as well. Loader processes are given this path too.
-    """
+    # After all else, and only where the package is nowhere else; modules that it imports may
+    # lie there as well. Loader processes get this path, too.
     folder = str(Path.cwd())
     if folder not in sys.path and not _is_installed(package):
         sys.path.append(folder)
@@ -290,7 +291,7 @@ def _make_importable(package: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         spec = find_spec(package)
-    # it is loaded in another way
+    # the package was loaded in another way
     except ValueError:
         return True
     # a folder without __init__.py, which has no origin, gives way to a package

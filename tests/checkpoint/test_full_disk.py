@@ -306,7 +306,7 @@ def test_whatever_else_the_system_refuses_is_a_line_with_the_file(capsys: pytest
 
     assert exit_code_of(refuse, argparse.Namespace()) == 1
     words = f"/somewhere/file: {os.strerror(errno.EDQUOT)}; make space there or have the quota raised\n"
-    assert capsys.readouterr().err == f"{words}Mend the cause and run the same command again.\n"
+    assert capsys.readouterr().err == f"{words}Fix the cause and run the same command again.\n"
 
 
 def test_every_write_of_a_run_goes_through_one_of_these() -> None:

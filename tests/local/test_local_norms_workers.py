@@ -380,7 +380,7 @@ def test_a_worker_without_data_leaves_the_others_no_norms_and_the_same_training(
 def test_norms_are_of_one_model_and_of_all_its_gradients(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         twice, ignored = seen["of another model"]
-        assert twice == "these norms are of a model already: a second one needs LocalNorms of its own"
+        assert twice == "these norms belong to a model already: a second one needs LocalNorms of its own"
         assert ignored == "averaged: the gradient of parameter 1 was not averaged with this model's"
 
 

@@ -108,6 +108,8 @@ def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
         build_workload(spec)
     assert raised.value.key == "workload.model"
     assert "\n" not in str(raised.value)
+    # the place that it names, if any, is in the user's code
+    assert all(file not in str(raised.value) for file in ("workload.py", "user_code.py"))
 
 
 CHOOSY = """

@@ -1,9 +1,4 @@
-"""A whole cluster file, and its parts.
-
-`[[partitions]]` of a cluster.
-
-`[pricing]` of a cluster.
-"""
+"""Cluster file: nodes, limits, jobs, `[pricing]`, and `[[partitions]]` that override these."""
 
 from __future__ import annotations
 
@@ -19,10 +14,9 @@ from tula_hpc.config.validation import (
     MOST_GIB,
     Name,
     Spec,
-    fields_at,
-    nearest,
+    message_of,
     shown,
-    words_of,
+    valid_keys,
 )
 from tula_hpc.errors import InputError
 
@@ -33,7 +27,7 @@ PartitionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+=-]{
 
 
 class PartitionSpec(Spec):
-    """`[[partitions]]`: one kind of nodes; what is left out is as in the rest of the cluster file."""
+    """`[[partitions]]`: one kind of nodes; keys that are left out are those of the cluster file."""
 
     partition: PartitionName
     device: Literal["cpu", "cuda"] | None = None
@@ -50,17 +44,15 @@ class PartitionSpec(Spec):
     pricing: dict[str, Any] = Field(default={})
 
     def overrides(self) -> dict[str, Any]:
-        """The keys that are given, except the prices."""
+        """Return the keys that are given, except the prices."""
         return self.model_dump(exclude_none=True, exclude={"pricing"})
 
     def has(self, key: str) -> bool:
-        """Whether a dotted key of a cluster file is given here."""
+        """Tell whether a dotted key of a cluster file is given here."""
         section, _, name = key.partition(".")
-        return (
-            name.partition(".")[0] in self.pricing
-            if section == "pricing"
-            else section in self.overrides()
-        )
+        if section == "pricing":
+            return name.partition(".")[0] in self.pricing
+        return section in self.overrides()
 
 
 # characters of TRES weights
@@ -70,36 +62,33 @@ ASSUMED_START_S = 60.0
 
 
 class PricingSpec(Spec):
-    """`[pricing]`: what training costs; `basis` says which of the prices counts."""
+    """`[pricing]`: price of training; `basis` picks the prices that count."""
 
     basis: Literal["node-hour", "memory", "tres", "spot", "energy"] = "node-hour"
     usd_per_node_hour: float = Field(default=1.0, ge=0)
     usd_per_gib_hour: float = Field(default=0.15, ge=0)
-    # tres: Slurm's billing
-    # per core, MiB, GPU, …; as text or table like slurm.conf's
+    # for tres, Slurm's billing: weights per core, MiB, GPU, …; as text or table like slurm.conf's
     tres_weights: dict[str, float] = Field(default={})
     # PriorityFlags=MAX_TRES
     max_tres: bool = False
-    # of a billing unit and hour; None: cost in service units
+    # of a billing unit for an hour; None: cost in service units
     usd_per_unit: float | None = Field(default=None, ge=0)
-    # what a whole node has, for exclusive jobs
+    # of a whole node, for exclusive jobs
     node_cpus: int | None = Field(default=None, ge=1, le=10**6)
     node_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
     node_gpus: int | None = Field(default=None, ge=0, le=10**6)
-    # spot
+    # for spot
     usd_per_spot_node_hour: float = Field(default=0.3, ge=0)
     # mean time between preemptions
     preemption_hours: float = Field(default=24.0, gt=0)
-    # whether that time is of a node or of the whole job
+    # unit that this time is of
     preempted: Literal["node", "job"] = "node"
-    # energy
-    # of a whole node under load; goes before measurements
+    # for energy: of a whole node under load; used instead of measurements
     watts_per_node: float | None = Field(default=None, gt=0)
     usd_per_kwh: float = Field(default=0.15, ge=0)
-    # power usage effectiveness: all that the site draws over what the nodes draw
+    # power usage effectiveness: power of the site over that of its nodes
     pue: float = Field(default=1.2, ge=1)
-    # interruptions, whatever the basis
-    # until a training of the run has measured it
+    # for interruptions, whatever the basis: until a training of the run has measured it
     checkpoint_write_s: float = Field(default=5.0, ge=0)
     # from the start of a job to its first step; None: as profiled
     restart_s: float | None = Field(default=None, ge=0)
@@ -114,7 +103,7 @@ class PricingSpec(Spec):
     @model_validator(mode="after")
     def _billable(self) -> PricingSpec:
         if self.basis == "tres" and not self.tres_weights:
-            example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", as `scontrol show partition` has them'
+            example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
             raise ValueError(
                 f'tres_weights: basis = "tres" needs the billing weights, for example {example}'
             )
@@ -122,12 +111,12 @@ class PricingSpec(Spec):
 
     @property
     def start_s(self) -> float:
-        """Seconds from the start of a job to its first step, as far as they are known here."""
+        """Seconds from the start of a job to its first step, given or assumed."""
         return ASSUMED_START_S if self.restart_s is None else self.restart_s
 
     @property
     def currency(self) -> Literal["USD", "SU"]:
-        """USD, or SU: service units, that is billing units times hours, where they have no price."""
+        """USD, or SU (service units: billing units times hours) where these have no price."""
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"
 
 
@@ -135,14 +124,14 @@ class PricingSpec(Spec):
 MOST_MINUTES = 10**6
 # no control characters and none of Unicode's line ends; the tab is allowed
 Line = Annotated[str, Field(pattern=r"^[\t\P{Cc}--\x{2028}\x{2029}]*$", max_length=1000)]
-# a long option of sbatch, as a word; what this program sets itself is refused, see `_OWN_OPTIONS`
+# a long option of sbatch; those that this program sets itself are refused, see `_OWN_OPTIONS`
 SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
-# Options of sbatch that [sbatch] may not hold: jobs would not be found again, or not be what was
-# asked for
+# options that [sbatch] may not hold, each with the key to use: jobs would not be found again, or
+# would differ from the plan
 _OWN_OPTIONS = {
     "array": "array_parallelism",
     "chdir": "",
-    "clusters": "the variable SLURM_CLUSTERS, which squeue and its like heed too",
+    "clusters": "the variable SLURM_CLUSTERS, which squeue and its like heed, too",
     "cpus-per-gpu": "cpus_per_worker",
     "dependency": "",
     "error": "",
@@ -163,20 +152,20 @@ _OWN_OPTIONS = {
     "wrap": "setup",
 }
 
+# requests for a node's workers, which a controller job must not make
 _OF_WORKERS = frozenset({
-    "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node", "tres-bind",
-    "tres-per-task",
+    "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node",
+    "tres-bind", "tres-per-task",
 })  # fmt: skip
 
 
 def _is_for_workers(option: str) -> bool:
-    """Whether an option of sbatch asks for what a node's workers need, and a controller job does not."""
     name = option.replace("_", "-")
     return name.startswith(("gpu", "mem")) or name in _OF_WORKERS
 
 
 class ClusterSpec(Spec):
-    """A whole cluster file: where and how jobs run."""
+    """Cluster file: where and how jobs run."""
 
     name: Name = "local"
     executor: Literal["local", "slurm"] = "local"
@@ -199,11 +188,11 @@ class ClusterSpec(Spec):
     profile_minutes: int = Field(default=20, ge=1, le=MOST_MINUTES)
     train_minutes: int = Field(default=24 * 60, ge=1, le=MOST_MINUTES)
     array_parallelism: int = Field(default=1, ge=1, le=10_000)
-    # of the jobs that carry on after --detach; None: as `partition`
+    # of controller jobs, after --detach; None: as `partition`
     controller_partition: SlurmWord | None = None
     controller_minutes: int = Field(default=30, ge=2, le=MOST_MINUTES)
     controller_memory_gb: float | None = Field(default=None, gt=0, le=MOST_GIB)
-    # USR2 this long before the time limit; Slurm's most
+    # from SIGUSR2 to the time limit; at most as Slurm allows
     signal_delay_s: int = Field(default=90, ge=1, le=65_535)
     srun_args: tuple[Line, ...] = Field(default=("-K1",), max_length=100)
     setup: tuple[Line, ...] = Field(default=(), max_length=1000, repr=False)
@@ -222,10 +211,11 @@ class ClusterSpec(Spec):
     @classmethod
     def _shell_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for number, line in enumerate(value, 1):
-            if found := re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE):
-                begins = f"line {number} begins with {shown(found[0])}"
+            found = re.match(r"\s*#\s*(SBATCH|PBS|BSUB)", line, re.IGNORECASE)
+            if found:
                 raise ValueError(
-                    f"expected lines for the shell; {begins}; sbatch's options go into [sbatch]"
+                    f"expected lines for the shell; line {number} begins with {shown(found[0])}; "
+                    "sbatch's options go into [sbatch]"
                 )
         return value
 
@@ -245,11 +235,10 @@ class ClusterSpec(Spec):
         for key in value:
             name = key.replace("_", "-")
             for own, instead in _OWN_OPTIONS.items():
-                # sbatch takes options that are cut short, too
+                # sbatch takes abbreviated options, too
                 if own.startswith(name):
-                    raise ValueError(
-                        f"{key} is set by this program{instead and f'; see {instead}'}"
-                    )
+                    remedy = f"see {instead}" if instead else "leave it out"
+                    raise ValueError(f"{key} is set by this program; {remedy}")
         return value
 
     @model_validator(mode="after")
@@ -262,20 +251,26 @@ class ClusterSpec(Spec):
         shortest_s = 60 * min(self.profile_minutes, self.train_minutes)
         if self.executor == "slurm" and self.signal_delay_s >= shortest_s:
             raise ValueError(
-                f"signal_delay_s: {self.signal_delay_s} leaves nothing of a time limit of {shortest_s} s"
+                f"signal_delay_s: expected less than the shortest time limit, {shortest_s} s, "
+                f"got {self.signal_delay_s}"
             )
         return self
 
     def parts(self) -> tuple[ClusterSpec, ...]:
-        """One complete cluster for each of `partitions`; itself where there are none."""
+        """Return a complete cluster for each of `partitions`; this one alone without any."""
         return tuple(_part(self, table) for table in self.partitions) or (self,)
 
     def controller(self) -> ClusterSpec:
-        """The place of controller jobs: one core of a node that others may share, and no GPU."""
-        first = self.parts()[0]
-        own = next(
-            (part for part in self.parts() if part.partition == self.controller_partition), first
-        )
+        """Return the cluster of controller jobs: one core of a node that others may share."""
+        parts = self.parts()
+        first = parts[0]
+        own = next((part for part in parts if part.partition == self.controller_partition), first)
+        sbatch = {key: value for key, value in self.sbatch.items() if not _is_for_workers(key)}
+        srun_args = [
+            word
+            for word in self.srun_args
+            if not _is_for_workers(word.lstrip("-").partition("=")[0])
+        ]
         fields = {
             "device": "cpu",
             "partitions": (),
@@ -289,19 +284,13 @@ class ClusterSpec(Spec):
             "exclusive": False,
             "account": first.account,
             "qos": first.qos,
-            "sbatch": {
-                key: value for key, value in self.sbatch.items() if not _is_for_workers(key)
-            },
-            "srun_args": tuple(
-                word
-                for word in self.srun_args
-                if not _is_for_workers(word.lstrip("-").partition("=")[0])
-            ),
+            "sbatch": sbatch,
+            "srun_args": tuple(srun_args),
         }
         return self.model_copy(update=fields)
 
     def part(self, name: str) -> ClusterSpec:
-        """The part of that partition, "" for a cluster without `partitions`, as `Candidate.partition` has it.
+        """Return the cluster of one partition; "" names a cluster without `partitions`.
 
         Raises:
             InputError: There is no such partition.
@@ -311,31 +300,26 @@ class ClusterSpec(Spec):
         for table in self.partitions:
             if table.partition == name:
                 return _part(self, table)
-        there = (
-            f"expected {' or '.join(self.part_names())}"
-            if self.partitions
-            else "the cluster has no [[partitions]]"
-        )
-        raise InputError(f"no partition {name!r}; {there}", key="partitions")
+        remedy = "the cluster has no [[partitions]]"
+        if self.partitions:
+            remedy = f"expected {' or '.join(self.part_names())}"
+        raise InputError(f"no partition {name!r}; {remedy}", key="partitions")
 
     def part_names(self) -> tuple[str, ...]:
-        """What `Measurement.partition` and `Candidate.partition` say, in the order of `parts()`."""
+        """Return names as in `Candidate.partition`, in the order of `parts()`."""
         return tuple(table.partition for table in self.partitions) or ("",)
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """What one worker may use, bytes: the GPU's memory, or its share of the node's; None where unknown."""
+        """Bytes for one worker: the GPU's memory, or a share of the node's; None where unknown."""
         if self.device == "cuda":
             return None if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
-        return None if self.memory_gb is None else int(self.memory_gb * GIB / self.workers_per_node)
+        if self.memory_gb is None:
+            return None
+        return int(self.memory_gb * GIB / self.workers_per_node)
 
 
 def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:
-    """The cluster as one partition sees it.
-
-    Raises:
-        ValueError: A mistake in the table (pydantic's ValidationError is one).
-    """
     own = cluster.model_dump(exclude={"partitions", "pricing"}) | table.overrides()
     pricing = cluster.pricing.model_dump() | table.pricing
     return ClusterSpec.model_validate(own | {"pricing": pricing})
@@ -345,7 +329,7 @@ def _check_partitions(cluster: ClusterSpec) -> None:
     names = cluster.part_names()
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"partitions: {twice!r} stands there twice")
+        raise ValueError(f"partitions: {twice!r} stands there twice; expected each name once")
     currencies = set()
     for table in cluster.partitions:
         try:
@@ -354,14 +338,14 @@ def _check_partitions(cluster: ClusterSpec) -> None:
             raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
     if len(currencies) > 1:
         raise ValueError(
-            "partitions: some are priced in USD and some in SU, which cannot be compared"
+            "partitions: some are priced in USD and some in SU, which cannot be compared; "
+            "expected one currency: pricing.usd_per_unit turns SU into USD"
         )
 
 
 def _mistake_in(partition: str, item: Mapping[str, Any]) -> str:
-    """One line for one pydantic error in what a table of `partitions` comes to."""
-    location, words = [str(part) for part in item["loc"]], words_of(item)
+    location = [str(part) for part in item["loc"]]
+    message = message_of(item)
     if item["type"] == "extra_forbidden":
-        valid = fields_at(ClusterSpec, location[:-1])
-        words = f"{words}{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
-    return ": ".join(filter(None, ["partitions", partition, ".".join(location), words]))
+        message += valid_keys(ClusterSpec, location)
+    return ": ".join(filter(None, ["partitions", partition, ".".join(location), message]))

@@ -1,18 +1,8 @@
-"""Whether a job on Slurm gives each of a node's workers a GPU of its own, and whether they see each other's.
+"""Check GPUs that a Slurm job gives its workers, and read Slurm's trackable resources (TRES).
 
 Every worker is a task of one job step and uses one GPU: that of its local rank where it sees all of
 its node's GPUs, the only one where Slurm shows it no other (`worker.pick_device`). Where a job asks
-for too few, all tasks see the same one, and nothing in the job can tell.
-
-Slurm's trackable resources (TRES) as text: what a job asks for, and slurm.conf's
-TRESBillingWeights.
-
-"CPU=1.0,Mem=0.25G,GRES/gpu=2.0" bills each core with 1, each GiB with 0.25 and each GPU with 2.
-Weights count per base
-unit: one core, one GPU, one node, and for memory (also "vmem" and burst buffers "bb/…") one MiB. A
-suffix K, M, G, T or P divides the weight by what lies between the base unit and that unit, in
-powers of 1024: "0.25G" of memory is 0.25 / 1024 per MiB. A suffix at or below the base unit changes
-nothing, so that "Mem=1K" is 1 per MiB (slurm.conf(5); `get_convert_unit_val` in Slurm's source).
+for too few, all tasks see the same one, and nothing in the job can notice.
 """
 
 from __future__ import annotations
@@ -29,19 +19,27 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = "KMGTP"
-# types whose base unit is MiB, the second suffix
+# TRES with MiB, the second suffix, as base unit
 MIB_BASED = ("mem", "vmem", "bb")
 _WEIGHT = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([KMGTP]?)", re.IGNORECASE)
+_EXAMPLE = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
 _NAME = re.compile(r"[a-z]\w*(/[\w.:-]+)?")
 # behind a count, as Slurm shows them: gpu:4(S:0-1)
 _SOCKETS = re.compile(r"\([^()]*\)")
 
 
 def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
-    """Weights per base unit by TRES name in lower case, from slurm.conf's own text or a table of the same.
+    """Return weights per base unit by TRES name in lower case, from TRESBillingWeights.
+
+    "CPU=1.0,Mem=0.25G,GRES/gpu=2.0" bills each core with 1, each GiB with 0.25 and each GPU with 2.
+    Weights count per base unit: one core, one GPU, one node, and for memory (also "vmem" and burst
+    buffers "bb/…") one MiB. A suffix K, M, G, T or P divides the weight by the ratio of that unit
+    to the base unit, in powers of 1024: "0.25G" of memory is 0.25 / 1024 per MiB. A suffix at or
+    below the base unit changes nothing, so that "Mem=1K" is 1 per MiB (slurm.conf(5);
+    `get_convert_unit_val` in Slurm's source).
 
     Args:
-        weights: "CPU=1.0,Mem=0.25G", or {"CPU": 1.0, "Mem": "0.25G"}; empty for none.
+        weights: Text as in slurm.conf, or a table such as {"CPU": 1.0, "Mem": "0.25G"}.
 
     Raises:
         ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES stands there twice.
@@ -51,11 +49,9 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
     for name, value in entries:
         key = name.strip().lower()
         if not _NAME.fullmatch(key):
-            raise ValueError(
-                f'{name!r} is no TRES; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
-            )
+            raise ValueError(f"{name!r} is no TRES; expected for example {_EXAMPLE}")
         if key in found:
-            raise ValueError(f"{name!r} stands there twice")
+            raise ValueError(f"{name!r} stands there twice; expected each TRES once")
         found[key] = _weight(key, value)
     return found
 
@@ -64,24 +60,25 @@ def _split(text: str) -> list[tuple[str, object]]:
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
     wrong = next((name for name, equals, _ in pairs if not equals), None)
     if wrong is not None:
-        raise ValueError(
-            f'{wrong.strip()!r} has no weight; expected for example "CPU=1.0,Mem=0.25G,GRES/gpu=2.0"'
-        )
+        raise ValueError(f"{wrong.strip()!r} has no weight; expected for example {_EXAMPLE}")
     return [(name, value) for name, _, value in pairs]
 
 
 def _weight(key: str, value: object) -> float:
-    match = _WEIGHT.fullmatch(str(value).strip()) if isinstance(value, int | float | str) else None
+    text = str(value).strip() if isinstance(value, int | float | str) else ""
+    match = _WEIGHT.fullmatch(text)
     if match is None or math.isinf(float(match[1])):
-        expected = "a number of 0 or more, perhaps with one of the suffixes K M G T P"
-        raise ValueError(f"{key}: expected {expected}, got {value!r}")
+        raise ValueError(
+            f"{key}: expected a number of 0 or more, perhaps with one of the suffixes K M G T P, "
+            f"got {value!r}"
+        )
     unit = SUFFIXES.index(match[2].upper()) + 1 if match[2] else 0
     base = SUFFIXES.index("M") + 1 if key.partition("/")[0] in MIB_BASED else 0
     return float(match[1]) / 1024.0 ** max(0, unit - base)
 
 
 def requested_gres(gres: str) -> Iterator[tuple[str, str, float]]:
-    """Yield name, type ("" for none) and count of each item of `name[[:type]:count],…`, in lower case.
+    """Yield lower-case name, type ("" for none) and count of each item of `name[[:type]:count],…`.
 
     Types may begin with a digit, as in "gpu:2080ti:4" and "gpu:1g.5gb": a count is a last field of
     digits alone.
@@ -99,7 +96,7 @@ _BINDING = re.compile(r"(?:v(?:erbose)?,)?(\w+)(?::(.*))?")
 
 
 class _Option(NamedTuple):
-    """An option that asks for GPUs: its key in the cluster file, and its value."""
+    """Option that asks for GPUs: its key in the cluster file, and its value."""
 
     key: str
     value: str
@@ -109,30 +106,28 @@ def check_gpus(cluster: ClusterSpec) -> None:
     """Refuse a cluster file whose jobs do not give every worker of a node a GPU of its own.
 
     Raises:
-        ValueError: With the key, for a user.
+        ValueError: With the key in front.
     """
-    options, workers = _options(cluster), cluster.workers_per_node
-    each = (
-        f"each of {workers} workers_per_node needs a GPU of its own"
-        if workers > 1
-        else "a worker needs a GPU"
-    )
+    options = _options(cluster)
+    workers = cluster.workers_per_node
     _check_shares(options, workers)
     counts = list(_gpus_of_node(options, cluster))
     if not counts and "gres" not in options:
-        alone = (
-            ", also with exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
+        raise ValueError(
+            f'gres: device = "cuda" on Slurm needs gres = "gpu:{workers}", also with '
+            "exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
         )
-        raise ValueError(f'gres: device = "cuda" on Slurm needs gres = "gpu:{workers}"{alone}')
+    need = "a worker needs a GPU"
+    if workers > 1:
+        need = f"each of {workers} workers_per_node needs a GPU of its own"
     for option, count in counts:
         if count < workers:
-            raise ValueError(
-                f"{option.key}: {each}, but {shown(option.value)} asks for {count} a node"
-            )
+            asked = f"{shown(option.value)} asks for {count} a node"
+            raise ValueError(f"{option.key}: {need}, but {asked}; expected at least {workers}")
 
 
 def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Yield each key that hides the GPUs of a node's other workers from a worker, with the reason not to."""
+    """Yield each key that hides the GPUs of a node's other workers from a worker, with advice."""
     for part in cluster.parts():
         if part.device != "cuda" or part.executor != "slurm" or part.workers_per_node == 1:
             continue
@@ -144,15 +139,18 @@ def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
         for option in hiding:
             yield (
                 option.key,
-                f"where the site confines tasks to their devices, each worker sees its own GPU alone, and NCCL copies "
-                f'through host memory instead of from GPU to GPU; gres = "gpu:{part.workers_per_node}" in its place '
-                f"shows all of a node's GPUs to its workers, and each takes that of its local rank",
+                "where the site confines tasks to their devices, each worker sees its own GPU "
+                "alone, and NCCL copies through host memory instead of from GPU to GPU; "
+                f'gres = "gpu:{part.workers_per_node}" in its place shows all of a node\'s GPUs to '
+                "its workers, and each takes that of its local rank",
             )
 
 
 def _options(cluster: ClusterSpec) -> dict[str, _Option]:
-    """What says which GPUs a worker sees, by sbatch's names; srun's own options come last, as the step's."""
-    found = {"gres": _Option("gres", cluster.gres)} if cluster.gres is not None else {}
+    """Return the options that ask for GPUs by sbatch's names; srun's own override the job's."""
+    found: dict[str, _Option] = {}
+    if cluster.gres is not None:
+        found["gres"] = _Option("gres", cluster.gres)
     for key, value in cluster.sbatch.items():
         if value is not False:
             found[key.replace("_", "-")] = _Option(f"sbatch.{key}", str(value))
@@ -168,24 +166,24 @@ def _gpus_of_node(
 ) -> Iterator[tuple[_Option, int]]:
     """Yield every option that asks for GPUs, with the number that it gives a node.
 
-    Options for GPUs take the place of the GPUs in gres. A gres that names no GPU says nothing: a
-    site may have given its GPUs another name.
+    Options for GPUs replace the GPUs in gres. A gres without "gpu" yields nothing: a site may have
+    given its GPUs another name.
 
     Raises:
-        ValueError: The number depends on how many nodes a job has, or on what Slurm alone knows.
+        ValueError: The number depends on how many nodes a job has, or only Slurm can know it.
     """
     workers = cluster.workers_per_node
     if "gpus-per-node" in options:
         yield options["gpus-per-node"], _count(options["gpus-per-node"].value)
-    yield from ((option, workers * count) for option, count in _gpus_of_task(options))
+    for option, count in _gpus_of_task(options):
+        yield option, workers * count
     if "gpus-per-socket" in options:
         yield options["gpus-per-socket"], _of_sockets(options)
     if "gpus" in options:
         if cluster.max_nodes > 1:
-            key = options["gpus"].key
-            instead = f"expected gpus-per-node = {workers}"
             raise ValueError(
-                f"{key}: {instead}: jobs have 1 to {cluster.max_nodes} nodes, and gpus is a job's sum"
+                f"{options['gpus'].key}: expected gpus-per-node = {workers}: jobs have 1 to "
+                f"{cluster.max_nodes} nodes, and gpus is a job's sum"
             )
         yield options["gpus"], _count(options["gpus"].value)
     others = any(name.startswith("gpus") or name == "tres-per-task" for name in options)
@@ -198,45 +196,47 @@ def _gpus_of_node(
 def _gpus_of_task(options: Mapping[str, _Option]) -> Iterator[tuple[_Option, int]]:
     if "gpus-per-task" in options:
         yield options["gpus-per-task"], _count(options["gpus-per-task"].value)
-    if "tres-per-task" in options and (found := _TASK_GPUS.search(options["tres-per-task"].value)):
-        yield options["tres-per-task"], int(found[1])
+    if "tres-per-task" in options:
+        found = _TASK_GPUS.search(options["tres-per-task"].value)
+        if found:
+            yield options["tres-per-task"], int(found[1])
 
 
 def _of_sockets(options: Mapping[str, _Option]) -> int:
     if "sockets-per-node" not in options:
         raise ValueError(
-            f"{options['gpus-per-socket'].key}: Slurm wants sockets-per-node with it; expected gpus-per-node"
+            f"{options['gpus-per-socket'].key}: Slurm wants sockets-per-node with it; "
+            "expected gpus-per-node instead"
         )
     return _count(options["gpus-per-socket"].value) * _count(options["sockets-per-node"].value)
 
 
 def _count(value: str) -> int:
-    """Return the sum of Slurm's `[type:]count,…`."""
+    """Return the sum of counts in Slurm's `[type:]count,…`."""
     items = requested_gres(",".join(f"gpu:{item}" for item in value.split(",")))
     return int(sum(count for _, _, count in items))
 
 
 def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
-    """Refuse what gives a worker another number of GPUs than one; with several a worker cannot tell which is its own.
+    """Refuse options that give one of several workers more than its own GPU, or less.
 
     Raises:
-        ValueError: With the key.
+        ValueError: With the key in front.
     """
     if workers == 1:
         return
     for option, count in _gpus_of_task(options):
         if count != 1:
-            raise ValueError(
-                f"{option.key}: expected 1 GPU, since each worker uses one, got {shown(option.value)}"
-            )
+            got = shown(option.value)
+            raise ValueError(f"{option.key}: expected 1 GPU, since each worker uses one, got {got}")
     binding = options.get("gpu-bind")
     if binding is None:
         return
     kind, argument = _binding(binding.value)
     if kind in ("single", "per_task") and argument not in ("", "1"):
-        got = f"got {shown(binding.value)}"
         raise ValueError(
-            f'{binding.key}: expected "{kind}:1", one GPU for each worker and one worker for each, {got}'
+            f'{binding.key}: expected "{kind}:1", one GPU for each worker and one worker for each, '
+            f"got {shown(binding.value)}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Reading a sweep file or a cluster file.
+"""Read and check sweep and cluster files, and override single keys.
 
-TOML of anybody: bounded in size and depth, and single keys with other values.
+The files may be anybody's: their size and depth are bounded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tula_hpc.config.validation import PARTITIONS, VALUE, Spec, explain, hide, i
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
 
-# a sweep file is a page; more is a mistake or an attack
+# a sweep file is a page; a larger one is a mistake or an attack
 MAX_FILE_BYTES = 1_000_000
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
-# of a dotted key: tomllib takes time with their square
+# tomllib's time grows with the square of a dotted key's parts
 MOST_KEY_PARTS = 100
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file.
+    """Return the tables of a file.
 
     Raises:
-        InputError: There is none, or it is no TOML of reasonable size.
+        InputError: The file is missing, unreadable, too large or not valid TOML.
     """
     try:
         return _tables(read_bounded(path, MAX_FILE_BYTES).decode("utf-8-sig"))
     except FileNotFoundError:
-        raise InputError("no such file", source=path) from None
+        raise InputError("no such file; check the path", source=path) from None
     except OSError as error:
         if error.errno == errno.EOVERFLOW:
             raise InputError(
@@ -49,25 +49,25 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError("expected UTF-8 text", source=path) from None
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError is a ValueError; so is a number of 5000 digits
-        raise InputError(f"is not valid TOML: {_first_words(error)}", source=path) from None
+        raise InputError(f"is not valid TOML: {_one_line(error)}", source=path) from None
 
 
-def _first_words(error: Exception) -> str:
-    """An error's message in a line, whatever of the file it quotes."""
+def _one_line(error: Exception) -> str:
+    # the message may quote anything from the file
     text = str(error)
     text = text if text.isprintable() else ascii(text)
     # the place in the file stands at the end
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
-# a string, or what is left of the line where it does not end: it always goes on behind it, so that
-# time is linear
+# a string, or the rest of its line where it does not end: the search goes on behind either, so that
+# its time is linear
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
 _IN_KEY = re.compile(r"[^\[\]{}=,#\n]+")
 
 
 def _tables(text: str) -> dict[str, Any]:
-    """Parse TOML, but no dotted keys of thousands of parts.
+    """Parse TOML; refuse dotted keys with too many parts.
 
     Raises:
         ValueError: It is not TOML.
@@ -82,7 +82,7 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def without_values(text: str) -> str:
-    """Return a cluster file without what may be a password; of one that is damaged, nothing."""
+    """Return a cluster file without possible passwords; nothing of one that is damaged."""
     import tomli_w
 
     try:
@@ -92,10 +92,10 @@ def without_values(text: str) -> str:
 
 
 def override(tables: dict[str, Any], text: str) -> None:
-    """Set one key, from `section.key=value`, or, of one of `[[partitions]]`, `partitions.NAME.key=value`.
+    """Set one key from `section.key=value`, or `partitions.NAME.key=value` in `[[partitions]]`.
 
     Raises:
-        InputError: It is not of that form, or leads through what is no table.
+        InputError: The text has another form, or leads through a value that is no table.
     """
     key, equals, value = text.partition("=")
     left = key.strip()
@@ -112,19 +112,20 @@ def override(tables: dict[str, Any], text: str) -> None:
 
 
 def _enter(tables: dict[str, Any], left: str, key: str) -> tuple[dict[str, Any], str]:
-    """The table that what is left of a key begins with, and the rest of it."""
+    """Return the table of the first part of `left`, and the remaining parts."""
     section, _, rest = left.partition(".")
     if section == PARTITIONS:
         return _enter_partition(tables.get(section), rest, key)
     inner = tables.setdefault(section, {})
     if not isinstance(inner, dict):
-        raise InputError(f"{section!r} is not a table", source="--set", key=key)
+        message = f"{section!r} is not a table; expected section.key=value"
+        raise InputError(message, source="--set", key=key)
     return inner, rest
 
 
 def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any], str]:
-    """The same of a list of tables, each with a name; that may hold dots."""
     named = tables_by_name(tables)
+    # names may hold dots
     name = max((name for name in named if left.startswith(f"{name}.")), key=len, default=None)
     if name is None:
         there = ", ".join(filter(str.isprintable, named)) or "no [[partitions]]"
@@ -135,20 +136,22 @@ def _enter_partition(tables: object, left: str, key: str) -> tuple[dict[str, Any
 
 
 def tables_by_name(tables: object) -> dict[str, dict[str, Any]]:
-    """The tables of `[[partitions]]` by the name of the partition; those that have none are left out."""
-    found = (
-        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
-    )
-    return {table["partition"]: table for table in found if isinstance(table.get("partition"), str)}
+    """Return the tables of `[[partitions]]` by name; tables without a name are left out."""
+    named: dict[str, dict[str, Any]] = {}
+    for table in tables if isinstance(tables, list) else []:
+        name = table.get("partition") if isinstance(table, dict) else None
+        if isinstance(name, str):
+            named[name] = table
+    return named
 
 
-# that are named one by one
+# listed one by one
 MOST_MISTAKES = 20
 DEFAULT = "the default cluster (this machine)"
 # no number of an input is larger
 LARGEST = 1e30
-# Keys that earlier versions wrote into the sweep.toml of each run, with the values at which they
-# did nothing.
+# keys that earlier versions wrote into the sweep.toml of each run, with the values at which they
+# did nothing
 REMOVED_KEYS: dict[tuple[str, ...], object] = {
     ("training", "tune_delta"): [],
     ("training", "tune_small_batch"): [],
@@ -162,10 +165,10 @@ S = TypeVar("S", bound=Spec)
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
-    """Read and check a sweep file; `overrides` are `section.key=value`, values in TOML or as bare words.
+    """Read and check a sweep file, with overrides `section.key=value` in TOML or bare words.
 
-    With `check_paths=False` the data folder and the modules of a user's own entry points need not
-    exist here: for planning and reporting over logs that were copied from another machine.
+    With `check_paths=False` the data folder and the modules of a user's own functions need not
+    exist here: for planning and reporting from logs that were copied from another machine.
 
     Raises:
         InputError: One line per mistake: file, key, what was expected.
@@ -176,7 +179,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
 def load_frozen_sweep(
     path: Path, overrides: Sequence[str] = (), *, check_paths: bool = False
 ) -> SweepSpec:
-    """Read the sweep that a run was made from, without keys that have been removed since; see `load_sweep`."""
+    """Read the sweep of a run as `load_sweep` does, without keys that have been removed since."""
     tables = read_toml(path)
     for table, key in REMOVED_KEYS:
         if isinstance(tables.get(table), dict):
@@ -194,7 +197,9 @@ def _sweep_of(
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
-    return _with_effect(_parse(ClusterSpec, path, read_toml(path), overrides), overrides)
+    cluster = _parse(ClusterSpec, path, read_toml(path), overrides)
+    _refuse_without_effect(cluster, overrides)
+    return cluster
 
 
 def load_together(
@@ -204,51 +209,54 @@ def load_together(
     *,
     check_paths: bool = True,
 ) -> tuple[SweepSpec, ClusterSpec]:
-    """Read and check a sweep and a cluster, this machine if None, one by itself and both together; see `load_sweep`.
+    """Read and check a sweep and a cluster, each by itself and both together.
 
-    Args:
-        sweep_file: The sweep.
-        cluster_file: The cluster.
-        overrides: Of either, see `split_overrides`.
-        check_paths: See `load_sweep`.
+    The overrides are of either, see `split_overrides`; without a cluster file it is this machine.
+
+    Raises:
+        InputError: As `load_sweep`, or the cluster cannot run the sweep.
     """
     of_sweep, of_cluster = split_overrides(overrides)
     sweep = load_sweep(sweep_file, of_sweep, check_paths=check_paths)
-    cluster = (
-        _parse(ClusterSpec, DEFAULT, {}, of_cluster)
-        if cluster_file is None
-        else load_cluster(cluster_file, of_cluster)
-    )
+    if cluster_file is None:
+        cluster = _parse(ClusterSpec, DEFAULT, {}, of_cluster)
+    else:
+        cluster = load_cluster(cluster_file, of_cluster)
     check_together(sweep, cluster, sweep_file, cluster_file or DEFAULT)
     return sweep, cluster
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the sweep file and of the cluster file: by section, or with `cluster.` in front."""
+    """Split overrides into those of the sweep file and of the cluster file.
+
+    The section decides; `cluster.` in front of a key is always the cluster file.
+    """
     sections = ClusterSpec.model_fields.keys() - SweepSpec.model_fields.keys()
-    mine: list[str] = []
-    others: list[str] = []
+    of_sweep: list[str] = []
+    of_cluster: list[str] = []
     for text in overrides:
-        name = text.partition("=")[0].strip().partition(".")[0]
-        (others if name == "cluster" or name in sections else mine).append(
-            text.removeprefix("cluster.")
-        )
-    return mine, others
+        section = text.partition("=")[0].strip().partition(".")[0]
+        if section == "cluster" or section in sections:
+            of_cluster.append(text.removeprefix("cluster."))
+        else:
+            of_sweep.append(text)
+    return of_sweep, of_cluster
 
 
-def _with_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
-    """The cluster, if overrides of what its partitions share reach any of them.
+def _refuse_without_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> None:
+    """Refuse an override of a key that every partition overrides.
 
     Raises:
-        InputError: Every partition has a value of its own.
+        InputError: There is one.
     """
-    for key in (text.partition("=")[0].strip() for text in overrides):
+    for text in overrides:
+        key = text.partition("=")[0].strip()
         if cluster.partitions and all(table.has(key) for table in cluster.partitions):
-            own = f"changes nothing: every one of [[partitions]] has a value of its own; set partitions.NAME.{key}"
-            raise InputError(
-                f"{own}, NAME being {' or '.join(cluster.part_names())}", source="--set", key=key
+            message = (
+                "changes nothing: every one of [[partitions]] has a value of its own; set "
+                f"partitions.NAME.{key}, NAME being {' or '.join(cluster.part_names())}"
             )
-    return cluster
+            raise InputError(message, source="--set", key=key)
 
 
 def _parse(
@@ -266,21 +274,20 @@ def _parse(
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        inner = {item["loc"][:depth] for item in problems for depth in range(len(item["loc"]))}
-        # not what merely follows from a problem inside
-        own = [item for item in problems if item["loc"] not in inner]
+        # a problem of a table that merely follows from one inside it is left out
+        outer: set[tuple[int | str, ...]] = set()
+        for item in problems:
+            outer |= {item["loc"][:depth] for depth in range(len(item["loc"]))}
+        own = [item for item in problems if item["loc"] not in outer]
         lines = [explain(kind, path, item) for item in own[:MOST_MISTAKES]]
-        more = (
-            [f"{path}: and {len(own) - MOST_MISTAKES} more mistakes"]
-            if len(own) > MOST_MISTAKES
-            else []
-        )
-        # a union complains once for each of its members
-        raise InputError("\n".join(dict.fromkeys([*lines, *more]))) from None
+        if len(own) > MOST_MISTAKES:
+            lines.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
+        # a union has one problem for each of its members
+        raise InputError("\n".join(dict.fromkeys(lines))) from None
 
 
 def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
-    """The tables as JSON, for which pydantic's strict mode knows lists from tuples and paths from text."""
+    # for JSON, pydantic's strict mode takes lists as tuples and text as paths
     try:
         text = json.dumps(tables, default=str)
         _refuse_absurd(path, tables)
@@ -291,13 +298,14 @@ def _as_json(path: Path | str, tables: dict[str, Any]) -> str:
 
 
 def _refuse_absurd(path: Path | str, value: object, place: tuple[str, ...] = ()) -> None:
-    """Refuse numbers with which nothing can be computed, wherever they are; some keys have closer bounds.
+    """Refuse numbers that nothing can be computed with, anywhere; some keys have closer bounds.
 
     Raises:
         InputError: There is one.
     """
     if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
             _refuse_absurd(path, inner, (*place, str(key)))
     elif isinstance(value, int | float) and LARGEST < abs(value) < math.inf:
         raise InputError(line_of(path, place, f"expected numbers within ±{LARGEST:g}"))

@@ -1,7 +1,4 @@
-"""`[search]` of a sweep, and the local batches between its bounds.
-
-`[objective]` of a sweep.
-"""
+"""`[search]` and `[objective]` of a sweep, and the local batches between the search's bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tula_hpc.config.validation import Spec, shown
 
 
 class SearchSpec(Spec):
-    """`[search]`: which configurations are candidates, which are profiled, and how long each is measured."""
+    """`[search]`: candidates, the profiled ones among them, and the length of a measurement."""
 
     cluster_sizes: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
         default=(1, 2, 4), min_length=1
@@ -25,8 +22,9 @@ class SearchSpec(Spec):
     # global batch; memory bounds it further
     max_batch: int = Field(default=1024, ge=1, le=2**30)
     mode: Literal["adaptive", "full", "partial"] = "adaptive"
-    # adaptive search ends at so many configurations
+    # configurations; an adaptive search ends there
     max_profiles: int = Field(default=8, ge=3, le=100_000)
+    # of the step-time model
     form: Literal[
         "auto",
         "paper",
@@ -35,15 +33,12 @@ class SearchSpec(Spec):
         "tree",
         "parameter_server",
         "reduce_scatter_all_gather",
-    ] = (
-        # of the step-time model
-        "auto"
-    )
+    ] = "auto"
     # configurations of one N in one job; auto: always
     pack: Literal["auto", "always", "never"] = "auto"
-    # all N inside one allocation of the largest; the nodes that a smaller N leaves over wait
+    # all N inside one allocation of the largest; nodes that a smaller N does not use wait
     nest: bool = False
-    # of memory, without running a step, before the first profile where a limit is known
+    # memory before the first profile, without running a step, where a limit is known
     estimate: bool = True
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)
@@ -52,7 +47,7 @@ class SearchSpec(Spec):
     max_seconds: float = Field(default=60.0, gt=0, le=1e6)
     # stop when the mean's 95 % interval is narrower, relative
     ci_width: float = Field(default=0.02, gt=0, lt=1)
-    # train so many before the gradient noise is measured
+    # training steps before the gradient noise is measured
     noise_steps: int = Field(default=0, ge=0, le=10_000)
 
     @field_validator("cluster_sizes")
@@ -65,23 +60,30 @@ class SearchSpec(Spec):
     @model_validator(mode="after")
     def _ordered(self) -> SearchSpec:
         if self.min_batch > self.max_batch:
-            raise ValueError(f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}")
+            raise ValueError(
+                f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}; "
+                "lower it, or raise max_batch"
+            )
         if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}")
+            raise ValueError(
+                f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}; "
+                "lower it, or raise max_steps"
+            )
         if self.nest and self.pack == "never":
             raise ValueError(
-                'nest: true measures everything in one job, which pack = "never" forbids'
+                'nest: true measures everything in one job, which pack = "never" forbids; '
+                "leave one of them out"
             )
         return self
 
     @property
     def packed(self) -> bool:
-        """Whether one job measures several configurations."""
+        """True if one job measures several configurations."""
         return self.pack != "never"
 
 
 def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list[int]:
-    """Local batches b = 2^k whose global batch N × workers × b lies within the bounds, ascending."""
+    """Return local batches b = 2^k with a global batch N × workers × b in the bounds, ascending."""
     world = nodes * workers_per_node
     lowest = max(0, math.ceil(math.log2(search.min_batch / world)))
     powers = (2**k for k in range(lowest, search.max_batch.bit_length()))
@@ -91,20 +93,21 @@ def local_batches(search: SearchSpec, nodes: int, workers_per_node: int) -> list
 def batches_timed_apart(
     search: SearchSpec, nodes: int, workers_per_node: int, local_batch: int
 ) -> list[int]:
-    """Smaller local batches of other candidates whose computation a profile times too, ascending.
+    """Return smaller local batches of other candidates that a profile times too, ascending.
 
-    Computation needs no cluster: the fewest nodes tell it for all. A full search measures every
-    batch anyway. A batch of one sample is left out, on which BatchNorm may refuse to train.
+    Only their computation is timed, which needs no cluster: the fewest nodes measure it for all. A
+    full search measures every batch anyway. A batch of one sample is left out, on which BatchNorm
+    may refuse to train.
     """
     batches = {size: local_batches(search, size, workers_per_node) for size in search.cluster_sizes}
-    fewest = min((size for size in batches if batches[size]), default=nodes)
+    fewest = min((size for size, local in batches.items() if local), default=nodes)
     if search.mode == "full" or nodes > fewest:
         return []
     return sorted(b for b in set().union(*batches.values()) if 1 < b < local_batch)
 
 
 class ObjectiveSpec(Spec):
-    """`[objective]`: what the chosen configuration minimizes, and the constraints it keeps."""
+    """`[objective]`: goal and constraints of the chosen configuration."""
 
     kind: Literal["knee", "time", "cost", "weighted"] = "knee"
     # exponents of kind = "weighted": least time^a × cost^b
@@ -124,7 +127,7 @@ class ObjectiveSpec(Spec):
     @model_validator(mode="after")
     def _weighs_something(self) -> ObjectiveSpec:
         if self.time_weight + self.cost_weight == 0:
-            raise ValueError("time_weight: expected more than 0 for it or for cost_weight")
+            raise ValueError("time_weight: expected more than 0 here or for cost_weight")
         return self
 
 
@@ -132,7 +135,7 @@ _HOURS = {"s": 1 / 3600, "m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 def _hours(text: str) -> float:
-    """Hours from a duration such as "12h", "90 min" or "2d"."""
+    """Return the hours of a duration such as "12h", "90 min" or "2d"."""
     match = re.fullmatch(r"\s{0,9}(\d{1,9}(?:\.\d{0,9})?)\s{0,9}(s|m|min|h|d)\s{0,9}", text)
     if match is None:
         raise ValueError(

@@ -1,12 +1,7 @@
-"""A whole sweep file.
+"""Sweep file: its checks, those together with a cluster, and the sweep of each column of a study.
 
-What of a sweep a cluster can run.
-
-The sweep as each column of its study trains it.
-
-Keys of training that were given and change nothing, or leave nothing to scale.
-
-A sweep may hold them, but whoever wrote them should know.
+`idle_keys` and `idle_reference` find keys of training that were given and change nothing: a sweep
+may hold them, but its author should know.
 """
 
 from __future__ import annotations
@@ -26,60 +21,64 @@ from tula_hpc.config.validation import Name, Spec, explain, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
 
-# so begin the names of all jobs
+# prefix of the names of all jobs
 JOB_NAMES = "tula-"
 
 
 class SweepSpec(Spec):
-    """A whole sweep file."""
+    """Sweep file."""
 
     name: Name
     workload: WorkloadSpec = WorkloadSpec()
     search: SearchSpec = SearchSpec()
     objective: ObjectiveSpec = ObjectiveSpec()
     training: TrainingSpec = TrainingSpec()
-    # the sweep is a study then: nothing is profiled or planned
+    # makes the sweep a study: nothing is profiled or planned
     study: StudySpec | None = None
 
     @model_validator(mode="after")
     def _some_batch_is_left(self) -> SweepSpec:
-        most, least = self.objective.max_global_batch, self.search.min_batch
+        most = self.objective.max_global_batch
+        least = self.search.min_batch
         if most is not None and most < least:
             raise ValueError(
-                f"objective.max_global_batch: {most} is below search.min_batch = {least}"
+                f"objective.max_global_batch: {most} is below search.min_batch = {least}; "
+                "raise it, or lower search.min_batch"
             )
         return self
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> SweepSpec:
-        warmup, epochs = self.training.warmup_epochs, self.workload.epochs
+        warmup = self.training.warmup_epochs
+        epochs = self.workload.epochs
         if warmup is not None and warmup >= epochs:
             raise ValueError(
-                f"training.warmup_epochs: {warmup:g} leaves nothing of workload.epochs = {epochs}"
+                f"training.warmup_epochs: expected less than workload.epochs = {epochs}, "
+                f"got {warmup:g}"
             )
         return self
 
     @model_validator(mode="after")
     def _method_fits(self) -> SweepSpec:
-        method, work = self.training.method, self.workload
-        needed = {"lars": "sgd", "lamb": "adamw"}.get(method, work.optimizer)
-        if work.optimizer != needed:
-            message = f'"{method}" is {needed} with a rate of its own for each layer'
+        method = self.training.method
+        optimizer = self.workload.optimizer
+        needed = {"lars": "sgd", "lamb": "adamw"}.get(method, optimizer)
+        if optimizer != needed:
             raise ValueError(
-                f'training.method: {message}; expected workload.optimizer = "{needed}", and its lr'
+                f'training.method: "{method}" is {needed} with a rate of its own for each layer; '
+                f'expected workload.optimizer = "{needed}", and its lr'
             )
-        if method == "polo" and work.zero_stage:
-            message = "every worker has an optimizer of its own"
+        if method == "polo" and self.workload.zero_stage:
             raise ValueError(
-                f'training.method: in "polo" {message}; expected workload.zero_stage = 0'
+                'training.method: in "polo" every worker has an optimizer of its own; '
+                "expected workload.zero_stage = 0"
             )
-        if (
-            self.training.layer_wise
-            and method in ("ags", "static")
-            and self.scale_applies_to == "gradient"
-        ):
-            message = "LARS and LAMB divide by the gradient's size"
-            raise ValueError(f'training.layer_wise: {message}; expected apply = "update"')
+        scales = method in ("ags", "static")
+        if self.training.layer_wise and scales and self.scale_applies_to == "gradient":
+            raise ValueError(
+                "training.layer_wise: LARS and LAMB divide by the gradient's size; "
+                'expected apply = "update"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -90,51 +89,54 @@ class SweepSpec(Spec):
 
     @property
     def job_name(self) -> str:
-        """Base of the names of the sweep's jobs; it tells sweeps of one user apart in squeue."""
+        """Prefix of the names of the sweep's jobs; it distinguishes a user's sweeps in squeue."""
         return JOB_NAMES + self.name
 
     @property
     def scale_applies_to(self) -> Literal["gradient", "update"]:
-        """`training.apply`; left out, the update where the optimizer divides by the gradient's size."""
+        """`training.apply`; by default the update where the optimizer normalizes gradients."""
         training = self.training
         cancels = self.workload.optimizer == "adamw" or training.has_trust_ratios
         left_out = training.apply is None and training.preset == "default"
-        return (
-            "update"
-            if training.method in ("ags", "static") and left_out and cancels
-            else training.ags.apply
-        )
+        if training.method in ("ags", "static") and left_out and cancels:
+            return "update"
+        return training.ags.apply
 
     @property
     def step_copies(self) -> int:
-        """Parameters' worth of memory on top of a plain optimizer's step: those before it, where updates are scaled."""
+        """Memory on top of a plain optimizer's step, in copies of the parameters.
+
+        Where updates are scaled, one copy keeps the parameters before the step.
+        """
         scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """How often AGS updates its scale, on average: the first time after a whole interval, and not after the end.
+        """Return the mean number of scale updates of AGS that cost a pass.
+
+        The first comes after a whole interval, and none after the end.
 
         Args:
             steps: Of an epoch.
         """
-        options, epochs = self.training.ags, self.workload.epochs
+        options = self.training.ags
+        epochs = self.workload.epochs
         if self.training.method != "ags" or options.reference == "free":
-            # no update costs a pass
             return 0.0
         interval = max(1, round(options.update_interval_epochs * steps))
         return max(0, steps * epochs - 1) // interval / epochs
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
-    """A study compares accuracies: there must be one of the kind that it asks for.
+    """Refuse a workload without an accuracy of the kind that the study compares.
 
     Raises:
-        ValueError: Begins with the key.
+        ValueError: With the key in front.
     """
     if work.loss is not None and work.metric is None and work.dataset not in DATASETS:
-        message = "a study compares accuracies, and own data with an own loss may know none"
         raise ValueError(
-            f"workload.metric: {message}; give a function that says how much of a sample is right"
+            "workload.metric: a study compares accuracies, and own data with an own loss may have "
+            "none; expected a function that returns the share of each sample that is right"
         )
     if work.metric is not None and study.metric == "top5":
         raise ValueError(
@@ -143,13 +145,14 @@ def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
 
 
 def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> SweepSpec:
-    """The sweep as one column of its study trains it.
+    """Return the sweep of one column of its study.
 
     Raises:
-        ValidationError: A variant's value is not one that its key takes.
+        ValidationError: A variant's value is invalid for its key.
     """
     tables = sweep.model_dump(mode="json", exclude_none=True, exclude={"study"})
-    for key, value in (sweep.study.overrides(column) if sweep.study else {}).items():
+    overrides = sweep.study.overrides(column) if sweep.study else {}
+    for key, value in overrides.items():
         section, _, last = key.partition(".")
         tables[section][last] = value
     context = {"check_paths": check_paths}
@@ -163,7 +166,7 @@ _STUDY_SETS = {"workload.seed": "study.seeds", "workload.holdout": "study.tuning
 
 
 def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
-    """What each column of a study comes to.
+    """Check the sweep of each column of a study.
 
     Raises:
         InputError: One line per mistake in a variant: file, variant, key, what was expected.
@@ -173,9 +176,11 @@ def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
     for name, keys in sweep.study.variants.items():
         _check_variant(name, keys, path)
     for name in sweep.study.columns:
-        where = f"{path}: study.{'variants' if name in sweep.study.variants else 'methods'}.{name}"
+        table = "variants" if name in sweep.study.variants else "methods"
+        where = f"{path}: study.{table}.{name}"
         try:
-            check_accuracy(study_column(sweep, name, check_paths=check_paths).workload, sweep.study)
+            column = study_column(sweep, name, check_paths=check_paths)
+            check_accuracy(column.workload, sweep.study)
         except ValidationError as error:
             lines = (explain(SweepSpec, where, item) for item in error.errors())
             raise InputError("\n".join(dict.fromkeys(lines))) from None
@@ -184,17 +189,24 @@ def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
 
 
 def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:
-    """Only what a training is may vary."""
+    """Refuse keys that a variant may not change."""
     for key, value in keys.items():
         section, _, last = key.partition(".")
         where = f"study.variants.{name}.{key}"
         if key in _STUDY_SETS:
-            raise InputError(f"is set by {_STUDY_SETS[key]}", source=path, key=where)
+            message = f"is set by {_STUDY_SETS[key]}; change it there"
+            raise InputError(message, source=path, key=where)
         if section not in ("workload", "training") or not last or "." in last:
-            message = 'expected a key of [workload] or [training], for example "training.delta" or "workload.lr"'
+            message = (
+                "expected a key of [workload] or [training], for example "
+                '"training.delta" or "workload.lr"'
+            )
             raise InputError(message, source=path, key=where)
         if key == "training.method" and name in get_args(Method) and value != name:
-            message = f"a variant named after a method has that method; call it otherwise for {shown(value)}"
+            message = (
+                "a variant named after a method has that method; "
+                f"give it another name for {shown(value)}"
+            )
             raise InputError(message, source=path, key=where)
 
 
@@ -203,44 +215,54 @@ def check_together(
 ) -> None:
     """Refuse a sweep that the cluster cannot run.
 
-    Raises: InputError: Too many nodes, a precision that the device lacks, no candidate between the
-        batch bounds, or a batch
-            of a study that the workers cannot share.
+    Raises:
+        InputError: Too many nodes, a precision that the device lacks, no candidate between the
+            batch bounds, or a batch of a study that the workers cannot share.
     """
     if sweep.study is not None:
         _check_study(sweep, sweep.study, cluster, sweep_file, cluster_file)
         return
     parts = cluster.parts()
-    largest, allowed = max(sweep.search.cluster_sizes), max(part.max_nodes for part in parts)
+    largest = max(sweep.search.cluster_sizes)
+    allowed = _most_nodes(cluster)
     if largest > allowed:
-        message = f"{largest} nodes, but {cluster_file} has max_nodes = {allowed}"
+        message = f"{largest} nodes, but {cluster_file} has max_nodes = {allowed}; change either"
         raise InputError(message, source=sweep_file, key="search.cluster_sizes")
     if sweep.workload.precision == "fp16" and any(part.device == "cpu" for part in parts):
         message = 'fp16 needs device = "cuda"; on CPU use "bf16" or "fp32"'
         raise InputError(message, source=sweep_file, key="workload.precision")
     samples = sweep.workload.samples
     if samples is not None and sweep.search.max_batch > samples:
-        message = f"{sweep.search.max_batch} is above workload.samples = {samples}"
+        message = f"{sweep.search.max_batch} is above workload.samples = {samples}; lower it"
         raise InputError(message, source=sweep_file, key="search.max_batch")
     if _is_above(sweep.search.min_batch, sweep):
-        message = f"{sweep.search.min_batch} is above {_samples(sweep)}"
+        message = f"{sweep.search.min_batch} is above {_samples(sweep)}; lower it"
         raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
-        for nodes in cluster_sizes(sweep.search, part):
-            if not local_batches(sweep.search, nodes, part.workers_per_node):
-                message = (
-                    f"no batch between {sweep.search.min_batch} and {sweep.search.max_batch} gives each of "
-                    f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or drop {nodes} nodes"
-                )
-                raise InputError(message, source=sweep_file, key="search.min_batch")
+        _check_bounds(sweep.search, part, sweep_file)
+
+
+def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
+    for nodes in cluster_sizes(search, part):
+        if not local_batches(search, nodes, part.workers_per_node):
+            message = (
+                f"no batch between {search.min_batch} and {search.max_batch} gives each of "
+                f"{nodes * part.workers_per_node} workers a power of two; widen the bounds or "
+                f"drop {nodes} nodes"
+            )
+            raise InputError(message, source=sweep_file, key="search.min_batch")
+
+
+def _most_nodes(cluster: ClusterSpec) -> int:
+    return max(part.max_nodes for part in cluster.parts())
 
 
 def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Name each key cpus_per_worker, dotted, that leaves no core to the training process of a GPU.
+    """Yield each key cpus_per_worker that leaves no core to a GPU's training process, with advice.
 
-    Slurm binds a worker and its loader processes to its own cores; where these are all taken by
-    loaders, each step waits for them. On CPUs one core for both is a choice, on a GPU it leaves the
-    GPU idle.
+    Slurm binds a worker and its loader processes to its own cores; where loaders take all of them,
+    each step waits for them. On CPUs one core for both is a choice, on a GPU it leaves the GPU
+    idle.
     """
     loaders = sweep.workload.loader_workers
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
@@ -249,9 +271,9 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
             table = f"partitions.{name}." if name else ""
             yield (
                 f"{table}cpus_per_worker",
-                f"{part.cpus_per_worker} for the training process and its {loaders} loader processes "
-                f"(workload.loader_workers), which would wait for one another; expected at least {loaders + 1}, "
-                f"better {loaders + 2}, or fewer loader processes",
+                f"{part.cpus_per_worker} for the training process and its {loaders} loader "
+                "processes (workload.loader_workers), which would wait for one another; "
+                f"expected at least {loaders + 1}, better {loaders + 2}, or fewer loader processes",
             )
 
 
@@ -264,14 +286,17 @@ def _check_study(
 ) -> None:
     part = study_part(study, cluster)
     if part is None:
-        message = f"{study.nodes} nodes, but {cluster_file} has max_nodes = {max(p.max_nodes for p in cluster.parts())}"
-        raise InputError(message, source=sweep_file, key="study.nodes")
-    for name, column in {
-        name: study_column(sweep, name, check_paths=False) for name in study.columns
-    }.items():
-        work, workers = column.workload, study.nodes * part[1].workers_per_node
+        message = f"{study.nodes} nodes, but {cluster_file} has max_nodes = {_most_nodes(cluster)}"
+        raise InputError(f"{message}; change either", source=sweep_file, key="study.nodes")
+    workers = study.nodes * part[1].workers_per_node
+    for name in study.columns:
+        column = study_column(sweep, name, check_paths=False)
+        work = column.workload
         if column.training.method == "polo" and workers == 1:
-            message = "polo averages the models of several workers; with one it is lbt"
+            message = (
+                "polo averages the models of several workers, and here is one; "
+                "raise study.nodes, or leave polo out"
+            )
             raise InputError(message, source=sweep_file, key="study.nodes")
         if work.precision == "fp16" and part[1].device == "cpu":
             message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
@@ -283,15 +308,13 @@ def _check_study(
 
 def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str, key: str) -> None:
     if batch % workers:
-        raise InputError(
-            f"{batch} cannot be shared equally among {workers} workers", source=source, key=key
-        )
+        message = f"{batch} cannot be shared equally among {workers} workers; use a multiple"
+        raise InputError(message, source=source, key=key)
     if _is_above(batch, sweep, 1 - sweep.workload.holdout):
-        raise InputError(f"{batch} is above {_samples(sweep)}", source=source, key=key)
+        raise InputError(f"{batch} is above {_samples(sweep)}; lower it", source=source, key=key)
 
 
 def _is_above(batch: int, sweep: SweepSpec, share: float = 1.0) -> bool:
-    """Whether a batch is larger than the share of the training samples that is trained on, as far as they are known."""
     most = sweep.workload.most_samples
     return most is not None and batch > most * share
 
@@ -304,27 +327,29 @@ def _samples(sweep: SweepSpec) -> str:
 
 
 def study_part(study: StudySpec, cluster: ClusterSpec) -> tuple[str, ClusterSpec] | None:
-    """Name and specification of the first part of the cluster that has nodes enough for a study; None without."""
+    """Return name and cluster of the first partition with nodes enough for a study, or None."""
     named = zip(cluster.part_names(), cluster.parts(), strict=True)
     return next(((name, part) for name, part in named if part.max_nodes >= study.nodes), None)
 
 
 def cluster_sizes(search: SearchSpec, part: ClusterSpec) -> tuple[int, ...]:
-    """The cluster sizes of a search that a partition has nodes for; perhaps none."""
+    """Return the cluster sizes of a search that a partition has nodes for; perhaps none."""
     return tuple(nodes for nodes in search.cluster_sizes if nodes <= part.max_nodes)
 
 
 def sweep_for(sweep: SweepSpec, part: ClusterSpec) -> SweepSpec | None:
-    """The sweep with the cluster sizes that a partition has nodes for; None where it has too few for any."""
+    """Return the sweep with the cluster sizes that a partition has nodes for; None without any."""
     sizes = cluster_sizes(sweep.search, part)
     if sizes == sweep.search.cluster_sizes:
         return sweep
+    if not sizes:
+        return None
     search = sweep.search.model_copy(update={"cluster_sizes": sizes})
-    return sweep.model_copy(update={"search": search}) if sizes else None
+    return sweep.model_copy(update={"search": search})
 
 
 OF_METHODS = ("preset", *AgsOptions._fields, "s_max", "s_min", "static_scale")
-# what each method makes use of; those that are not here, of nothing
+# keys that each method uses; methods that are left out use none
 USED = {
     "ags": {"preset", *AgsOptions._fields, "s_max", "s_min"},
     "static": {
@@ -342,31 +367,37 @@ USED = {
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Each such key, dotted, with the reason: of [training], and of a study's variants.
+    """Yield each dotted key of [training] and of variants that changes nothing, with the reason.
 
-    One that has its default value is as good as left out. Of a study's [training] those alone that
-    change nothing for any column.
+    A key with its default value counts as left out. A key of a study's [training] is yielded if it
+    changes nothing for any column.
     """
     if sweep.study is None:
-        yield from ((f"training.{key}", why) for key, why in _idle(sweep.training).items())
+        for key, reason in _idle(sweep.training).items():
+            yield f"training.{key}", reason
         return
     of_columns = {
         name: _idle(study_column(sweep, name, check_paths=False).training)
         for name in sweep.study.columns
     }
     for key in OF_METHODS:
-        whys = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
-        if _is_given(sweep.training, key) and all(whys):
-            yield f"training.{key}", "; ".join(whys)
+        reasons = dict.fromkeys(of_column.get(key, "") for of_column in of_columns.values())
+        if _is_given(sweep.training, key) and all(reasons):
+            yield f"training.{key}", "; ".join(reasons)
     for name, values in sweep.study.variants.items():
-        own = {key: why for key, why in of_columns[name].items() if f"training.{key}" in values}
-        yield from ((f"study.variants.{name}.training.{key}", why) for key, why in own.items())
+        for key, reason in of_columns[name].items():
+            if f"training.{key}" in values:
+                yield f"study.variants.{name}.training.{key}", reason
 
 
 def _idle(training: TrainingSpec) -> dict[str, str]:
-    """Keys of one training that have another value than their default and change nothing, each with the reason."""
-    given = [key for key in OF_METHODS if _is_given(training, key)]
-    return {key: why for key in given if (why := _reason(training, key))}
+    """Return the keys of one training that are given and change nothing, each with the reason."""
+    reasons: dict[str, str] = {}
+    for key in OF_METHODS:
+        reason = _reason(training, key) if _is_given(training, key) else ""
+        if reason:
+            reasons[key] = reason
+    return reasons
 
 
 def _is_given(training: TrainingSpec, key: str) -> bool:
@@ -374,44 +405,49 @@ def _is_given(training: TrainingSpec, key: str) -> bool:
 
 
 def _reason(training: TrainingSpec, key: str) -> str:
-    """Why a key changes nothing; empty if it does change something."""
+    """Return the reason why a key changes nothing; empty if it changes something."""
     options = training.ags
     if key not in USED.get(training.method, ()):
         return f'method = "{training.method}" makes no use of it'
     if key == "delta" and options.gate == "none":
-        return 'with gate = "none" every step is scaled, whatever it is; a gate is "paper", "smooth" or "smoothed"'
-    if (
-        key in ("small_batch_shrink", "spike_guard")
-        and training.method == "ags"
-        and options.reference == "pass"
-    ):
+        return (
+            'with gate = "none" every step is scaled, whatever it is; '
+            'a gate is "paper", "smooth" or "smoothed"'
+        )
+    needs_norms = key in ("small_batch_shrink", "spike_guard") and training.method == "ags"
+    if needs_norms and options.reference == "pass":
         return 'with reference = "pass" there are no norms at every step, which it needs'
     return ""
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Each key that gives AGS a reference batch which is not below any batch of the sweep, dotted, with the reason."""
+    """Yield each dotted key with a reference batch of AGS above all batches, with the reason."""
     study = sweep.study
     if study is None:
-        if why := _not_below(sweep.training, sweep.search.max_batch, "search.max_batch"):
-            yield "training.small_batch", why
+        reason = _not_below(sweep.training, sweep.search.max_batch, "search.max_batch")
+        if reason:
+            yield "training.small_batch", reason
         return
     found: dict[str, str] = {}
     for name in study.columns:
         training = study_column(sweep, name, check_paths=False).training
         own = f"study.variants.{name}." if "training.small_batch" in study.overrides(name) else ""
-        if why := _not_below(training, max(study.batches), "the largest of study.batches"):
-            found[f"{own}training.small_batch"] = why
+        reason = _not_below(training, max(study.batches), "the largest of study.batches")
+        if reason:
+            found[f"{own}training.small_batch"] = reason
     yield from found.items()
 
 
 def _not_below(training: TrainingSpec, largest: int, key: str) -> str:
-    """Why AGS's reference batch leaves nothing to scale; empty where it is below the largest batch, or not given."""
-    given, shrink = training.small_batch, training.ags.small_batch_shrink
+    """Return the reason why a given reference batch of AGS leaves nothing to scale, or ""."""
+    given = training.small_batch
+    shrink = training.ags.small_batch_shrink
     if training.method != "ags" or given is None or given < largest:
         return ""
-    unless = "" if shrink == 1.0 else " until training.small_batch_shrink brings it below the batch"
+    unless = ""
+    if shrink != 1.0:
+        unless = " until training.small_batch_shrink brings it below the batch"
     return (
-        f"{given} is not below {key}, {largest}: gradients are held against those of the same batch, "
-        f"which scales nothing{unless}"
+        f"{given} is not below {key}, {largest}: gradients are compared with those of the same "
+        f"batch, which scales nothing{unless}"
     )

@@ -1,7 +1,4 @@
-"""`[training]` of a sweep.
-
-The options of adaptive gradient scaling, and its two presets.
-"""
+"""`[training]` of a sweep, with the two presets of adaptive gradient scaling (AGS)."""
 
 from __future__ import annotations
 
@@ -18,35 +15,36 @@ LrScaling = Literal["none", "sqrt", "linear"]
 
 
 class AgsOptions(NamedTuple):
-    """The form of adaptive gradient scaling: what each switch of `[training]` comes to."""
+    """Form of adaptive gradient scaling: the preset with the keys that are given."""
 
     # reference batch b_small, global; None: it follows the batch, see `following_batch`
     small_batch: int | None
-    # b_small is divided by so much until the end; None: see `following_shrink`
+    # b_small is divided by it until the end; None: see `following_shrink`
     small_batch_shrink: float | None
     # threshold of Δ(G)
     delta: float
-    # what shares one factor: an element, a tensor, a layer, or the whole model
+    # an element, a tensor, a layer or the whole model shares one factor
     granularity: Granularity
-    # of the ratio of norms: 1 is the paper's, 2 a gain as AdaScale's
+    # of the ratio of norms: 1 as in the paper, 2 a gain as AdaScale's
     exponent: float
     # decay of the moving averages of squared norms (of the ratio at "element"), for each update
     smoothing: float
-    # the factors grow from 1 to their value over so many epochs
+    # epochs in which the factors grow from 1 to their value
     scale_warmup_epochs: float
-    # which steps are scaled: Δ < δ; all; the less the larger Δ/δ is; Δ of smoothed norms < δ
+    # scaled steps; "paper": Δ < δ; "none": all; "smooth": the less the larger Δ/δ is; "smoothed": Δ
+    # of smoothed norms < δ
     gate: Gate
     # normalization layers and biases keep the factor 1
     exclude_norms: bool
-    # scale the gradient, or what the base optimizer makes of it
+    # scale the gradient, or the base optimizer's update
     apply: Literal["gradient", "update"]
-    # a gradient longer than its moving average is scaled by its own length; without passes only
+    # a gradient longer than its moving average is scaled by its own length; only without passes
     spike_guard: bool
     # of the rate, on top, from base_batch to the global batch
     lr_scaling: LrScaling
     # small gradient: an extra pass; or from the workers' own gradients, no pass
     reference: Literal["pass", "free"]
-    # between two passes, should there be any; 0: as often as 2 % of the samples allow
+    # between two passes, if any; 0: as often as 2 % of the samples allow
     update_interval_epochs: float
 
 
@@ -66,7 +64,7 @@ PAPER = AgsOptions(
     reference="pass",
     update_interval_epochs=1.0,
 )
-# What did best with small networks on a part of CIFAR-100.
+# did best with small networks on a part of CIFAR-100
 DEFAULT = AgsOptions(
     small_batch=None,
     small_batch_shrink=None,
@@ -86,49 +84,50 @@ DEFAULT = AgsOptions(
 
 
 def following_batch(base_batch: int, global_batch: int) -> int:
-    """Reference batch of the default: half of the batch that the rate is for; from four times that on less, 2·base²/B.
+    """Return the default's reference batch: base/2 up to a batch of 4·base, then 2·base²/B.
 
-    From eight times on it is a quarter. Steps are the fewer the larger the batch is, and each has
-    to make up for more; where they are many, a smaller reference fits the training images better
-    and the test images worse.
+    From 8·base on it is base/4. Steps are the fewer the larger the batch is, and each has to make
+    up for more; where they are many, a smaller reference fits the training images better and the
+    test images worse.
     """
     less = 2 * base_batch**2 // global_batch
     return max(1, base_batch // 4, min(base_batch // 2, less))
 
 
 def following_shrink(base_batch: int, global_batch: int, epochs: int, updates: int) -> float:
-    """By how much the default's reference batch shrinks over a training: 2·B/base, at most 8 times, where it is short.
+    """Return the factor by which the default's reference batch shrinks over a training.
 
-    Short are up to 60 epochs, and up to 300 updates. From 120 epochs and 600 updates on it does not
-    shrink, and between them the exponent falls with the logarithm of either, whichever leaves more.
-    In a short training larger factors, late, make up for steps that are not taken; in a long one
-    the training images are fitted anyway, and more of it takes accuracy from the test images.
+    It is 2·B/base, at most 8, in short trainings: up to 60 epochs, and up to 300 updates. From 120
+    epochs and 600 updates on it is 1, and between them its exponent falls with the logarithm of
+    either, whichever leaves more. In a short training larger factors, late, make up for missing
+    steps; in a long one the training images are fitted anyway, and more of it takes accuracy from
+    the test images.
     """
     in_short_trainings = min(8.0, max(1.0, 2.0 * global_batch / base_batch))
     return float(in_short_trainings ** max(_shortness(epochs, 120), _shortness(updates, 600)))
 
 
 def _shortness(count: int, many: int) -> float:
-    """1 up to half of `many`, 0 from there on, falling with the logarithm between them."""
+    # 1 up to half of `many`, 0 from `many` on
     return min(1.0, max(0.0, math.log2(many / count)))
 
 
-# at most between two checkpoints, unless saving costs too much
+# between two checkpoints, unless saving costs too much
 CHECKPOINT_MINUTES = 5.0
-# of the training's samples, in passes that a single worker takes though norms are wanted for free
+# share of the samples that a single worker spends on passes though norms are wanted for free
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
 
 
 class TrainingSpec(Spec):
-    """`[training]`: how the large batch is trained, checkpoints and restarts."""
+    """`[training]`: method for the large batch, checkpoints and restarts."""
 
     method: Method = "ags"
-    # global; workload.lr was chosen for it: scaling starts there
+    # global; workload.lr was chosen for it, and scaling starts there
     base_batch: int = Field(default=128, ge=1, le=2**30)
     # of the rate; None: 5 where the method needs them
     warmup_epochs: float | None = Field(default=None, ge=0)
-    # of AGS: what the next fourteen keys are where they are left out
+    # of AGS: values of the next fourteen keys where they are left out
     preset: Literal["default", "paper"] = "default"
     small_batch: int | None = Field(default=None, ge=1, le=2**30)
     small_batch_shrink: float | None = Field(default=None, ge=1, le=1e6)
@@ -151,7 +150,7 @@ class TrainingSpec(Spec):
     static_scale: float = Field(default=2.0, gt=0)
     # LARS in place of SGD, LAMB in place of AdamW, whatever the method puts around it
     layer_wise: bool = False
-    # gradients are shortened to this norm, before they are scaled
+    # gradients are clipped to this norm before they are scaled
     clip_norm: float | None = Field(default=None, gt=0)
     log_interval_steps: int = Field(default=10, ge=1, le=10**9)
     # None: from what saving costs, at most 5
@@ -159,61 +158,58 @@ class TrainingSpec(Spec):
     # mean time to the first kill without time to save
     interruption_hours: float = Field(default=24.0, gt=0, le=1e6)
     max_requeues: int = Field(default=20, ge=0, le=10**6)
-    # after OOM, relaunch smaller at most so often
+    # relaunches with a smaller batch after lack of memory
     max_fallbacks: int = Field(default=3, ge=0, le=1000)
-    # hold measured step times against the plan's prediction
+    # compare measured step times with the plan's prediction
     drift: bool = True
-    # beyond its interval for so long: an event says so
+    # time outside the prediction's interval before an event is recorded
     drift_minutes: float = Field(default=1.0, gt=0, le=1e6)
-    # after it, a requeue may choose another batch for the same nodes
+    # a requeue after that event may choose another batch for the same nodes
     replan_on_drift: bool = False
-    # norm, Δ(G) and noise are logged of gradients that no method adapts to, too
+    # log norm, Δ(G) and noise with methods that do not adapt, too
     observe_gradients: bool = True
-    # count the scales that were applied, for each line of metrics.jsonl; costs time
+    # count the applied scales for each line of metrics.jsonl; costs time
     scale_histogram: bool = False
 
     @property
     def ags(self) -> AgsOptions:
-        """The preset with the keys that are given."""
+        """Form of adaptive gradient scaling: the preset with the keys that are given."""
         paper = self.preset == "paper" or self.method == "static"
         preset = PAPER if paper else DEFAULT
-        given = {
-            name: getattr(self, name)
-            for name in AgsOptions._fields
-            if getattr(self, name) is not None
-        }
+        values = {name: getattr(self, name) for name in AgsOptions._fields}
+        given = {name: value for name, value in values.items() if value is not None}
         if given.get("reference") == "pass":
             preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
         return preset._replace(**given)
 
     @property
     def adapts(self) -> bool:
-        """Whether factors are estimated from the gradients."""
+        """True if factors are estimated from the gradients."""
         return self.method in ("ags", "adascale")
 
     @property
     def free_reference(self) -> bool:
-        """Whether norms of small gradients are wanted from the workers' own gradients at every step, without a pass."""
+        """True if every step needs norms of the workers' own gradients, without a pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
 
     def reference_batch(self, global_batch: int) -> int:
-        """The small batch that gradients are held against, global; AdaScale's is the one that workload.lr is for."""
+        """Return the global batch that gradients are compared with; for AdaScale the base batch."""
         if self.method == "adascale":
             return self.base_batch
         return self.ags.small_batch or following_batch(self.base_batch, global_batch)
 
     @property
     def has_trust_ratios(self) -> bool:
-        """Whether the base optimizer is LARS or LAMB."""
+        """True if the base optimizer is LARS or LAMB."""
         return self.layer_wise or self.method in ("lars", "lamb")
 
     @property
     def gradient_copies(self) -> int:
-        """Gradients' worth of memory on top of a plain step's forward and backward pass.
+        """Memory on top of a plain step's forward and backward pass, in copies of the gradient.
 
-        While AGS updates its scale: the reference gradient, and factors of the same size from the
-        last update where each element has its own. In local steps of post-local SGD: gradients of
-        one's own beside DDP's idle buckets.
+        For AGS with passes, while it updates its scale: the reference gradient, and factors of the
+        same size from the last update where each element has its own. In local steps of post-local
+        SGD: a worker's own gradients beside DDP's idle buckets.
         """
         if self.method == "polo":
             return 1
@@ -223,30 +219,27 @@ class TrainingSpec(Spec):
 
     @property
     def checkpoint_s(self) -> float:
-        """Seconds between two checkpoints that the plan reckons with, and that training keeps where they are given."""
-        return 60.0 * (
-            CHECKPOINT_MINUTES if self.checkpoint_minutes is None else self.checkpoint_minutes
-        )
+        """Seconds between two checkpoints in the plan; training may choose others unless given."""
+        given = self.checkpoint_minutes
+        return 60.0 * (CHECKPOINT_MINUTES if given is None else given)
 
     @model_validator(mode="after")
     def _bounds(self) -> TrainingSpec:
         if self.s_max is not None and self.s_min > self.s_max:
-            raise ValueError(f"s_min: {self.s_min} is above s_max = {self.s_max}")
-        options = self.ags
-        if (
-            self.method == "ags"
-            and options.granularity == "element"
-            and options.reference == "free"
-        ):
             raise ValueError(
-                'reference: "free" knows norms only; granularity = "element" needs reference = "pass"'
+                f"s_min: {self.s_min} is above s_max = {self.s_max}; lower it, or raise s_max"
             )
-        if (
-            options.reference == "pass"
-            and options.update_interval_epochs == 0
-            and self.method == "ags"
-        ):
+        options = self.ags
+        if self.method != "ags":
+            return self
+        if options.granularity == "element" and options.reference == "free":
             raise ValueError(
-                "update_interval_epochs: an extra pass at every step doubles the work; expected above 0"
+                'reference: "free" knows norms only; granularity = "element" needs '
+                'reference = "pass"'
+            )
+        if options.reference == "pass" and options.update_interval_epochs == 0:
+            raise ValueError(
+                "update_interval_epochs: an extra pass at every step doubles the work; "
+                "expected above 0"
             )
         return self

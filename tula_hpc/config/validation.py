@@ -1,4 +1,4 @@
-"""Validate tables of a sweep or cluster file: the base of all, the words for a mistake, values that are hidden."""
+"""Validate tables of input files: base class, one line for each mistake, hidden values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Spec(BaseModel):
-    """Base of all input tables: immutable, no unknown keys, no silent conversions of strings to numbers."""
+    """Base of all input tables: immutable, no unknown keys, no numbers from strings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+# tables whose values may be passwords
 HIDDEN = ("environment", "setup")
 # a list of tables, each with a name
 PARTITIONS = "partitions"
@@ -30,14 +31,18 @@ VALUE = "a value that is not shown"
 
 
 def is_hidden(key: Sequence[str]) -> bool:
-    """Whether the value of a key is never shown; its parts as in TOML, of a partition: "partitions", its name, key."""
-    # the name may hold dots, and be several parts of a key that was typed
+    """Tell whether the value of a key is never shown.
+
+    Args:
+        key: Its parts as in TOML; for a partition "partitions", the partition's name, and the key.
+    """
+    # a typed name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
     return any(part in HIDDEN for part in own)
 
 
 def hide(value: Any) -> Any:
-    """Return tables with the names of variables, and a line for each line of `setup`, wherever they are."""
+    """Return tables without hidden values: names of variables and the number of lines stay."""
     if isinstance(value, list):
         return [hide(inner) for inner in value]
     if not isinstance(value, dict):
@@ -54,16 +59,19 @@ def _names_of(value: Any) -> Any:
 
 
 def told_by_set(overrides: Sequence[str]) -> str:
-    """Return a warning of hidden values that `--set` has put on the command line; empty where there are none."""
+    """Return a warning of hidden values on the command line, after `--set`; empty without any."""
     keys = [text.partition("=")[0].strip() for text in overrides]
-    open_keys = [key for key in keys if is_hidden(key.removeprefix("cluster.").split("."))]
-    if not open_keys:
+    exposed = [key for key in keys if is_hidden(key.removeprefix("cluster.").split("."))]
+    if not exposed:
         return ""
-    names = ", ".join(key if key.isprintable() else ascii(key) for key in open_keys)
-    return f"--set: {names}: a command line is visible to everybody on this machine; put secrets into the cluster file"
+    names = ", ".join(key if key.isprintable() else ascii(key) for key in exposed)
+    return (
+        f"--set: {names}: a command line is visible to everybody on this machine; "
+        "put secrets into the cluster file"
+    )
 
 
-# pydantic's error types in the words of a TOML file
+# messages for pydantic's error types, in the terms of TOML
 _EXPECTED = {
     "extra_forbidden": "unknown key",
     "model_type": "expected a table",
@@ -84,103 +92,89 @@ _EXPECTED = {
     "too_long": "expected at most {max_length} values",
     "string_too_long": "expected at most {max_length} characters",
 }
-# of `sbatch`: pydantic adds them to the place
+# of `sbatch`: pydantic adds them to the location
 _UNION_MEMBERS = ("constrained-str", "constrained-int", "int", "bool")
 
 
 def explain(kind: type[Spec], path: Path | str, item: Mapping[str, Any]) -> str:
-    """One line for one pydantic error: file: key: what is wrong."""
+    """Return one line for a pydantic error: file: key: the mistake."""
     location = [str(part) for part in item["loc"]]
     if location[:1] == ["sbatch"] and location[-1] in _UNION_MEMBERS:
-        return line_of(
-            path,
-            location[:-1],
-            f"expected a word, a whole number, true or false, got {shown(item['input'])}",
-        )
+        message = f"expected a word, a whole number, true or false, got {shown(item['input'])}"
+        return line_of(path, location[:-1], message)
     if item["type"] == "extra_forbidden":
-        valid = fields_at(kind, location[:-1])
-        return line_of(
-            path,
-            location,
-            f"unknown key{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}",
-        )
+        return line_of(path, location, f"unknown key{valid_keys(kind, location)}")
     if item["type"] == "missing":
-        return line_of(path, location, "is required")
+        return line_of(path, location, "is required; add it")
     if item["type"] == "value_error":
-        return line_of(path, *_own_words(location, str(item["msg"]).removeprefix("Value error, ")))
-    got = _shown_unless_hidden(location, item["input"])
+        return line_of(path, *_own_message(location, message_of(item)))
+    is_key = location[-1] == "[key]"
+    # the input of a mistake in a key is the key itself
+    got = VALUE if is_hidden(location) and not is_key else shown(item["input"])
     if "pattern" in item["type"]:
-        if location[-1] == "[key]":
-            # what follows names the key
-            location = location[:-2]
+        table = location[:-2] if is_key else location
         message = f"{got} holds characters that are not allowed here"
-        return line_of(path, location, f"{message} (pattern {item['ctx']['pattern']})")
+        return line_of(path, table, f"{message} (pattern {item['ctx']['pattern']})")
     meant = _tables_meant(kind, location, item["input"])
-    return line_of(path, location, f"{words_of(item)}{meant}, got {got}")
+    return line_of(path, location, f"{message_of(item)}{meant}, got {got}")
 
 
-def _shown_unless_hidden(location: Sequence[str], value: object) -> str:
-    # what stands there of a key that is no name is the key itself
-    return VALUE if is_hidden(location) and location[-1] != "[key]" else shown(value)
-
-
-def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
-    """The key that was meant, as a question, where [[tables]] stand for one that holds none."""
-    if (
-        len(location) > 1
-        or not isinstance(value, list)
-        or not any(isinstance(table, dict) for table in value)
-    ):
-        return ""
-    return nearest(location[0], kind.model_fields.keys() - {location[0]}, "[[{}]]")
-
-
-def words_of(item: Mapping[str, Any]) -> str:
-    """What was expected, or a validator's own words."""
-    words = _EXPECTED.get(item["type"])
-    expected = item["msg"] if words is None else words.format(**item.get("ctx", {}))
-    return str(expected).removeprefix("Value error, ")
-
-
-def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
-    """One line for one mistake: file: key: what is wrong."""
-    key = ".".join(_named(part) for part in location)
-    return str(InputError(message, source=path, key=key))
-
-
-def _named(part: str) -> str:
-    """A part of a key as it stands in TOML, or its beginning."""
-    part = part if part and part.isprintable() else ascii(part)
-    return part if len(part) <= 100 else f"{part[:97]}..."
-
-
-def _own_words(location: list[str], message: str) -> tuple[list[str], str]:
-    """A model validator names the key that is wrong in front of its message."""
+def _own_message(location: list[str], message: str) -> tuple[list[str], str]:
+    """Split off the key that a model validator puts in front of its message."""
     field, colon, rest = message.partition(": ")
     return ([*location, field], rest) if colon and field.isidentifier() else (location, message)
 
 
+def _tables_meant(kind: type[Spec], location: Sequence[str], value: object) -> str:
+    # [[tables]] under a key that takes none: the key is probably misspelt
+    if len(location) > 1 or not isinstance(value, list):
+        return ""
+    if not any(isinstance(table, dict) for table in value):
+        return ""
+    return nearest(location[0], kind.model_fields.keys() - {location[0]}, "[[{}]]")
+
+
+def message_of(item: Mapping[str, Any]) -> str:
+    """Return the message of a pydantic error: our own for its type, else a validator's."""
+    form = _EXPECTED.get(item["type"])
+    if form is None:
+        return str(item["msg"]).removeprefix("Value error, ")
+    return form.format(**item.get("ctx", {}))
+
+
+def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
+    """Return one line for one mistake: file: key: message."""
+    key = ".".join(_printable_part(part) for part in location)
+    return str(InputError(message, source=path, key=key))
+
+
+def _printable_part(part: str) -> str:
+    part = part if part and part.isprintable() else ascii(part)
+    return part if len(part) <= 100 else f"{part[:97]}..."
+
+
 def shown(value: object, most: int = 80) -> str:
-    """A value as it stands in TOML, or its beginning."""
+    """Return a value as in TOML, cut after `most` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     text = text if text.isprintable() else json.dumps(value, default=str)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def fields_at(kind: type[BaseModel], location: Iterable[str]) -> list[str]:
-    """The keys that a table may hold, by its place in the file."""
-    for part in location:
-        # place in a list of tables
+def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
+    """Return the end of a message on an unknown key: the likely one, and all of its table."""
+    for part in location[:-1]:
+        # index in a list of tables
         if part.isdigit():
             continue
         annotation = kind.model_fields[part].annotation
         for inner in (annotation, *get_args(annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 kind = inner
-    return list(kind.model_fields)
+    valid = list(kind.model_fields)
+    return f"{nearest(location[-1], valid)}; valid keys: {', '.join(valid)}"
 
 
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
-    """The valid word that was meant, as a question, in this form; nothing where none is near."""
+    """Return a question with the nearest valid word in this form; empty if none is near."""
     close = difflib.get_close_matches(word, valid, n=1) if len(word) <= 100 else []
     return f" (did you mean {form.format(close[0])}?)" if close else ""

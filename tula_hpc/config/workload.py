@@ -1,9 +1,8 @@
-"""`[workload]` of a sweep.
+"""`[workload]` of a sweep, and the models and data sets that it may name.
 
-Names that an input file may use, known without importing torch. A test holds the models against
-torchvision.
-
-Whether the models and data sets that a sweep names exist; nothing is imported for that.
+Neither torch nor a user's module is imported to check a name: the package's own names are listed
+here (a test compares the models with torchvision), and a user's function is looked up in its
+source.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tula_hpc.config.validation import Spec, nearest, shown
 
 
 class DatasetFacts(NamedTuple):
-    """What is known of a data set before it is opened."""
+    """Facts of a data set that are known before it is opened."""
 
     # needs data_dir
     on_disk: bool
@@ -32,7 +31,7 @@ class DatasetFacts(NamedTuple):
     classes: int | None
     # None: counted there, or split off the whole
     test_samples: int | None = None
-    # None: counted there; a folder may hold others than were published
+    # None: counted there; a folder may hold other samples than the published ones
     train_samples: int | None = None
 
 
@@ -53,17 +52,18 @@ DATASETS: dict[str, DatasetFacts] = {
 
 # torchvision.models.list_models(module=torchvision.models) of torchvision 0.26
 _NAMES = """
-    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169
-    densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4
-    efficientnet_b5 efficientnet_b6 efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s
-    googlenet inception_v3 maxvit_t mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2
-    mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf regnet_x_32gf regnet_x_3_2gf
-    regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf regnet_y_32gf
-    regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50
-    resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
-    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11
-    vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32
-    wide_resnet101_2 wide_resnet50_2
+    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161
+    densenet169 densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3
+    efficientnet_b4 efficientnet_b5 efficientnet_b6 efficientnet_b7 efficientnet_v2_l
+    efficientnet_v2_m efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5 mnasnet0_75
+    mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_16gf
+    regnet_x_1_6gf regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf
+    regnet_y_128gf regnet_y_16gf regnet_y_1_6gf regnet_y_32gf regnet_y_3_2gf regnet_y_400mf
+    regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50 resnext101_32x8d
+    resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
+    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s
+    swin_v2_t vgg11 vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14
+    vit_l_16 vit_l_32 wide_resnet101_2 wide_resnet50_2
 """
 TORCHVISION_MODELS: tuple[str, ...] = tuple(_NAMES.split())
 
@@ -71,17 +71,18 @@ TORCHVISION_MODELS: tuple[str, ...] = tuple(_NAMES.split())
 def known_or_entry_point(
     value: str, known: Iterable[str], what: str, called_with: Sequence[str], *, check_exists: bool
 ) -> str:
-    """The value, if it is one of the known names or a user's "package.module:function".
+    """Return the value if it is one of the known names or a user's "package.module:function".
 
     Args:
-        value: What the sweep names.
-        known: Names of ours.
-        what: What such a name names, with its article.
-        called_with: What the user's function is given, one after another.
-        check_exists: Whether to look for the function.
+        value: From the sweep.
+        known: The package's own names.
+        what: Kind of the named thing, with its article.
+        called_with: Names of the arguments of the user's function.
+        check_exists: Look the function up, too.
 
-    Raises: ValueError: It is neither, or `check_exists` and there is no such function, or it takes
-        something else.
+    Raises:
+        ValueError: It is neither, or `check_exists` and the function does not exist or takes other
+            arguments.
     """
     if ":" in value:
         if check_exists:
@@ -91,9 +92,10 @@ def known_or_entry_point(
         module, _, function = value.rpartition(".")
         if module and _defines(module, function):
             raise ValueError(f"{value!r} is not {what} (did you mean '{module}:{function}'?)")
-        names = f"or one of: {', '.join(known)}" if known else ""
+        names = f" or one of: {', '.join(known)}" if known else ""
         raise ValueError(
-            f'{value!r} is not {what}{nearest(value, known)}; expected "package.module:function" {names}'.rstrip()
+            f"{value!r} is not {what}{nearest(value, known)}; "
+            f'expected "package.module:function"{names}'
         )
     return value
 
@@ -101,19 +103,23 @@ def known_or_entry_point(
 class _Source(NamedTuple):
     path: Path
     names: set[str]
-    # of the functions whose parameters can be read off
+    # parameters of functions, where the source shows them
     takes: dict[str, ast.arguments]
 
 
 def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
-    """Make sure that module and function exist, from the source text: importing could pull in torch."""
+    """Refuse a function that its module's source does not define, or that takes other arguments.
+
+    The source is read and not imported: that could import torch.
+    """
     module, _, function = value.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), function]):
+    if not _are_identifiers(module, function):
         raise ValueError(f'{value!r}: expected "package.module:function"')
     source = _find_source(module)
     if source is None:
         raise ValueError(
-            f"{value!r}: no module {module!r} in the working directory or the installed packages"
+            f"{value!r}: no module {module!r} in the working directory or the installed packages; "
+            "install it, or start the command in its folder"
         )
     if function not in source.names and "*" not in source.names:
         raise ValueError(
@@ -121,13 +127,13 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
         )
     if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
-            f"{value!r}: {source.path} defines it so that it cannot be called with ({', '.join(called_with)})"
+            f"{value!r}: {source.path} defines it so that it cannot be called with "
+            f"({', '.join(called_with)})"
         )
 
 
 def _defines(module: str, function: str) -> bool:
-    """Whether there is such a module, and a function of this name in it."""
-    if not all(part.isidentifier() for part in [*module.split("."), function]):
+    if not _are_identifiers(module, function):
         return False
     try:
         source = _find_source(module)
@@ -137,33 +143,34 @@ def _defines(module: str, function: str) -> bool:
     return source is not None and function in source.names
 
 
+def _are_identifiers(module: str, function: str) -> bool:
+    return all(part.isidentifier() for part in [*module.split("."), function])
+
+
 def _find_source(module: str) -> _Source | None:
-    found = (
-        path
-        for folder in _module_folders(module.partition(".")[0])
-        for path in _files(folder, module)
-    )
-    path = next(found, None)
-    return None if path is None else _source(path)
+    for folder in _module_folders(module.partition(".")[0]):
+        for path in _files(folder, module):
+            return _source(path)
+    return None
 
 
 def _files(folder: Path, module: str) -> list[Path]:
-    """The file of a module that lies in a folder, if there is one."""
+    """Return the files in a folder that are this module: one or none, rarely both forms."""
     relative = Path(*module.split("."))
-    places = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
-    return [path for path in places if path.is_file()]
+    candidates = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
+    return [path for path in candidates if path.is_file()]
 
 
 def _hidden(module: str, found: Path) -> str:
-    """What to say where a module of the working directory has an installed one's name."""
+    # jobs import the installed module, not one of the same name in the working directory
     own = [path for path in _files(Path.cwd(), module) if not path.samefile(found)]
     return f"; it hides {own[0]}, which needs another name" if own else ""
 
 
 def _module_folders(package: str) -> Iterator[Path]:
-    """Where modules are looked for: installed ones, also where an editable install's finder has them, then here."""
+    """Yield the folders of modules: installed ones, those of editable installs, then this one."""
     yield from map(Path, sys.path)
-    # imports nothing, as the name has no dot; it is __main__'s that may be refused
+    # imports nothing, as the name has no dot; it refuses __main__
     with contextlib.suppress(ValueError):
         spec = importlib.util.find_spec(package)
         for location in (spec and spec.submodule_search_locations) or ():
@@ -174,68 +181,63 @@ def _module_folders(package: str) -> Iterator[Path]:
 def _source(path: Path) -> _Source:
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
-        names = list(_names(body))
+        names = list(_bound_names(body))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid Python: {error}") from None
     plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    return _Source(
-        path, set(names), {node.name: node.args for node in plain if names.count(node.name) == 1}
-    )
+    takes = {node.name: node.args for node in plain if names.count(node.name) == 1}
+    return _Source(path, set(names), takes)
 
 
 def _can_be_given(takes: ast.arguments, count: int) -> bool:
-    """Whether a function takes so many arguments by place, and needs no others."""
-    places = len(takes.posonlyargs) + len(takes.args)
-    enough = places >= count or takes.vararg is not None
-    return enough and places - len(takes.defaults) <= count and None not in takes.kw_defaults
+    """Tell whether a function takes `count` positional arguments and needs no others."""
+    positional = len(takes.posonlyargs) + len(takes.args)
+    enough = positional >= count or takes.vararg is not None
+    return enough and positional - len(takes.defaults) <= count and None not in takes.kw_defaults
 
 
-def _names(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that statements of a module bind, those below `if` and `try` included."""
+def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the names that statements of a module bind, also below `if` and `try`."""
     for node in statements:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            yield from (alias.asname or alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.asname or alias.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (target.id for target in targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.If | ast.Try):
-            yield from _names([*node.body, *node.orelse])
-            yield from _names(
-                inner for handler in getattr(node, "handlers", ()) for inner in handler.body
-            )
+            yield from _bound_names([*node.body, *node.orelse])
+            for handler in getattr(node, "handlers", ()):
+                yield from _bound_names(handler.body)
 
 
 class WorkloadSpec(Spec):
-    """`[workload]`: what is trained, on what, and how."""
+    """`[workload]`: model, data and training procedure."""
 
     model: str = Field(default="resnet18", max_length=200)
     dataset: str = Field(default="digits", max_length=200)
-    # of one's own, for each sample; None: cross-entropy
+    # user's function; None: cross-entropy
     loss: str | None = Field(default=None, max_length=200)
-    # of one's own, share that is right; None: of labels
+    # user's function, share of a sample that is right; None: accuracy of labels
     metric: str | None = Field(default=None, max_length=200)
     data_dir: Path | None = None
     image_size: int | None = Field(default=None, ge=8, le=1024)
-    samples: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**40,
-        # train on the first so many samples of a fixed random order; None = all
-    )
-    # share of them that is not trained on but tested on
+    # trained on, the first ones of a fixed random order; None: all
+    samples: int | None = Field(default=None, ge=1, le=2**40)
+    # share of them that is tested on instead
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    # the first so many classes only; None = all
+    # only the first ones; None: all
     classes: int | None = Field(default=None, ge=2, le=10**6)
     epochs: int = Field(default=10, ge=1, le=100_000)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     tf32: bool = True
     cudnn_benchmark: bool = True
     channels_last: bool = False
-    # keep only the blocks' inputs, compute the rest again in the backward pass
+    # keep only the blocks' inputs and recompute the rest in the backward pass
     activation_checkpointing: bool = False
     # 1: each worker keeps its share of the optimizer's states
     zero_stage: Literal[0, 1] = 0
@@ -256,9 +258,12 @@ class WorkloadSpec(Spec):
     @field_validator("model")
     @classmethod
     def _model_exists(cls, value: str, info: ValidationInfo) -> str:
-        what, given = "a torchvision classification model", ("classes", "image_size")
         return known_or_entry_point(
-            value, TORCHVISION_MODELS, what, given, check_exists=_checks_paths(info)
+            value,
+            TORCHVISION_MODELS,
+            "a torchvision classification model",
+            ("classes", "image_size"),
+            check_exists=_checks_paths(info),
         )
 
     @field_validator("dataset")
@@ -273,9 +278,8 @@ class WorkloadSpec(Spec):
     def _function_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None:
             return None
-        given = ("outputs", "targets")
         return known_or_entry_point(
-            value, (), "a function", given, check_exists=_checks_paths(info)
+            value, (), "a function", ("outputs", "targets"), check_exists=_checks_paths(info)
         )
 
     @field_validator("data_dir")
@@ -287,7 +291,9 @@ class WorkloadSpec(Spec):
             # jobs and reports run from other folders
             return value.expanduser().absolute()
         except RuntimeError:
-            raise ValueError(f"no home folder for {value.parts[0][:100]!r}") from None
+            raise ValueError(
+                f"no home folder for {value.parts[0][:100]!r}; expected an existing folder"
+            ) from None
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
@@ -299,7 +305,8 @@ class WorkloadSpec(Spec):
             raise ValueError("milestones: expected increasing epochs, each once")
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
-                f"warmup_epochs: {self.warmup_epochs:g} leaves nothing of epochs = {self.epochs}"
+                f"warmup_epochs: expected less than epochs = {self.epochs}, "
+                f"got {self.warmup_epochs:g}"
             )
         facts = DATASETS.get(self.dataset)
         if facts is not None and facts.on_disk and _checks_paths(info):
@@ -308,28 +315,30 @@ class WorkloadSpec(Spec):
 
     @property
     def most_samples(self) -> int | None:
-        """At most so many training samples there are, where `samples` or the data set's name tells."""
-        facts = DATASETS.get(self.dataset)
-        return self.samples or (facts.train_samples if facts else None)
+        """Upper bound of the training set's size; None if unknown."""
+        if self.samples or self.dataset not in DATASETS:
+            return self.samples
+        return DATASETS[self.dataset].train_samples
 
     @property
     def class_count(self) -> int | None:
-        """How many classes there are to tell apart, where the data set's name or `classes` tells."""
-        facts = DATASETS.get(self.dataset)
-        return self.classes or (facts.classes if facts else None)
+        """Number of classes; None if it is known only from the data."""
+        if self.classes or self.dataset not in DATASETS:
+            return self.classes
+        return DATASETS[self.dataset].classes
 
     @property
     def test_samples(self) -> int | None:
-        """Size of the test set, where the data set's name and `classes` tell; its classes are of one size there.
+        """Size of the test set, with classes of equal size; None if it is known only from the data.
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
         facts = DATASETS.get(self.dataset)
         if facts is None or facts.test_samples is None:
             return None
-        return round(
-            facts.test_samples * (self.classes or 1) / (facts.classes or 1 if self.classes else 1)
-        )
+        if self.classes is None:
+            return facts.test_samples
+        return round(facts.test_samples * self.classes / (facts.classes or 1))
 
 
 def _checks_paths(info: ValidationInfo) -> bool:
@@ -338,12 +347,13 @@ def _checks_paths(info: ValidationInfo) -> bool:
 
 def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
     if data_dir is None:
-        raise ValueError(f"data_dir: dataset = {dataset!r} needs the folder that holds it")
+        raise ValueError(
+            f"data_dir: dataset = {dataset!r} needs the folder that holds it; set workload.data_dir"
+        )
+    shown_path = shown(str(data_dir), 400)
     try:
         found = data_dir.is_dir()
     except OSError as error:
-        raise ValueError(
-            f"data_dir: {shown(str(data_dir), 400)} cannot be read: {error.strerror}"
-        ) from None
+        raise ValueError(f"data_dir: {shown_path} cannot be read: {error.strerror}") from None
     if not found:
-        raise ValueError(f"data_dir: no such folder: {shown(str(data_dir), 400)}")
+        raise ValueError(f"data_dir: no such folder: {shown_path}; check the path")

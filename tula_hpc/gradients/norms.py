@@ -9,64 +9,68 @@ from torch import Tensor
 
 
 def foreach_norms(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-    """‖g‖ of each gradient in one call for each device and type.
+    """Return ‖g‖ of each gradient, with one call for each device and type.
 
     Half-precision gradients are accumulated in float32: float16 would overflow at a norm of 65504.
 
     Args:
         gradients: Dense tensors of any shapes, devices and floating-point types.
 
-    Returns: 0-dim tensors by the gradient's place, float32 or float64, on its device. They come
-        device by device and type by type, so that their sum is always added up in the same order.
+    Returns:
+        0-dim tensors by the gradient's index, float32 or float64, on its device. They come device
+        by device and type by type, so that their sum is always added up in the same order.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        alike.setdefault((gradient.device, gradient.dtype), []).append(place)
+    for index, gradient in enumerate(gradients):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(index)
     norms: dict[int, Tensor] = {}
-    for (_, dtype), places in alike.items():
-        group = [gradients[place] for place in places]
-        norms |= zip(
-            places,
-            torch._foreach_norm(group, 2.0, torch.promote_types(dtype, torch.float32)),
-            strict=True,
-        )
+    for (_, dtype), indices in alike.items():
+        accumulated_in = torch.promote_types(dtype, torch.float32)
+        found = torch._foreach_norm([gradients[index] for index in indices], 2.0, accumulated_in)
+        norms |= zip(indices, found, strict=True)
     return norms
 
 
 def norms_where_present(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """‖g‖ of each gradient in order, None where there is none."""
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    norms = foreach_norms([gradient for gradient in gradients if gradient is not None])
-    of = {place: norms[index] for index, place in enumerate(places)}
-    return [of.get(place) for place in range(len(gradients))]
+    """Return ‖g‖ of each gradient in order, None where there is none."""
+    indices: list[int] = []
+    present: list[Tensor] = []
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            indices.append(index)
+            present.append(gradient)
+    norms: list[Tensor | None] = [None] * len(gradients)
+    for position, norm in foreach_norms(present).items():
+        norms[indices[position]] = norm
+    return norms
 
 
 def squares(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """(n,) squares of 0-dim norms, NaN for None; float64, in which small float32 numbers do not vanish."""
+    """Return the squares of 0-dim norms, (n,), NaN for None.
+
+    They are float64, in which the squares of small float32 numbers do not vanish.
+    """
     absent = torch.full((), torch.nan, device=device)
-    return (
-        torch.stack([absent if norm is None else norm.to(device) for norm in norms])
-        .double()
-        .square()
-    )
+    found = [absent if norm is None else norm.to(device) for norm in norms]
+    return torch.stack(found).double().square()
 
 
 def squared(scale: Tensor | float) -> Tensor | float:
-    """A loss scale's square; of a tensor in float64, as float32 ends at 2^128 and a scale may grow beyond 2^64."""
+    """Return a loss scale's square; float64 for a tensor, as a scale may grow beyond 2^64."""
     return scale.double().square() if isinstance(scale, Tensor) else scale**2
 
 
 def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Σ n² over 0-dim tensors, at least one of them, in their own type; no synchronization of devices of one kind."""
+    """Return Σ n² over at least one 0-dim tensor, in their own type."""
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """‖G‖² over all gradients taken as one vector.
+    """Return ‖G‖² over all gradients taken as one vector.
 
     Args:
         gradients: As for `foreach_norms`.
-        device: Where the result lies; the first gradient's device if None.
+        device: Of the result; the first gradient's device if None.
 
     Returns:
         0-dim tensor, float32 or float64; 0 without gradients.
@@ -77,17 +81,21 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device | None = None
 
 
 def dense_gradients(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """`.grad` of those that have one, by parameter.
+    """Return the gradients by parameter; a parameter without one is left out.
 
     Raises:
-        TypeError: One is sparse or complex.
+        TypeError: A gradient is sparse or complex.
     """
-    gradients = {
-        parameter: parameter.grad for parameter in parameters if parameter.grad is not None
-    }
-    for parameter, gradient in gradients.items():
+    gradients: dict[Tensor, Tensor] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
         if gradient.layout is not torch.strided or gradient.is_complex():
-            kind, shape = "complex" if gradient.is_complex() else "sparse", tuple(parameter.shape)
-            message = f"gradient scaling needs dense real gradients; a parameter of shape {shape} has a {kind} one"
-            raise TypeError(message)
+            kind = "complex" if gradient.is_complex() else "sparse"
+            raise TypeError(
+                "gradient scaling needs dense real gradients; "
+                f"a parameter of shape {tuple(parameter.shape)} has a {kind} one"
+            )
+        gradients[parameter] = gradient
     return gradients

@@ -1,4 +1,4 @@
-"""The reference gradient: what a small batch says at the weights of the large one."""
+"""Reference gradient: the gradient of a small batch at the weights of the large one."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ def reference_gradient(
     autocast: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
 ) -> list[Tensor | None]:
-    """Gradient of the mean loss on a (sub-)batch at the current weights, averaged over the workers.
+    """Return the gradient of the mean loss on a (sub-)batch, averaged over the workers.
 
     Training goes on as if this call had not happened: `.grad`, all buffers (BatchNorm's running
     statistics) and the random number generators of the CPU and of the parameters' devices are bit
     for bit as before. The model is used in the mode (train or eval) that it is in.
 
-    Args: model: The plain module (`ddp.module`, not the DistributedDataParallel around it), called
-        as `model(inputs)`. loss: Called as `loss(output, targets)`; a mean over the batch. inputs:
-        This worker's part of the batch. The parts of all workers have the same size, as in DDP: the
-        average
-            over workers is then the gradient over all samples.
+    Args:
+        model: The plain module, `ddp.module` rather than the DistributedDataParallel around it.
+        loss: Called as `loss(output, targets)`; a mean over the batch.
+        inputs: This worker's samples. All workers have equally many, as in DDP: the average over
+            workers is then the gradient over all samples.
         targets: This worker's targets.
         parameters: Parameters in the optimizer's order.
-        group: Process group of the average; the default group if None. Without torch.distributed
-            nothing is exchanged.
-        autocast: Context for forward pass and loss, for example `torch.autocast("cuda",
-            torch.bfloat16)`.
+        group: Process group of the average; the default group if None.
+        autocast: Context for forward pass and loss.
         loss_scale: The loss is multiplied, the gradient divided by it, so that small float16
             gradients do not vanish.
 
-    Returns: A gradient of each parameter's shape and type, in order. None where the parameter is
-        frozen, or where the loss does not depend on it on any worker.
+    Returns:
+        A gradient of each parameter's shape and type, in order. None where the parameter is frozen,
+        or where the loss does not depend on it on any worker.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
@@ -55,9 +54,9 @@ def reference_gradient(
         model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale
     )
     with torch.no_grad():
-        found = average_over_workers(gradients, trainable, group)
-    of = dict(zip(trainable, found, strict=True))
-    return [of.get(parameter) for parameter in parameters]
+        averages = average_over_workers(gradients, trainable, group)
+    by_parameter = dict(zip(trainable, averages, strict=True))
+    return [by_parameter.get(parameter) for parameter in parameters]
 
 
 def local_gradient(
@@ -70,16 +69,10 @@ def local_gradient(
     autocast: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
 ) -> list[Tensor | None]:
-    """This worker's own gradient, exchanged with nobody, and as traceless as `reference_gradient`, whose words apply.
+    """Return this worker's own gradient, without an exchange; leaves no trace either.
 
-    Args:
-        model: The plain module.
-        loss: Called as `loss(output, targets)`; a mean over the batch.
-        inputs: A batch.
-        targets: Its targets.
-        parameters: At least one, all trainable.
-        autocast: Context for forward pass and loss.
-        loss_scale: The loss is multiplied and the gradient divided by it.
+    The arguments are those of `reference_gradient`; of the parameters at least one is given, and
+    all are trainable.
 
     Returns:
         For each parameter its gradient, or None where the loss does not depend on it.
@@ -102,33 +95,26 @@ def traceless_loss(
     seed: int | None = None,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Tensor]:
-    """The loss with its graph, to be derived inside the block; buffers and random numbers are then as before.
+    """Yield the loss with its graph, and restore buffers and random numbers afterwards.
 
-    Args:
-        model: The plain module.
-        loss: Called as `loss(output, targets)`.
-        inputs: A batch.
-        targets: Its targets.
-        parameters: What the loss is derived by; their devices' random numbers are restored.
-        seed: Of the random numbers inside the block; None: those that come next.
-        autocast: Context for forward pass and loss.
+    The random numbers are those of the CPU and of the parameters' devices. Inside the block they
+    start from `seed`, or go on where they are. The other arguments are those of
+    `reference_gradient`.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _untouched_rng(parameters):
         if seed is not None:
             torch.manual_seed(seed)
         with autocast or nullcontext():
-            # the module's own buffers are swapped out for the copies meanwhile, and back afterwards
-            # whatever happens
+            # works on copies of the buffers; the module gets its own back whatever happens
             value = loss(functional_call(model, buffers, (inputs,)), targets)
         yield value
 
 
 @contextmanager
 def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the random number generators of the CPU and of the parameters' accelerators on the way out."""
     accelerators = {p.device for p in parameters if p.device.type != "cpu"}
-    # without devices the kind has no effect
+    # without accelerators the kind has no effect
     kind = next((device.type for device in accelerators), "cuda")
     indices = sorted(device.index or 0 for device in accelerators)
     with torch.random.fork_rng(indices, device_type=kind):
@@ -140,11 +126,10 @@ def average_over_workers(
     parameters: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> Sequence[Tensor | None]:
-    """Mean over the workers in one all-reduce; what was given, where there is one worker.
+    """Return the mean over the workers, by one all-reduce; a single worker keeps its own.
 
-    A parameter that only some workers used counts as zero on the others. Behind the gradients
-    travels one number for each parameter, how many workers used it, so that all workers agree on
-    which entries are None.
+    A parameter that only some workers used counts as zero on the others. The number of workers that
+    used each parameter is appended to the gradients, so that all agree on which entries are None.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return gradients
@@ -162,19 +147,22 @@ def average_over_workers(
 def flatten(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *behind: Tensor
 ) -> Tensor:
-    """One vector in the parameters' order, with zeros for None, on the first one's device; `behind` at its end."""
+    """Return one vector in the parameters' order, zeros for None, with `behind` at its end.
+
+    Its device and type are those of `flat_kind`.
+    """
     device, dtype = flat_kind(parameters)
-    parts = [
-        torch.zeros(p.numel(), device=device, dtype=dtype)
-        if g is None
-        else g.to(device, dtype).reshape(-1)
-        for g, p in zip(gradients, parameters, strict=True)
-    ]
-    return torch.cat([*parts, *(tensor.to(device, dtype) for tensor in behind)])
+    pieces: list[Tensor] = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None:
+            pieces.append(torch.zeros(parameter.numel(), device=device, dtype=dtype))
+        else:
+            pieces.append(gradient.to(device, dtype).reshape(-1))
+    return torch.cat([*pieces, *(tensor.to(device, dtype) for tensor in behind)])
 
 
 def flat_kind(parameters: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
-    """Device and type of that vector: the first parameter's device, and float32 at least."""
+    """Return the first parameter's device, and a type for all of them, at least float32."""
     dtype = torch.float32
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
@@ -182,8 +170,9 @@ def flat_kind(parameters: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of a vector as the parameters are: in shape, type and device."""
-    parts = torch.split(flat, [parameter.numel() for parameter in parameters])
+    """Split a vector into tensors of the parameters' shapes, types and devices."""
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [
-        part.view(p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)
+        piece.view(p.shape).to(p.device, p.dtype)
+        for piece, p in zip(pieces, parameters, strict=True)
     ]
