@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.planning.knee import loaded_elsewhere
 from tula_hpc.analysis.report.output import (
     figure_files,
-    loaded_elsewhere,
     render_page,
     replace_files,
 )

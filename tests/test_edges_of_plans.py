@@ -23,8 +23,7 @@ from tests.planning_data import (
     times,
 )
 from tula_hpc.analysis.drift import PARTS, expected_parts
-from tula_hpc.analysis.plan import main
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.replan import choose_again, knee_batch
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.analysis.search.profiling_cost import full_search

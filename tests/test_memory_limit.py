@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import describe_limit, memory_limit_bytes
-from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB
 from tula_hpc.records import Measurement, Plan

@@ -13,16 +13,18 @@ finds it in all of them at once.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.planning.candidates import CandidateTable, Part
-from tula_hpc.analysis.report.output import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
@@ -111,9 +113,22 @@ def find_knee(curve: Curve) -> float | None:
     )
 
 
+@contextlib.contextmanager
+def loaded_elsewhere() -> Iterator[None]:
+    """Import matplotlib inside this, so that it reads no settings from the working directory."""
+    # a path would not lead back where the folder was deleted or renamed
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        os.chdir(Path(__file__).parent)
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
 @cache
 def _knee_locator() -> Any:
-    """The class of kneed, which loads matplotlib and scipy.signal: late, for those alone who need a knee."""
+    # kneed loads matplotlib and scipy.signal, half a second that only a knee is worth
     with loaded_elsewhere():
         from kneed import KneeLocator
     return KneeLocator

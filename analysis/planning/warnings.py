@@ -18,12 +18,12 @@ from tula_hpc.analysis.models.data_loading import describe_slow_loader, loader_d
 from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part
-from tula_hpc.analysis.planning.partitions import Fitted, of_part, prefixed
-from tula_hpc.analysis.search.propose import propose
-from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, sweep_for
+from tula_hpc.analysis.planning.partitions import Fitted, prefixed
+from tula_hpc.config import SearchSpec, SweepSpec
 from tula_hpc.formatting import format_number, format_percent, in_samples, plural
-from tula_hpc.records import Candidate, Configuration, Footprint, Measurement, Plan
+from tula_hpc.records import Candidate, Configuration, Footprint, Plan
 
+AGAIN = "run the sweep again"
 # of the samples
 DROPPED_SHARE = 0.1
 # of the expected time, lost because saves may cost only so much
@@ -61,33 +61,25 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
 
 
 def about_missing(
-    summary: Summary,
-    sweep: SweepSpec,
-    cluster: ClusterSpec,
-    measurements: Sequence[Measurement],
-    how_to_profile: str,
+    summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
-    """What should be there and is not, and how to get it."""
-    wanted = (
-        c
-        for c in summary.failed
-        if c.nodes in sweep.search.cluster_sizes and _within_bounds(c, sweep.search)
-    )
-    found = [
-        f"{configuration} was not measured: {summary.failed[configuration]}"
-        for configuration in wanted
-    ]
-    mine = sweep_for(sweep, cluster)
-    pending = (
-        [c for c in propose(mine, cluster, measurements) if c not in summary.failed] if mine else []
-    )
-    if pending:
-        found.append(f"not yet profiled: {_names(pending)}; {how_to_profile}")
+    """List wanted configurations that failed or are not measured yet, and how to profile these.
+
+    Args:
+        summary: Of the measurements on one kind of nodes.
+        search: Bounds of the configurations that are wanted.
+        pending: Configurations that the search still proposes there.
+        how_to_profile: Advice.
+    """
+    found = []
+    for configuration, failure in summary.failed.items():
+        within = search.min_batch <= configuration.global_batch <= search.max_batch
+        if within and configuration.nodes in search.cluster_sizes:
+            found.append(f"{configuration} was not measured: {failure}")
+    missing = [c for c in pending if c not in summary.failed]
+    if missing:
+        found.append(f"not yet profiled: {_names(missing)}; {how_to_profile}")
     return found
-
-
-def _within_bounds(configuration: Configuration, search: SearchSpec) -> bool:
-    return search.min_batch <= configuration.global_batch <= search.max_batch
 
 
 def about_model(part: Part) -> list[str]:
@@ -106,14 +98,12 @@ def about_model(part: Part) -> list[str]:
 
 
 def about_part(
-    part: Part, sweep: SweepSpec, measurements: Sequence[Measurement], how_to_profile: str
+    part: Part, sweep: SweepSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
     """Doubts about the measurements on one kind of nodes, and what is missing of them."""
     doubts = about_measurements(part.summary, sweep, part.cluster.workers_per_node)
     doubts += about_model(part)
-    doubts += about_missing(
-        part.summary, sweep, part.cluster, of_part(measurements, part.name), how_to_profile
-    )
+    doubts += about_missing(part.summary, sweep.search, pending, how_to_profile)
     return [prefixed(part.name, doubt) for doubt in doubts]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.analysis.report.page import write_report
+from tula_hpc.analysis.run_contents import holds_study
+from tula_hpc.analysis.study import write_study_report
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")
     run = RunDirectory(parser.parse_args(arguments).run)
     try:
-        paths = write_report(run)
+        paths = write_study_report(run) if holds_study(run) else write_report(run)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +16,6 @@ if TYPE_CHECKING:
     import jinja2
 
     from tula_hpc.analysis.figures.drawing import Drawing
-
-
-@contextlib.contextmanager
-def loaded_elsewhere() -> Iterator[None]:
-    """Import matplotlib inside this: meanwhile the working directory is a folder of the package's."""
-    # a path would not lead back where the folder was deleted or renamed
-    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
-    try:
-        os.chdir(Path(__file__).parent)
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
 
 
 SUFFIXES = ("svg", "png", "csv")

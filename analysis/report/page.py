@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.planning.knee import loaded_elsewhere
 from tula_hpc.analysis.report.output import (
     figure_files,
-    loaded_elsewhere,
     render_page,
     replace_files,
 )
@@ -30,7 +30,7 @@ from tula_hpc.analysis.report.tables import (
     summary_table,
 )
 from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
-from tula_hpc.analysis.run_contents import RunContents, holds_study, read_run
+from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.records import RunDirectory
 
 if TYPE_CHECKING:
@@ -42,23 +42,18 @@ TEMPLATE = "report_template.html"
 
 
 def write_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report anew: report.html, report.pdf, and each figure as SVG, PNG and CSV; of a study its own report.
+    """Write RUN/report: report.html, report.pdf, and each figure as SVG, PNG and CSV.
 
     Figures that have no data yet are left out, and the report says so. Every file is replaced as a
     whole.
 
     Returns:
-        The files, report.html (study.html) first.
+        The files, report.html first.
 
     Raises:
         RunDirectoryError: There is no such directory, or it holds no run.
         OSError: The folder cannot be written.
     """
-    if holds_study(run):
-        # which imports this module
-        from tula_hpc.analysis.study import write_study_report
-
-        return write_study_report(run)
     # matplotlib takes half a second; the tables do without
     with loaded_elsewhere():
         from tula_hpc.analysis.figures.all import FIGURES, draw_all

@@ -10,7 +10,7 @@ from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.analysis.planning import warnings as cautions
 from tula_hpc.analysis.planning.partitions import name_of, of_part, prefixed
-from tula_hpc.analysis.planning.planner import AGAIN
+from tula_hpc.analysis.planning.warnings import AGAIN
 from tula_hpc.analysis.report.plan_text import background
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
@@ -22,7 +22,8 @@ from tula_hpc.analysis.run_contents import (
     predicted,
     trained_candidate,
 )
-from tula_hpc.config import ClusterSpec
+from tula_hpc.analysis.search.propose import propose
+from tula_hpc.config import ClusterSpec, sweep_for
 from tula_hpc.formatting import (
     format_bytes,
     format_duration,
@@ -197,7 +198,9 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
         rows = of_part(run.measurements, name)
         summary = summarize(rows)
         doubts = cautions.about_measurements(summary, run.sweep, part.workers_per_node)
-        doubts += cautions.about_missing(summary, run.sweep, part, rows, AGAIN)
+        sweep = sweep_for(run.sweep, part)
+        pending = propose(sweep, part, rows) if sweep else []
+        doubts += cautions.about_missing(summary, run.sweep.search, pending, AGAIN)
         found += [prefixed(name, doubt) for doubt in doubts]
     return found
 
