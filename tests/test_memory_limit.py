@@ -88,7 +88,7 @@ def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[st
     assert largest(plan) == 128
     reasons = {candidate.why for candidate in plan.candidates if candidate.local_batch == 512}
     assert reasons == {"local batch 256 ran only after the allocator had freed memory"}
-    (warning,) = [text for text in plan.warnings if "freed what it kept" in text]
+    (warning,) = [text for text in plan.warnings if "freed its cache" in text]
     assert "N=1 b=256" in warning
     assert not any("bound is kept" in text for text in plan.warnings)
     wanted = propose(sweep(mode="full", max_batch=8192), cluster(device="cuda"), rows)

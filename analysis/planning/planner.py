@@ -39,7 +39,7 @@ from tula_hpc.analysis.planning.partitions import (
     Trained,
     fit_parts,
     name_of,
-    of_part,
+    of_partition,
     prefixed,
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -79,7 +79,7 @@ def plan_candidates(
     critical = critical_batch(measurements, trained.metrics)
     doubts = _doubts(plan, sweep, fitted, choice, critical)
     for part in fitted.parts:
-        pending = profiling.pending(part.cluster, of_part(measurements, part.name))
+        pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
         doubts += warnings.about_part(part, sweep, pending, profiling.how)
     remarks = _remarks(sweep, fitted, critical, nominal)
     skipped = warnings.about_lines(skipped_lines)

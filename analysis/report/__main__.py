@@ -1,4 +1,4 @@
-"""Write the report of a run: `python -m tula_hpc.analysis.report RUN`."""
+"""Command that writes the report of a run or study: `tula report RUN`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tula_hpc.records import RunDirectory
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code: 0 done, 1 the report could not be written, 2 bad input."""
+    """Run the command and return its exit code: 0 done, 1 no report could be written, 2 bad input."""
     parser = argparse.ArgumentParser(
         prog="tula report",
-        description="Write figures, tables and the report of a run into RUN/report, from the files in RUN alone.",
+        description=(
+            "Write figures, tables and the report of a run into RUN/report, from the files in RUN alone."
+        ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, finished or not")
     run = RunDirectory(parser.parse_args(arguments).run)

@@ -1,6 +1,6 @@
-"""`tula report RUN`: figures, tables and the report of a run or study, from its files alone.
+"""Report of a run: figures, tables and a page, from its files alone.
 
-Works at any stage: over measurements alone, over a plan, during training and after it, on any
+It works at any stage: over measurements alone, over a plan, during training and after it, on any
 machine.
 """
 
@@ -19,7 +19,6 @@ from tula_hpc.analysis.report.output import (
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
-    TextTable,
     candidate_table,
     event_table,
     failure_table,
@@ -62,17 +61,18 @@ def write_report(run: RunDirectory) -> list[Path]:
     contents = read_run(run)
     drawn = draw_all(contents)
     svgs = [drawing.svg() for drawing in drawn.drawings]
-    summary, page = _summary(contents), _page(contents, drawn, svgs)
+    summary = _summary(contents)
+    page = _page(contents, drawn, svgs)
     page["summary"] = summary_table(summary)
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
     files |= figure_files(drawn.drawings, svgs)
-    # last: it lays the figures out anew
+    # last: it changes the layout of the figures
     files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings)
     return replace_files(run.report, FIGURES, files)
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
-    """What the template shows. Everything but the drawings' own SVG is escaped there."""
+    """Return the content of the template, which escapes everything but the SVG of drawings."""
     from markupsafe import Markup
 
     from tula_hpc.analysis.figures.style import COLOURS
@@ -107,26 +107,27 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
 def _summary(contents: RunContents) -> list[SummaryRow]:
     if contents.plan is None:
         return []
-    # the table is about that partition alone
+    # the table is about the chosen partition alone
     here = (None, contents.plan.chosen.partition)
-    done = next(
-        (item for item in contents.trainings if item.result and item.partition in here), None
-    )
-    trained = (done.result, done.epoch_time_s) if done else (None, None)
-    return summary_rows(contents.plan, contents.measurements, *trained)
+    for training in contents.trainings:
+        if training.result and training.partition in here:
+            result = training.result
+            return summary_rows(contents.plan, contents.measurements, result, training.epoch_time_s)
+    return summary_rows(contents.plan, contents.measurements, None)
 
 
 def _subtitle(contents: RunContents) -> str:
-    parts = [f"objective: {contents.plan.objective}"] if contents.plan else []
-    parts += [f"cluster: {contents.cluster.name}"] if contents.cluster else []
-    return " · ".join(["How many nodes, which batch size, how long, at what cost", *parts])
+    parts = ["How many nodes, which batch size, how long, at what cost"]
+    if contents.plan:
+        parts.append(f"objective: {contents.plan.objective}")
+    if contents.cluster:
+        parts.append(f"cluster: {contents.cluster.name}")
+    return " · ".join(parts)
 
 
 def _title_page(page: Mapping[str, Any], summary: Sequence[SummaryRow]) -> TitlePage:
     from tula_hpc.analysis.figures.drawing import TitlePage
 
-    table = TextTable(
-        SUMMARY_COLUMNS, [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
-    )
+    rows = [summary_cells(row)[: len(SUMMARY_COLUMNS)] for row in summary]
     head = (page["title"], page["subtitle"], page["answer"])
-    return TitlePage(*head, *table, page["about_plan"], page["warnings"])
+    return TitlePage(*head, SUMMARY_COLUMNS, rows, page["about_plan"], page["warnings"])

@@ -1,4 +1,4 @@
-"""The report's tables: first typed rows, then the text of their cells."""
+"""Tables of the report: typed rows first, then the text of their cells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from tula_hpc.analysis.planning.partitions import of_part
+from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import (
     MOST_ROWS,
     Interval,
@@ -34,22 +34,20 @@ class SummaryRow(NamedTuple):
     role: str
     configuration: Configuration
     feasible: bool
-    # with its 90 % interval, as far as the plan has one
+    # at 90 %
     predicted_epoch_s: Interval
-    # from the profile
+    # by the profile
     measured_epoch_s: float | None
     # predicted / measured − 1
     relative_error: float | None
     # predicted, all epochs
     train_time_s: float
-    # predicted, all epochs
     cost: float
     currency: str
     # predicted, per worker
     peak_memory_bytes: int
-    # median of the real training, where it ran at this configuration
+    # median of the training that ran at this configuration
     trained_epoch_s: float | None
-    # of that training
     test_accuracy: float | None
     test_loss: float | None
 
@@ -71,13 +69,14 @@ def summary_rows(
     result: TrainResult | None,
     trained_epoch_s: float | None = None,
 ) -> list[SummaryRow]:
-    """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N.
+    """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
-    All on the partition that was chosen, where there are several: the same configuration on another
-    is something else. `trained_epoch_s` is the training's own time of an epoch, see
-    `report_data.median_epoch_s`.
+    All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
+    `run_contents.median_epoch_s`.
     """
-    measured = measured_epochs(of_part(measurements, plan.chosen.partition), plan.dataset_samples)
+    measured = measured_epochs(
+        of_partition(measurements, plan.chosen.partition), plan.dataset_samples
+    )
     return [
         _summary_row(role, item, measured, result, trained_epoch_s)
         for role, item in _chosen_and_neighbours(plan)
@@ -108,11 +107,9 @@ def _summary_row(
     trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    trained = (
-        result
-        if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch)
-        else None
-    )
+    trained = result
+    if result and (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
+        trained = None
     return SummaryRow(
         role=role,
         configuration=item.configuration,
@@ -131,39 +128,41 @@ def _summary_row(
 
 
 def summary_cells(row: SummaryRow) -> tuple[str, ...]:
-    """The cells of SUMMARY_COLUMNS, and what training reached after them; a second line in a cell is a remark."""
-    where = f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}"
+    """Return the cells of SUMMARY_COLUMNS and the accuracy; a second line in a cell is a remark."""
+    role = row.role if row.feasible else f"{row.role}, not feasible"
+    measured = format_duration(row.measured_epoch_s)
+    if row.trained_epoch_s is not None:
+        measured += f"\n{format_duration(row.trained_epoch_s)} in training"
+    reached = format_percent(row.test_accuracy)
+    if row.test_accuracy is None and row.test_loss is not None:
+        reached = format_number(row.test_loss, 3)
     return (
-        f"{where}\n{row.role}{'' if row.feasible else ', not feasible'}",
+        f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}\n{role}",
         format_interval(row.predicted_epoch_s),
-        _with_remark(format_duration(row.measured_epoch_s), row.trained_epoch_s, "in training"),
+        measured,
         format_percent(row.relative_error, signed=True),
         *_time_and_cost(row.train_time_s, row.cost, row.currency),
         format_bytes(row.peak_memory_bytes),
-        _reached(row),
+        reached,
     )
 
 
 def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:
-    """Cells of a training's predicted time and cost; neither where its batch holds more samples than there are."""
+    """Return cells of a predicted time and cost; dashes where no full batch fits into an epoch."""
     if train_time_s <= 0:
         return format_duration(None), format_money(None, currency)
     return format_duration(train_time_s), format_money(cost, currency)
 
 
-def _with_remark(cell: str, seconds: float | None, what: str) -> str:
-    return cell if seconds is None else f"{cell}\n{format_duration(seconds)} {what}"
-
-
 def format_interval(seconds: Interval) -> str:
-    """A duration, and on a second line the ends of its interval, where it has one: "11.6 s – 13.3 s".
+    """Return a duration, and the ends of its interval on a second line: "11.6 s – 13.3 s".
 
-    The dash stands for an epoch into which not even one full batch fits.
+    A dash stands for an epoch into which not even one full batch fits.
     """
     if seconds.low == seconds.high:
         return format_duration(seconds.value or None)
-    low, high = format_duration(seconds.low), format_duration(seconds.high)
-    return f"{format_duration(seconds.value)}\n{low} – {high}"
+    ends = f"{format_duration(seconds.low)} – {format_duration(seconds.high)}"
+    return f"{format_duration(seconds.value)}\n{ends}"
 
 
 class TextTable(NamedTuple):
@@ -174,32 +173,23 @@ class TextTable(NamedTuple):
 
 
 def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
-    """The table of the chosen configuration; the columns of training are there when something was trained."""
-    columns = SUMMARY_COLUMNS + _trained_columns(rows)
+    """Return the table of the chosen configuration, with a column for the accuracy of a training."""
+    columns = SUMMARY_COLUMNS
+    if any(row.test_accuracy is not None for row in rows):
+        columns = (*columns, "accuracy")
+    elif any(row.test_loss is not None for row in rows):
+        columns = (*columns, "test loss")
     return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
 
 
-def _trained_columns(rows: Sequence[SummaryRow]) -> tuple[str, ...]:
-    if any(row.test_accuracy is not None for row in rows):
-        return ("accuracy",)
-    return ("test loss",) if any(row.test_loss is not None for row in rows) else ()
-
-
-def _reached(row: SummaryRow) -> str:
-    """The cell for it."""
-    if row.test_accuracy is None and row.test_loss is not None:
-        return format_number(row.test_loss, 3)
-    return format_percent(row.test_accuracy)
-
-
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
-    """Every candidate with what the models say of it, partition by partition where there are several."""
+    """Return every candidate with its predictions, by partition."""
     names = sorted({item.partition for item in plan.candidates})
     measured = {
-        name: measured_epochs(of_part(measurements, name), plan.dataset_samples) for name in names
+        name: measured_epochs(of_partition(measurements, name), plan.dataset_samples)
+        for name in names
     }
-    columns = (
-        *(("partition",) if any(names) else ()),
+    columns: tuple[str, ...] = (
         "nodes",
         "batch",
         "step",
@@ -211,14 +201,15 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "note",
     )
     ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
-    return TextTable(
-        columns, [_candidate_cells(item, measured[item.partition]) for item in ordered]
-    )
+    rows = [_candidate_cells(item, measured[item.partition]) for item in ordered]
+    if any(names):
+        columns = ("partition", *columns)
+        rows = [(item.partition, *row) for item, row in zip(ordered, rows, strict=True)]
+    return TextTable(columns, rows)
 
 
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
-        *((item.partition,) if item.partition else ()),
         str(item.nodes),
         f"{item.global_batch:,}\n{item.local_batch:,} per worker",
         format_duration(item.step_time_s),
@@ -231,7 +222,7 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
 
 
 def fallback_table(plan: Plan) -> TextTable:
-    """What training falls back to when memory runs out, first to be tried first."""
+    """Return the candidates for when memory runs out, first to be tried first."""
     columns = ("global batch", "nodes", "steps", "memory per worker")
     rows: list[tuple[str, ...]] = [
         (
@@ -246,7 +237,7 @@ def fallback_table(plan: Plan) -> TextTable:
 
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:
-    """Profiles that ended without times; of very many the first and the last."""
+    """Return profiles that ended without times; of very many the first and the last."""
     failed = [item for item in measurements if item.status != "ok"]
     left_out = ("", "", "", f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl", "")
     rows = [_failure_cells(item) if item else left_out for item in ends(failed, None)]
@@ -264,7 +255,7 @@ def _failure_cells(item: Measurement) -> tuple[str, ...]:
 
 
 def event_table(events: Sequence[Event]) -> TextTable:
-    """What happened, in order; of very many events the first and the last."""
+    """Return the events in order; of very many the first and the last."""
     left_out = ("", "", "", f"{len(events) - MOST_ROWS:,} more are in events.jsonl", "")
     rows = [_event_cells(event) if event else left_out for event in ends(events, None)]
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
@@ -276,7 +267,7 @@ def _event_cells(event: Event) -> tuple[str, ...]:
 
 
 def format_time(unix_s: float) -> str:
-    """Date and time in UTC, to the second; the dash where the number is no time."""
+    """Return date and time in UTC, to the second; a dash for a number that is no time."""
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
@@ -284,7 +275,7 @@ def format_time(unix_s: float) -> str:
 
 
 def model_tables(models: Mapping[str, Any]) -> list[tuple[str, TextTable]]:
-    """Each model of the plan with its parameters, whatever it is made of; pinned parameters are marked."""
+    """Return each model of the plan with its parameters; pinned parameters are marked."""
     return [(name.replace("_", " "), _model_table(model)) for name, model in models.items()]
 
 
@@ -308,10 +299,14 @@ def _flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: UNKNOWN}[value]
-    if isinstance(value, int | float):
-        return format_number(float(value)) if isinstance(value, float) else f"{value:,}"
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_number(value)
+    if isinstance(value, int):
+        return f"{value:,}"
     if isinstance(value, list):
         return ", ".join(map(_plain, value)) or "none"
     return str(value)
