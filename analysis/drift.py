@@ -87,7 +87,8 @@ class SignSum:
 
     def alarms(self, beyond: bool) -> bool:
         """Take in one window, and tell whether it makes an alarm."""
-        self.sum = max(0, self.sum + (1 if beyond else -STEP_BACK))
+        step = 1 if beyond else -STEP_BACK
+        self.sum = max(0, self.sum + step)
         return self.sum >= THRESHOLD
 
 
@@ -230,10 +231,14 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     batch = configuration.local_batch
     world = configuration.world_size
     alone = world == 1
+    reduced = []
+    for row, times in rows:
+        if times.allreduce_time_s > 0:
+            reduced.append((row.configuration.world_size, times.allreduce_time_s))
     return StepParts(
         data_time_s=_at(batch, [(row.local_batch, times.data_time_s) for row, times in own]),
         compute_time_s=_at(batch, _computes(own, alone=alone)),
-        allreduce_time_s=0.0 if alone else _at(world, _all_reduces(rows)),
+        allreduce_time_s=0.0 if alone else _at(world, reduced),
     )
 
 
@@ -253,21 +258,14 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
 def _computes(
     rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool
 ) -> list[tuple[int, float]]:
-    """Return local batches and their computation."""
     # times of a single worker that takes its batch in micro-batches hold for such a worker alone
     in_parts = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts > 1]
     if alone and in_parts:
         return in_parts
     whole = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts == 1]
-    return whole + [point for row, _ in rows for point in row.smaller_computes]
-
-
-def _all_reduces(rows: Sequence[tuple[Measurement, StepTimes]]) -> list[tuple[int, float]]:
-    return [
-        (row.configuration.world_size, times.allreduce_time_s)
-        for row, times in rows
-        if times.allreduce_time_s > 0
-    ]
+    for row, _ in rows:
+        whole += row.smaller_computes
+    return whole
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.config import (
     ClusterSpec,
     ObjectiveSpec,
@@ -25,7 +26,7 @@ from tula_hpc.config import (
     sweep_for,
     told_by_set,
 )
-from tula_hpc.errors import InputError, TulaError
+from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
@@ -58,23 +59,14 @@ def make_plan(
     """Fit the models, predict every candidate, choose by the objective.
 
     With measurements of a single cluster size, only that size is planned: one size says nothing
-    about another.
-
-    Args:
-        sweep: Workload, bounds and objective.
-        cluster: Partitions and prices.
-        measurements: In any order.
-        skipped_lines: Number of lines that could not be read, for a warning.
-        footprints: Memory estimates by partition, for a warning where they were far off.
-        metrics: Of a training, which says more about the critical batch than the first weights do,
-            and how long evaluation takes.
-        events: Of the run: cost of a checkpoint, and the partition of the training.
-        how_to_profile: Advice where the search wants more measurements.
+    about another. Lines that could not be read, and memory estimates by partition (`footprints`)
+    that were far off, become warnings. `metrics` and `events` of a training give the critical
+    batch and the cost of evaluation and checkpoints.
 
     Raises:
-        NotEnoughDataError: Too few measurements; the message says what is missing.
+        NotEnoughDataError: Too few measurements; the message says which are missing.
         InfeasibleError: No candidate fits, or none keeps the constraints.
-        InputError: Prices that need what is not known.
+        InputError: A price needs a quantity that is not known.
     """
     from tula_hpc.analysis.planning.partitions import Trained
     from tula_hpc.analysis.planning.planner import Profiling, plan_candidates
@@ -100,18 +92,11 @@ def make_plan(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def write() -> None:
         write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TulaError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{error.filename or options.run}: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code_of(write, options.run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,8 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="a key of the sweep or the cluster file that changes nothing that was measured, for example "
-        "objective.deadline_hours=12, pricing.basis=spot or partitions.NAME.pricing.usd_per_node_hour=2",
+        help="a key of the sweep or the cluster file that leaves measurements valid, for example "
+        "objective.deadline_hours=12, pricing.basis=spot or "
+        "partitions.NAME.pricing.usd_per_node_hour=2",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -104,19 +104,13 @@ Gap = TypeVar("Gap")
 
 
 def drawn(measurements: list[Measurement]) -> list[Measurement]:
-    """Return the measurements in figures: all, or medians of each configuration beyond `MOST_DRAWN`."""
+    """Return the measurements in figures: all, or medians of each configuration."""
     if len(measurements) <= MOST_DRAWN:
         return measurements
     groups: dict[tuple[object, ...], list[Measurement]] = {}
     for row in measurements:
-        key = (
-            row.partition,
-            row.nodes,
-            row.workers_per_node,
-            row.local_batch,
-            row.status,
-            row.failure,
-        )
+        size = (row.nodes, row.workers_per_node, row.local_batch)
+        key = (row.partition, *size, row.status, row.failure)
         groups.setdefault(key, []).append(row)
     medians = sorted(map(_median, groups.values()), key=attrgetter("partition", "configuration"))
     return evenly(medians, MOST_DRAWN)
@@ -124,7 +118,8 @@ def drawn(measurements: list[Measurement]) -> list[Measurement]:
 
 def _median(repeats: Sequence[Measurement]) -> Measurement:
     """Return one for all measurements of a configuration; the first if none has times."""
-    first, profiles = repeats[0], summarize(repeats).profiles
+    first = repeats[0]
+    profiles = summarize(repeats).profiles
     if len(repeats) == 1 or not profiles:
         return first
     (profile,) = profiles
@@ -248,7 +243,8 @@ class RunContents(NamedTuple):
     def cluster_sizes(self) -> list[int]:
         """Every N that occurs, ascending; its index gives N its colour."""
         sizes = {item.nodes for item in self.measurements}
-        sizes.update(item.nodes for item in (self.plan.candidates if self.plan else ()))
+        if self.plan:
+            sizes.update(item.nodes for item in self.plan.candidates)
         return sorted(sizes)
 
     @property
@@ -268,9 +264,9 @@ class RunContents(NamedTuple):
 
     def of_chosen_partition(self) -> RunContents:
         """Return the run as the partition of the plan's choice sees it."""
-        name = self.plan.chosen.partition if self.plan else ""
-        if self.plan is None or not name:
+        if self.plan is None or not self.plan.chosen.partition:
             return self
+        name = self.plan.chosen.partition
         candidates = [item for item in self.plan.candidates if item.partition == name]
         return self._replace(
             cluster=self.cluster.part(name) if self.cluster else None,
@@ -293,7 +289,9 @@ class RunContents(NamedTuple):
 
     def samples_of(self, measurement: Measurement) -> int:
         """Return the training samples in an epoch, D; 0 where no record has them."""
-        return measurement.dataset_samples or (self.plan.dataset_samples if self.plan else 0)
+        if measurement.dataset_samples or self.plan is None:
+            return measurement.dataset_samples
+        return self.plan.dataset_samples
 
 
 def read_run(run: RunDirectory) -> RunContents:
@@ -309,7 +307,8 @@ def read_run(run: RunDirectory) -> RunContents:
         skipped = plural(measurements.skipped, "line")
         notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {skipped}.")
     notes += about_drawn(measurements.records)
-    sweep = _read_sweep(run.sweep_file, notes)
+    # frozen: data and modules may be on another machine
+    sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
     events = run.events()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
@@ -317,7 +316,7 @@ def read_run(run: RunDirectory) -> RunContents:
         # reports are mailed, so that values of the environment are left out
         cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
-        cluster=_read_cluster(run.cluster_file, notes),
+        cluster=_read_input(load_cluster, run.cluster_file, notes),
         measurements=measurements.records,
         plan=_read_plan(run, notes),
         events=events,
@@ -329,7 +328,7 @@ def read_run(run: RunDirectory) -> RunContents:
 
 def holds_study(run: RunDirectory) -> bool:
     """Tell whether a run is a study, which has a report of its own."""
-    sweep = _read_sweep(run.sweep_file, [])
+    sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
     return sweep is not None and sweep.study is not None
 
 
@@ -355,24 +354,13 @@ def _read_text(path: Path, notes: list[str]) -> str:
     return ""
 
 
-def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
+def _read_input(load: Callable[[Path], T], path: Path, notes: list[str]) -> T | None:
     if not path.exists():
         return None
     try:
-        # frozen: data and modules may be on another machine
-        return load_frozen_sweep(path)
+        return load(path)
     except InputError:
-        notes.append("sweep.toml is damaged; its settings are unknown.")
-        return None
-
-
-def _read_cluster(path: Path, notes: list[str]) -> ClusterSpec | None:
-    if not path.exists():
-        return None
-    try:
-        return load_cluster(path)
-    except InputError:
-        notes.append("cluster.toml is damaged; its settings are unknown.")
+        notes.append(f"{path.name} is damaged; its settings are unknown.")
         return None
 
 
@@ -389,7 +377,7 @@ def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
 def _read_trainings(
     run: RunDirectory, events: Sequence[Event], notes: list[str]
 ) -> Iterable[Training]:
-    """Return all trainings; that of the plan comes first."""
+    # the training of the plan comes first
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
     for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
         files = TrainDirectory(folder)
@@ -468,7 +456,8 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
         paces = [seconds / time.value if time.value > 0 else 1.0 for seconds in time]
         return Interval(*(cost_at(candidate, pace) for pace in paces))
     value = float(getattr(candidate, quantity))
-    for known in (quantity, *(_TIMES if quantity in _TIMES else ())):
+    same_spread = _TIMES if quantity in _TIMES else ()
+    for known in (quantity, *same_spread):
         base = float(getattr(candidate, known, 0.0))
         if known in candidate.interval_90 and base > 0:
             low, high = candidate.interval_90[known]
@@ -499,7 +488,7 @@ def find_candidate(
 
 
 def trained_configuration(run: RunContents, training: Training) -> Configuration | None:
-    """Return the configuration of a training whose batch never changed, as its result or the plan has it."""
+    """Return the configuration of a training whose batch never changed, else None."""
     result = training.result
     if result is not None:
         configuration = Configuration(result.nodes, result.workers_per_node, result.local_batch)
@@ -514,18 +503,18 @@ def trained_configuration(run: RunContents, training: Training) -> Configuration
 def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
     """Return the candidate that a training ran with."""
     configuration = trained_configuration(run, training)
-    return find_candidate(run.plan, configuration, training.partition) if configuration else None
+    if configuration is None:
+        return None
+    return find_candidate(run.plan, configuration, training.partition)
 
 
 def used_bytes(item: Measurement) -> int | None:
-    """Return the limited memory: reserved by the GPU allocator, or resident in the whole process."""
+    """Return the limited memory: reserved by the GPU allocator, or of the whole process."""
     return item.memory.reserved_bytes if item.memory else None
 
 
 def memory_kind(device: str) -> str:
     """Name the memory that is limited."""
-    return (
-        "GPU memory reserved by the allocator"
-        if device == "cuda"
-        else "resident memory of the whole process"
-    )
+    if device == "cuda":
+        return "GPU memory reserved by the allocator"
+    return "resident memory of the whole process"

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.planning.knee import loaded_elsewhere
 from tula_hpc.analysis.report.output import (
+    exit_code_of,
     figure_files,
     render_page,
     replace_files,
 )
+from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
-from tula_hpc.analysis.report.tables import TextTable, event_table
+from tula_hpc.analysis.report.tables import TextTable
 from tula_hpc.analysis.study_results import (
     StudyContents,
     StudyTable,
@@ -29,7 +31,6 @@ from tula_hpc.analysis.study_results import (
     make_table,
     read_study,
 )
-from tula_hpc.errors import InputError, TulaError
 from tula_hpc.formatting import format_percent, printable, printable_output
 from tula_hpc.records import RunDirectory
 
@@ -50,9 +51,9 @@ RUN_COLUMNS = (
 
 
 def write_study_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report: study.html, study_table.tex, study_runs.csv, and each figure in three formats.
+    """Write RUN/report: study.html, study_table.tex, study_runs.csv, and the figures.
 
-    The figures are SVG, PNG and CSV; the CSV file of the table's figure is the table.
+    Each figure is written as SVG, PNG and CSV; the CSV file of the table's figure is the table.
 
     Returns:
         The files, study.html first.
@@ -101,32 +102,17 @@ def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:
 def _page(
     contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the content of the template, which escapes everything but the SVG of drawings."""
-    from markupsafe import Markup
-
-    from tula_hpc.analysis.figures.style import COLOURS
-
-    inline = [drawing.inline_svg(svg) for drawing, svg in zip(drawn.drawings, svgs, strict=True)]
     return {
-        "title": contents.name,
+        **shared_content(contents.name, contents.events, drawn, svgs),
         "subtitle": "Methods of large-batch training, compared at equal epochs",
         "answer": answer(table),
         "warnings": cautions(contents, table),
         "cells": table_cells(table),
         "verdicts": verdicts(table),
-        "figures": [
-            # the figures' own SVG
-            (drawing, Markup(svg))  # noqa: S704
-            for drawing, svg in zip(drawn.drawings, inline, strict=True)
-        ],
-        "missing": drawn.missing,
-        "colours": COLOURS,
         "facts": list(_facts(contents)),
         "rates": _rates(contents),
         "runs": _runs_as_text(contents),
         "sweep_text": contents.sweep_text,
-        "events": event_table(contents.events),
-        "happened": len(contents.events),
     }
 
 
@@ -176,31 +162,25 @@ def _rates(contents: StudyContents) -> TextTable | None:
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 no report could be written, 2 bad input."""
+    """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m tula_hpc.analysis.study",
         description=(
-            "Write table, figures and verdicts of a study into RUN/report, from the files in RUN alone."
+            "Write table, figures and verdicts of a study into RUN/report, from the files in RUN "
+            "alone."
         ),
     )
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="a run directory of a study, finished or not"
     )
     run = RunDirectory(parser.parse_args(arguments).run)
-    try:
+
+    def write() -> None:
         paths = write_study_report(run)
         print(study_text(run))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TulaError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{error.filename or run.root}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    print(f"report: {paths[0]}")
-    return 0
+        print(f"report: {paths[0]}")
+
+    return exit_code_of(write, run.root)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tula_hpc.records import (
 
 
 class Outcome(NamedTuple):
-    """End of one training. Accuracies are shares of 1, of the study's metric, after the last epoch."""
+    """End of one training. Accuracies are shares of 1, of the study's metric."""
 
     cell: StudyCell
     # missing: waits, runs, or was never submitted
@@ -65,8 +65,10 @@ class StudyContents(NamedTuple):
         return [self.metrics[o.cell] for o in shown]
 
     def accuracy(self, row: EpochMetrics) -> float:
-        """Return the test accuracy after an epoch, in the metric of the study; NaN where there is none."""
-        accuracy = row.test_top5_accuracy if self.study.metric == "top5" else row.test_accuracy
+        """Return the test accuracy after an epoch, in the metric of the study, or NaN."""
+        accuracy = row.test_accuracy
+        if self.study.metric == "top5":
+            accuracy = row.test_top5_accuracy
         return math.nan if accuracy is None else accuracy
 
 
@@ -123,9 +125,9 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
             why = f"the loss was not finite after {result.steps:,} steps"
             yield Outcome(cell, "diverged", why=why)
         else:
-            test, train = result.test_accuracy, result.train_accuracy
-            if study.metric == "top5":
-                test, train = result.test_top5_accuracy, result.train_top5_accuracy
+            top5 = study.metric == "top5"
+            test = result.test_top5_accuracy if top5 else result.test_accuracy
+            train = result.train_top5_accuracy if top5 else result.train_accuracy
             if test is None:
                 why = "no accuracy: its targets have none, or workload.metric was not finite"
                 yield Outcome(cell, "failed", test, train, why)
@@ -164,7 +166,7 @@ class Spread(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method (or variant) at one batch. Runs that diverged or failed are counted, without accuracy."""
+    """A method (or variant) at one batch; runs that diverged or failed are counted alone."""
 
     column: str
     batch: int
@@ -337,7 +339,9 @@ def percent(value: Spread | None) -> str:
 def points(difference: float) -> str:
     """Return for example "6.2 points"; without the sign."""
     amount = f"{abs(100 * difference):.1f}"
-    return f"{'less than 0.1' if amount == '0.0' else amount} points"
+    if amount == "0.0":
+        amount = "less than 0.1"
+    return f"{amount} points"
 
 
 def listed(names: Sequence[str]) -> str:

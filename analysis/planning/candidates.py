@@ -58,7 +58,7 @@ class Grid(NamedTuple):
 
 
 def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
-    """Return every power of two as local batch within the bounds, on every cluster size that fits."""
+    """Return every power of two as local batch within the bounds, for every cluster size."""
     sizes = np.array(sorted(cluster_sizes(search, cluster)), dtype=np.int64)
     powers = 2 ** np.arange(search.max_batch.bit_length(), dtype=np.int64)
     batches = sizes[:, None] * cluster.workers_per_node * powers
@@ -151,28 +151,23 @@ class CandidateTable(NamedTuple):
 
 def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
     """Concatenate tables."""
+    if len(tables) == 1:
+        return tables[0]
     columns: list[Any] = [np.concatenate(column) for column in zip(*tables, strict=True)]
-    return tables[0] if len(tables) == 1 else CandidateTable(*columns)
+    return CandidateTable(*columns)
 
 
-def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     """Predict and price configurations on one partition, see `priced`."""
     nodes, per_node, batch = (column.astype(np.float64) for column in grid)
-    return priced(place, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
+    return priced(index, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
 
 
-def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
-    """Price configurations on one partition, given the time of their steps.
+def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+    """Price configurations on one partition, whose steps take `step` seconds, (n,).
 
     `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale,
-    and `train_time_s` epochs times that.
-
-    Args:
-        place: Index of the partition.
-        part: The partition.
-        grid: At least one configuration.
-        sweep: Epochs, updates, checkpoints.
-        step: (n,) seconds of a training step.
+    and `train_time_s` epochs times that. `index` is that of the partition.
     """
     nodes, per_node, batch = (column.astype(np.float64) for column in grid)
     workers = nodes * per_node
@@ -186,7 +181,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
     paid = bill(usage, part.cluster, sweep.training, part.power, part.save)
     return CandidateTable(
-        part=np.full(grid.nodes.shape, place, dtype=np.int64),
+        part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
         global_batch=grid.global_batch,
         step_time_s=step,
@@ -206,7 +201,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
 
 
 def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
-    """Return the first reason against each; the user's own constraints come later (`constraints`)."""
+    """Return the first reason against each; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(
         grid.nodes * grid.workers_per_node == 1,
@@ -226,20 +221,23 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
 
 def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
     """Return the updates of the gradient scale in an epoch; see `methods.pass_interval`."""
-    training, samples = sweep.training, part.summary.dataset_samples
+    training = sweep.training
+    samples = part.summary.dataset_samples
     if not training.free_reference:
-        steps, place = np.unique(samples // grid.global_batch, return_inverse=True)
-        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[place]
+        steps, rows = np.unique(samples // grid.global_batch, return_inverse=True)
+        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[rows]
     alone = grid.nodes * grid.workers_per_node == 1
-    batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
-    wanted = np.array(
-        [max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64
-    )
-    steps, epochs = samples // batches, training.ags.update_interval_epochs
-    at_most = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
-    interval = np.maximum(1, np.round(epochs * steps)) if epochs else at_most
+    batches, rows = np.unique(grid.global_batch[alone], return_inverse=True)
+    steps = samples // batches
+    epochs = training.ags.update_interval_epochs
+    if epochs:
+        interval = np.maximum(1, np.round(epochs * steps))
+    else:
+        reference = [max(2, training.reference_batch(int(batch))) for batch in batches]
+        wanted = np.array(reference, dtype=np.float64)
+        interval = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
     updates = np.zeros(grid.global_batch.shape)
-    updates[alone] = (steps / interval)[place]
+    updates[alone] = (steps / interval)[rows]
     return updates
 
 
@@ -266,10 +264,8 @@ def on_top_bytes(
 
 def checkpoint_copy(summary: Summary) -> int:
     """Return the bytes of host memory that a checkpoint takes on the first node."""
-    rows = summary.profiles
-    return checkpoint_copy_bytes(
-        [row.memory for row in rows], [row.configuration.world_size for row in rows]
-    )
+    workers = [row.configuration.world_size for row in summary.profiles]
+    return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
 
 
 def allowed_bytes(limit: int | None, margin: float) -> float:
@@ -278,9 +274,8 @@ def allowed_bytes(limit: int | None, margin: float) -> float:
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
-    rows = np.array(
-        [profile.configuration for profile in summary.profiles], dtype=np.int64
-    ).reshape(-1, 3)
+    measured = [profile.configuration for profile in summary.profiles]
+    rows = np.array(measured, dtype=np.int64).reshape(-1, 3)
     return np.isin(grid.keys(), Grid(*rows.T).keys())
 
 
@@ -297,9 +292,10 @@ def as_records(
         parts: The partitions, which the column `part` counts.
         front: Marks rows on the Pareto front.
     """
-    lows, highs = np.empty(table.rows), np.empty(table.rows)
-    for place, part in enumerate(parts):
-        mine = table.part == place
+    lows = np.empty(table.rows)
+    highs = np.empty(table.rows)
+    for index, part in enumerate(parts):
+        mine = table.part == index
         if mine.any():
             rows = table.take(mine)
             with np.errstate(over="ignore"):
@@ -329,7 +325,8 @@ def _record(
     for name, value in numbers.items():
         low, high = ends
         if name in ("wall_time_s", "cost"):
-            low, high = fixed + (1.0 - fixed) * low, fixed + (1.0 - fixed) * high
+            low = fixed + (1.0 - fixed) * low
+            high = fixed + (1.0 - fixed) * high
         intervals[name] = (value * low, value * high)
     return Candidate(
         partition=part.name,
@@ -388,7 +385,7 @@ def _too_much_memory(peak: float, part: Part) -> str:
 
 
 def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
-    """Return the rows that no other row beats in both: at most as large in one and smaller in the other.
+    """Return the rows that no other row beats: none is smaller in one and at most as large in both.
 
     Args:
         first: (n,) finite numbers.
@@ -406,7 +403,7 @@ def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
 
 
 def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which batches the constraints allow before anything is measured; all where they allow none."""
+    """Tell which batches the constraints allow without measurements; all where they allow none."""
     most = np.inf if objective.max_global_batch is None else objective.max_global_batch
     allowed = global_batch <= most
     return np.asarray(allowed | ~allowed.any())

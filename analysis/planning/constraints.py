@@ -38,7 +38,9 @@ class Constraint(NamedTuple):
         """Return the limited quantity of one candidate."""
         if self.why is Why.DEADLINE:
             return candidate.expected_time_s
-        return float(candidate.cost if self.why is Why.BUDGET else candidate.global_batch)
+        if self.why is Why.BUDGET:
+            return candidate.cost
+        return float(candidate.global_batch)
 
     def is_broken_by(self, candidate: Candidate) -> bool:
         """Tell whether a candidate exceeds the limit."""
@@ -88,9 +90,11 @@ def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable
 
 
 def excess(table: CandidateTable, objective: ObjectiveSpec) -> NDArray[np.float64]:
-    """Return the largest share by which each candidate is over any limit; 0 or less where it keeps all."""
+    """Return the largest share by which each candidate is over any limit; 0 or less inside."""
     over = [constraint.excess(table) for constraint in constraints_of(objective)]
-    return np.asarray(np.max(over, axis=0) if over else np.zeros(table.rows))
+    if not over:
+        return np.zeros(table.rows)
+    return np.asarray(np.max(over, axis=0))
 
 
 def breaks(constraint: Constraint, candidate: Candidate) -> str:

@@ -1,4 +1,4 @@
-"""Effect of the constraints: which of them decide, how narrowly they are kept, by how much they fail."""
+"""Effect of the constraints: which decide, how narrowly they are kept, how far they fail."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _without(
 
 
 def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
-    """List constraints that the chosen candidate keeps, but not at the upper end of its interval."""
+    """List constraints that the chosen candidate keeps, but not at the end of its interval."""
     found = []
     for constraint in constraints_of(objective):
         _, high = chosen.interval_90.get(constraint.column, (0.0, 0.0))
@@ -126,9 +126,10 @@ def lost_fallbacks(
     """Warn where constraints leave training no smaller batch for when memory runs out."""
     table = fitted.table
     smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
-    against = [
-        one.key for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))
-    ]
+    against = []
+    for one in constraints_of(objective):
+        if np.any(smaller & (table.why == one.why)):
+            against.append(one.key)
     if fallbacks or not against:
         return []
     verb = "rules" if len(against) == 1 else "rule"

@@ -1,4 +1,4 @@
-"""The knee of the curve of training time against global batch, and how sure the measurements make it.
+"""Knee of the curve of training time against global batch, and its interval by the fit.
 
 Larger batches shorten training ever less, while they cost memory and generalization. The knee is
 the batch beyond which more batch buys little time: with both axes normalized to 0 … 1, the point of
@@ -7,8 +7,8 @@ the falling curve that lies farthest below the straight line between its ends (V
 the curve has several bends; the one farthest from the line is the knee.
 
 The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense
-and without noise: on those the farthest point is what kneed finds (tests/test_knee.py), and NumPy
-finds it in all of them at once.
+and without noise: on those the farthest point is the one that kneed finds (tests/test_knee.py), and
+NumPy finds it in all of them at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Lines(NamedTuple):
 
 def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_POINTS) -> Curve:
     """Return the least training time over the global batch, of all cluster sizes."""
-    low, high = lines.smallest.min(), lines.largest.max()
+    low = lines.smallest.min()
+    high = lines.largest.max()
     grid = np.geomspace(low, high, points if low < high else 1)
     line, point = np.nonzero(
         (grid >= lines.smallest[:, None] * (1 - 1e-9))
@@ -83,7 +84,6 @@ def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_PO
 
 
 def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: TrainTime) -> Array:
-    """Return the times of lines at global batches, one partition after the other."""
     nodes = lines.nodes[line]
     per_node = lines.workers_per_node[line]
     local = batch / (nodes * per_node)
@@ -135,9 +135,10 @@ def _knee_locator() -> Any:
 
 
 def find_knees(curve: Curve) -> Array:
-    """Return the global batch at the knee of each curve, shape () or (draws,); NaN if it hardly bends."""
+    """Return the global batch at the knee of each curve, (draws,); NaN if it hardly bends."""
     batches, times = curve
-    first, last = times[..., :1], times[..., -1:]
+    first = times[..., :1]
+    last = times[..., -1:]
     if len(batches) < MIN_BATCHES:
         return np.full(times.shape[:-1], np.nan)
     along = (batches - batches[0]) / (batches[-1] - batches[0])
@@ -149,7 +150,7 @@ def find_knees(curve: Curve) -> Array:
 
 
 def lines_of(feasible: CandidateTable) -> Lines:
-    """Return the cluster sizes of feasible candidates; of very many those fastest for some batch."""
+    """Return the cluster sizes of feasible candidates, or of very many the fastest."""
     key = (feasible.part << 25) | (feasible.nodes << 7) | feasible.workers_per_node
     # stable: fast where they are in order already
     order = np.argsort(key, kind="stable")

@@ -72,8 +72,8 @@ def choose(
     ranking = ranked(table, feasible, least_keys(objective, table.wall_time_s, table.cost))
     least = f"expected {objective.kind}"
     if objective.kind == "weighted":
-        time, cost = objective.time_weight, objective.cost_weight
-        least = f"{_power('time', time)} × {_power('cost', cost)}"
+        time = _power("time", objective.time_weight)
+        least = f"{time} × {_power('cost', objective.cost_weight)}"
     return Choice(ranking, f"it has the least {least} of all feasible candidates", None, ())
 
 

@@ -79,14 +79,16 @@ def fit_parts(
         lacks = [prefixed(name, _lack(e)) for name, e in zip(names, errors, strict=True)]
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     parts = _corrected(parts, trained)
-    tables = []
-    for index, (part, grid) in enumerate(zip(parts, grids, strict=True)):
-        try:
-            tables.append(predict(index, part, grid, sweep))
-        except InputError as error:
-            source = f"partition {part.name}" if part.name else None
-            raise InputError(str(error), source=source) from None
+    tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
     return Fitted(tuple(parts), stacked(tables), tuple(warnings))
+
+
+def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    try:
+        return predict(index, part, grid, sweep)
+    except InputError as error:
+        source = f"partition {part.name}" if part.name else None
+        raise InputError(str(error), source=source) from None
 
 
 def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
@@ -94,11 +96,11 @@ def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
     for event in trained.events:
         if (event.event, event.stage) == ("submitted", "train"):
             names.add(str(event.data.get("partition") or ""))
-    where = next((part for part in parts if not part.name or names == {part.name}), None)
+    where = [part for part in parts if not part.name or names == {part.name}]
     # trainings on several partitions: no evaluation can be assigned to one of them
-    if trained.metrics is None or where is None:
+    if trained.metrics is None or not where:
         return parts
-    found = where.evaluation.corrected(trained.metrics.epochs)
+    found = where[0].evaluation.corrected(trained.metrics.epochs)
     return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
 
 
@@ -148,7 +150,7 @@ def _fit(
     wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)].tolist()
     if not wanted:
         raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
-    bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
+    bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
     return part_of(name, sweep, cluster, summary, models)._replace(

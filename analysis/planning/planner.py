@@ -105,16 +105,16 @@ def _doubts(
 def _remarks(
     sweep: SweepSpec, fitted: Fitted, critical: CriticalBatch | None, train_time_s: TrainTime
 ) -> dict[str, Any]:
-    return {
+    remarks: dict[str, Any] = {
         "binding": binding(fitted, sweep.objective, train_time_s),
-        "critical_batch": critical.batch if critical else None,
-        "critical_batch_source": critical.source if critical else None,
         "notes": _all_notes(fitted.parts),
     }
+    if critical:
+        remarks |= {"critical_batch": critical.batch, "critical_batch_source": critical.source}
+    return remarks
 
 
 def _all_notes(parts: Sequence[Part]) -> list[str]:
-    """Return the notes that hold for all partitions, then each partition's own."""
     notes = {part.name: _notes(part) for part in parts}
     first, *others = notes.values()
     found = [note for note in first if all(note in other for other in others)]
@@ -125,7 +125,6 @@ def _all_notes(parts: Sequence[Part]) -> list[str]:
 
 
 def _notes(part: Part) -> list[str]:
-    """Say what prices, times and memory of a partition assume."""
     counted = "beside what loads the data"
     if part.cluster.device == "cpu":
         counted = "which the plan counts"
@@ -135,7 +134,8 @@ def _notes(part: Part) -> list[str]:
         part.evaluation.describe(),
         interruptions.describe(part.save, part.cluster.pricing),
         evaluation.describe(part.summary.start_s, part.cluster.pricing),
-        f"while a checkpoint is written, the first node holds {copy} more in host memory, {counted}",
+        f"while a checkpoint is written, the first node holds {copy} more in host memory, "
+        f"{counted}",
         *describe_limit(part.cluster, part.summary.memory_uses),
     ]
 
@@ -177,7 +177,7 @@ FRONT = 512
 
 
 def front_rows(table: CandidateTable) -> NDArray[np.intp]:
-    """Return rows of the Pareto front of expected time and cost among the feasible, fastest first."""
+    """Return rows of the Pareto front of expected time and cost, fastest first."""
     feasible = np.flatnonzero(table.why == FEASIBLE)
     return feasible[pareto_front(table.wall_time_s[feasible], table.cost[feasible])]
 

@@ -31,13 +31,11 @@ def choose_again(
 ) -> Candidate | None:
     """Return the best feasible candidate on the planned nodes after a part of the step drifted.
 
-    The drifted part is changed in every candidate, see `drifted_step_s`; the time of steps follows
-    in proportion, and expected time, cost and intervals with it, see `slowed`. Constraints of the
-    objective count unless no candidate keeps them any more.
-
-    The batch moves by the factor by which the objective's choice among the candidates of these
-    nodes moves, or their knee: the plan had other candidates as well (its knee is that of all
-    cluster sizes), and without a drift its choice has to stand.
+    The drifted part is changed in every candidate, see `drifted_step_s` and `slowed`. Constraints of
+    the objective count unless no candidate keeps them any more. The batch moves by the factor by
+    which the objective's choice among the candidates of these nodes moves, or their knee: the plan
+    had other candidates as well (its knee is that of all cluster sizes), and without a drift its
+    choice has to stand.
 
     Args:
         plan: Holds the candidates.
@@ -49,8 +47,7 @@ def choose_again(
         below: A local batch that ran out of memory; only smaller ones are candidates.
 
     Returns:
-        The candidate with the step time that it will have; None where the drift has no name or no
-        candidate is left.
+        The candidate with its new step time; None for an unknown drift or without candidates.
     """
     if drift.part == "unknown":
         return None
@@ -60,8 +57,10 @@ def choose_again(
     if not there:
         return None
     evaluation = _compute_factor(drift) if drift.part == "compute" else 1.0
-    steps = [drifted_step_s(c, drift, parts(c.configuration)) / c.step_time_s for c in there]
-    changed = [slowed(c, factor, evaluation) for c, factor in zip(there, steps, strict=True)]
+    changed = []
+    for candidate in there:
+        step_s = drifted_step_s(candidate, drift, parts(candidate.configuration))
+        changed.append(slowed(candidate, step_s / candidate.step_time_s, evaluation))
     kept = _keeping(changed, objective)
     target = planned.global_batch * _moved(objective, _keeping(there, objective), kept)
     return min(kept, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
@@ -86,7 +85,6 @@ def _best(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Candidat
 
 
 def _keeping(candidates: list[Candidate], objective: ObjectiveSpec) -> list[Candidate]:
-    """Return the candidates within the constraints; all where none is."""
     return [c for c in candidates if _keeps(c, objective)] or candidates
 
 
@@ -142,10 +140,10 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
         factor: Of the step time.
         evaluation: Factor of the time of evaluations.
     """
-    own = {"evaluation": evaluation, "starts": 1.0}
-    parts = {
-        name: seconds * own.get(name, factor) for name, seconds in candidate.wall_parts_s.items()
-    }
+    other_factors = {"evaluation": evaluation, "starts": 1.0}
+    parts = {}
+    for name, seconds in candidate.wall_parts_s.items():
+        parts[name] = seconds * other_factors.get(name, factor)
     before_s = sum(candidate.wall_parts_s.values())
     whole = sum(parts.values()) / before_s if before_s > 0 else factor
     factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import InputError, RunDirectoryError, TulaError
 from tula_hpc.files import mistrust
 from tula_hpc.formatting import keep_units, printable
 from tula_hpc.records import write_atomically
@@ -50,6 +51,22 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
+
+
+def exit_code_of(action: Callable[[], None], folder: Path) -> int:
+    """Run a command over a folder and return its exit code: 0 done, 1 failed, 2 bad input."""
+    try:
+        action()
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except TulaError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or folder}: {error.strerror or error}\n")
+        return 1
+    return 0
 
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from tula_hpc.analysis.report.tables import (
 )
 from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
 from tula_hpc.analysis.run_contents import RunContents, read_run
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import Event, RunDirectory
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.figures.all import Figures
@@ -72,35 +72,45 @@ def write_report(run: RunDirectory) -> list[Path]:
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the template, which escapes everything but the SVG of drawings."""
-    from markupsafe import Markup
-
-    from tula_hpc.analysis.figures.style import COLOURS
-
-    plan = contents.plan
-    inline = [drawing.inline_svg(svg) for drawing, svg in zip(drawn.drawings, svgs, strict=True)]
-    return {
-        "title": contents.name,
+    page = {
+        **shared_content(contents.name, contents.events, drawn, svgs),
         "subtitle": _subtitle(contents),
         "answer": answer(contents),
         "about_plan": about_plan(contents),
         "warnings": warnings(contents),
-        "figures": [
-            # the figures' own SVG
-            (drawing, Markup(svg))  # noqa: S704
-            for drawing, svg in zip(drawn.drawings, inline, strict=True)
-        ],
-        "missing": drawn.missing,
-        "colours": COLOURS,
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
         "failed": sum(item.status != "ok" for item in contents.measurements),
-        "models": model_tables(plan.models) if plan else [],
-        "fallbacks": fallback_table(plan) if plan else None,
-        "candidates": candidate_table(plan, contents.measurements) if plan else None,
+        "models": [],
+        "fallbacks": None,
+        "candidates": None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
-        "events": event_table(contents.events),
-        "happened": len(contents.events),
+    }
+    if contents.plan:
+        page["models"] = model_tables(contents.plan.models)
+        page["fallbacks"] = fallback_table(contents.plan)
+        page["candidates"] = candidate_table(contents.plan, contents.measurements)
+    return page
+
+
+def shared_content(
+    title: str, events: Sequence[Event], drawn: Figures, svgs: Sequence[str]
+) -> dict[str, Any]:
+    """Return the content that all templates have; they escape everything but the SVG."""
+    from markupsafe import Markup
+
+    from tula_hpc.analysis.figures.style import COLOURS
+
+    figures = []
+    for drawing, svg in zip(drawn.drawings, svgs, strict=True):
+        figures.append((drawing, Markup(drawing.inline_svg(svg))))  # noqa: S704
+    return {
+        "title": title,
+        "figures": figures,
+        "missing": drawn.missing,
+        "colours": COLOURS,
+        "events": event_table(events),
+        "happened": len(events),
     }
 
 

@@ -59,7 +59,11 @@ class TextColumn(NamedTuple):
 def _longest(texts: Sequence[str]) -> int:
     from rich.cells import cell_len
 
-    return max((cell_len(line) for text in texts for line in text.split("\n")), default=0)
+    longest = 0
+    for text in texts:
+        for line in text.split("\n"):
+            longest = max(longest, cell_len(line))
+    return longest
 
 
 def fitted(columns: Sequence[TextColumn], width: int) -> list[tuple[TextColumn, int]]:
@@ -93,9 +97,7 @@ def add_columns(
     """
     from rich.text import Text
 
-    clean = [
-        column._replace(cells=[printable(cell) for cell in column.cells]) for column in columns
-    ]
+    clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
     chosen = fitted(clean, width)
     for column, characters in chosen:
         justify: Literal["left", "right"] = "right" if column.right else "left"
@@ -121,7 +123,8 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
         profiling: Cost of profiling, a sentence without its full stop.
     """
     console = Console(highlight=False)
-    console.width = console.width if console.is_terminal else PLAN_WIDTH
+    if not console.is_terminal:
+        console.width = PLAN_WIDTH
     with console.capture() as capture:
         console.print(_table(plan, console.width))
     # the table has escapes of its own, for its colours
@@ -140,14 +143,15 @@ def describe_plan(plan: Plan, profiling: str = "") -> str:
 
 def sentences(plan: Plan, profiling: str = "") -> list[str]:
     """Return expectations, the reason of the choice, alternatives, assumptions and warnings."""
-    return [
+    found = [
         _expectation(plan),
         *_where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *background(plan),
-        *([f"Profiling: {profiling}."] if profiling else []),
-        *(f"Warning: {warning}." for warning in plan.warnings),
     ]
+    if profiling:
+        found.append(f"Profiling: {profiling}.")
+    return [*found, *(f"Warning: {warning}." for warning in plan.warnings)]
 
 
 def background(plan: Plan) -> list[str]:
@@ -301,9 +305,10 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
     ]
     if plan.chosen.partition:
         columns.append(TextColumn("partition", [item.partition for item in shown]))
-    remarks = [item.why or ("measured" if item.measured else "") for item in shown]
+    remarks = ["measured" if item.measured and not item.why else item.why for item in shown]
     return [*columns, TextColumn("", remarks, narrow=len("measured"))]
 
 
 def _mark(candidate: Candidate, chosen: Candidate) -> str:
-    return ("→" if candidate == chosen else " ") + (FRONT_MARK if candidate.pareto else "")
+    arrow = "→" if candidate == chosen else " "
+    return f"{arrow}{FRONT_MARK}" if candidate.pareto else arrow

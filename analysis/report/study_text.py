@@ -44,10 +44,10 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
         if near:
             yield f"Within one standard deviation of it: {listed(near)}."
     methods = [entry for entry in row if entry.column != REFERENCE_COLUMN]
-    shares = {e.column: e.recovered for e in methods if e.recovered is not None}
+    shares = [(e.column, e.recovered) for e in methods if e.recovered is not None]
     if shares:
-        ordered = sorted(shares.items(), key=lambda item: -item[1])
-        recovered = [f"{column} {signed(share)}" for column, share in ordered]
+        shares.sort(key=lambda item: -item[1])
+        recovered = [f"{column} {signed(share)}" for column, share in shares]
         yield f"Recovered of that loss: {', '.join(recovered)}."
     worst = [e for e in row if e.mark == "worst" and e.test is not None and not e.diverged]
     if worst:
@@ -123,7 +123,9 @@ def _best(leaders: Sequence[Entry], row: Sequence[Entry]) -> str:
 
 
 def _diverged(entry: Entry) -> str:
-    runs = entry.diverged + (entry.test.runs if entry.test else 0)
+    runs = entry.diverged
+    if entry.test:
+        runs += entry.test.runs
     return f"diverged in {entry.diverged} of {plural(runs, 'run')}"
 
 
@@ -176,7 +178,9 @@ def _late_pair(metrics: Metrics, epochs: int) -> tuple[EpochMetrics, EpochMetric
 
 
 def _edge_rates(contents: StudyContents) -> Iterator[str]:
-    for name, rate in contents.rates.rates.items() if contents.rates else ():
+    if not contents.rates:
+        return
+    for name, rate in contents.rates.rates.items():
         rates = sorted(contents.study.rates_of(name))
         if len(rates) > 1 and rate in (rates[0], rates[-1]):
             side = "smaller" if rate == rates[0] else "larger"

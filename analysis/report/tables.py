@@ -47,9 +47,9 @@ class SummaryRow(NamedTuple):
     # predicted, per worker
     peak_memory_bytes: int
     # median of the training that ran at this configuration
-    trained_epoch_s: float | None
-    test_accuracy: float | None
-    test_loss: float | None
+    trained_epoch_s: float | None = None
+    test_accuracy: float | None = None
+    test_loss: float | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -107,10 +107,7 @@ def _summary_row(
     trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    trained = result
-    if result and (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
-        trained = None
-    return SummaryRow(
+    row = SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
@@ -121,9 +118,13 @@ def _summary_row(
         cost=item.cost,
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
-        trained_epoch_s=trained_epoch_s if trained else None,
-        test_accuracy=trained.test_accuracy if trained else None,
-        test_loss=trained.test_loss if trained else None,
+    )
+    if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
+        return row
+    return row._replace(
+        trained_epoch_s=trained_epoch_s,
+        test_accuracy=result.test_accuracy,
+        test_loss=result.test_loss,
     )
 
 
@@ -173,8 +174,8 @@ class TextTable(NamedTuple):
 
 
 def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
-    """Return the table of the chosen configuration, with a column for the accuracy of a training."""
-    columns = SUMMARY_COLUMNS
+    """Return the table of the chosen configuration, with the accuracy of a training."""
+    columns: tuple[str, ...] = SUMMARY_COLUMNS
     if any(row.test_accuracy is not None for row in rows):
         columns = (*columns, "accuracy")
     elif any(row.test_loss is not None for row in rows):
@@ -223,47 +224,40 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
 
 def fallback_table(plan: Plan) -> TextTable:
     """Return the candidates for when memory runs out, first to be tried first."""
-    columns = ("global batch", "nodes", "steps", "memory per worker")
-    rows: list[tuple[str, ...]] = [
-        (
-            f"{item.global_batch:,}",
-            str(item.nodes),
-            format_duration(item.train_time_s),
-            format_bytes(item.peak_memory_bytes),
-        )
-        for item in plan.fallbacks
-    ]
-    return TextTable(columns, rows)
+    rows: list[tuple[str, ...]] = []
+    for item in plan.fallbacks:
+        memory = format_bytes(item.peak_memory_bytes)
+        time = format_duration(item.train_time_s)
+        rows.append((f"{item.global_batch:,}", str(item.nodes), time, memory))
+    return TextTable(("global batch", "nodes", "steps", "memory per worker"), rows)
 
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:
     """Return profiles that ended without times; of very many the first and the last."""
     failed = [item for item in measurements if item.status != "ok"]
-    left_out = ("", "", "", f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl", "")
-    rows = [_failure_cells(item) if item else left_out for item in ends(failed, None)]
+    rows: list[tuple[str, ...]] = []
+    for item in ends(failed, None):
+        if item is None:
+            left_out = f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl"
+            rows.append(("", "", "", left_out, ""))
+            continue
+        reason = str(item.failure or UNKNOWN)
+        configuration = str(item.configuration)
+        rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
-
-
-def _failure_cells(item: Measurement) -> tuple[str, ...]:
-    return (
-        str(item.configuration),
-        item.status,
-        str(item.failure or UNKNOWN),
-        cut(item.detail),
-        item.job_id,
-    )
 
 
 def event_table(events: Sequence[Event]) -> TextTable:
     """Return the events in order; of very many the first and the last."""
-    left_out = ("", "", "", f"{len(events) - MOST_ROWS:,} more are in events.jsonl", "")
-    rows = [_event_cells(event) if event else left_out for event in ends(events, None)]
+    rows: list[tuple[str, ...]] = []
+    for event in ends(events, None):
+        if event is None:
+            left_out = f"{len(events) - MOST_ROWS:,} more are in events.jsonl"
+            rows.append(("", "", "", left_out, ""))
+            continue
+        detail = cut(event.detail or str(event.failure or ""))
+        rows.append((format_time(event.time), event.stage, event.event, detail, event.job_id))
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
-
-
-def _event_cells(event: Event) -> tuple[str, ...]:
-    detail = cut(event.detail or str(event.failure or ""))
-    return (format_time(event.time), event.stage, event.event, detail, event.job_id)
 
 
 def format_time(unix_s: float) -> str:
@@ -280,13 +274,14 @@ def model_tables(models: Mapping[str, Any]) -> list[tuple[str, TextTable]]:
 
 
 def _model_table(model: object) -> TextTable:
-    pinned = model.get("pinned", []) if isinstance(model, dict) else []
-    names = {str(name) for name in pinned} if isinstance(pinned, list) else set()
-    rows: list[tuple[str, ...]] = [
-        (key, value, "pinned" if key.split(".")[-1] in names else "")
-        for key, value in _flatten(model)
-        if key != "pinned"
-    ]
+    pinned: object = []
+    if isinstance(model, dict):
+        pinned = model.get("pinned")
+    names = set(map(str, pinned)) if isinstance(pinned, list) else set()
+    rows: list[tuple[str, ...]] = []
+    for key, value in _flatten(model):
+        if key != "pinned":
+            rows.append((key, value, "pinned" if key.split(".")[-1] in names else ""))
     return TextTable(("quantity", "value", ""), rows)
 
 

@@ -124,8 +124,9 @@ def _outdated_notes(run: RunContents) -> set[str]:
 
 
 def _outcome(run: RunContents, training: Training) -> Iterator[str]:
-    """Describe the end of a training, or how far it is."""
-    name = "The training" if len(run.trainings) == 1 else f"Training {training.label}"
+    name = f"Training {training.label}"
+    if len(run.trainings) == 1:
+        name = "The training"
     result = training.result
     if result is None:
         done = "no epoch is done yet"
@@ -138,7 +139,7 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
     reached = format_score(result.test_accuracy, result.test_loss)
     yield f"{name} ({result.method}) took {time} and reached {reached}."
-    if run.plan and not _as_chosen(training, result, run.plan.chosen):
+    if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = f"{plural(result.nodes, 'node')}{_of(training.partition or '')}"
         batch = f"global batch {result.global_batch:,}"
         yield f"It ended on {where} with {batch}, not at the chosen configuration."
@@ -147,7 +148,7 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
         yield f"It was interrupted and resumed {often}."
 
 
-def _as_chosen(training: Training, result: TrainResult, chosen: Candidate) -> bool:
+def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> bool:
     same = (result.nodes, result.global_batch) == (chosen.nodes, chosen.global_batch)
     return same and training.partition in (None, chosen.partition)
 
@@ -175,7 +176,6 @@ def warnings(run: RunContents) -> list[str]:
 
 
 def _doubts_before_plan(run: RunContents) -> list[str]:
-    """List the warnings that a plan would have, had it been made."""
     if run.sweep is None:
         return []
     cluster = run.cluster or ClusterSpec()
@@ -192,7 +192,6 @@ def _doubts_before_plan(run: RunContents) -> list[str]:
 
 
 def _off_prediction(run: RunContents) -> Iterator[str]:
-    """Name trainings whose epochs lie outside of the predicted interval."""
     for training in run.trainings:
         candidate = trained_candidate(run, training)
         if candidate is None or training.epoch_time_s is None:
@@ -207,7 +206,6 @@ def _off_prediction(run: RunContents) -> Iterator[str]:
 
 
 def _learned_nothing(run: RunContents) -> Iterator[str]:
-    """Name finished trainings that learned nothing."""
     if run.sweep is None:
         return
     for training in run.trainings:
@@ -224,12 +222,13 @@ def _scaled_nothing(run: RunContents) -> Iterator[str]:
 
 
 def _mixed_devices(run: RunContents) -> Iterator[str]:
-    """Name partitions with several devices."""
-    found = {(item.partition, item.device) for item in run.ok}
-    for name in sorted({partition for partition, _ in found}):
-        devices = sorted(device for partition, device in found if partition == name and device)
-        if len(devices) > 1:
-            differ = f"The nodes{_of(name)} differ: {', '.join(devices)}"
+    devices: dict[str, set[str]] = {}
+    for item in run.ok:
+        if item.device:
+            devices.setdefault(item.partition, set()).add(item.device)
+    for name, found in sorted(devices.items()):
+        if len(found) > 1:
+            differ = f"The nodes{_of(name)} differ: {', '.join(sorted(found))}"
             yield f"{differ}. One model for all of them is an average."
 
 
@@ -248,7 +247,7 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
     hosts: set[str] = set()
     for item in run.measurements:
         hosts.update(item.hosts)
-    versions = set()
+    versions: set[str] = set()
     for item in ok:
         versions.update(f"{name} {version}" for name, version in item.versions.items())
     facts = [
@@ -299,7 +298,6 @@ def _used_by_profiling(run: RunContents) -> dict[str, float]:
 
 
 def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
-    """Return prices by name of the partition, where nodes are paid by the hour."""
     prices = {}
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         if part.pricing.basis == "node-hour":
