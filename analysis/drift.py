@@ -23,24 +23,23 @@ from tula_hpc.records import (
     is_usable,
 )
 
-# of the cumulative sum: so many windows in a row are an alarm
+# windows in a row that are an alarm
 THRESHOLD = 12
 # each window on the right side undoes two on the wrong one
 STEP_BACK = 2
-# how far beyond the interval's end a step time must lie to count; back inside the interval it is
-# well
+# factor beyond the interval's end from which on a step time counts
 MARGIN = 1.1
-# after every start: allocators, caches and loader processes are not yet what they will be
+# left out after every start, while allocators, caches and loader processes settle
 WARM_UP_LOOKS = 10
 # a part is named when it explains this share of the deviation
 NAMED_FROM = 0.3
-# so much of it in the computation, and the all-reduce is slow because the processor is
+# share of the computation from which on a slow all-reduce is due to a busy processor
 STARVED_FROM = 0.1
-# likewise where the computation takes so many times as long; then it is named from that share on
+# likewise, as a factor of its time; the computation is then named from `STARVED_FROM` on
 STARVED_TIMES = 1.5
-# so much of it in the all-reduce needs no busy processor to explain it
+# share of the all-reduce that explains the deviation without a busy processor
 ALONE_FROM = 0.8
-# windows are made of looks about so far apart
+# at most between two looks, which windows consist of
 SECONDS_PER_LOOK = 1.0
 
 Verdict = Literal["drifted", "recovered"]
@@ -222,23 +221,23 @@ def expected_parts(measurements: Iterable[Measurement], configuration: Configura
     compute over the local batch, the all-reduce over the number of workers, through the two nearest
     measured values.
     """
-    rows = [
-        (m, m.times)
-        for m in measurements
-        if is_usable(m) and m.times and m.workers_per_node == configuration.workers_per_node
-    ]
-    own = [(row, times) for row, times in rows if row.configuration == configuration] or rows
+    rows = []
+    for row in measurements:
+        same_nodes = row.workers_per_node == configuration.workers_per_node
+        if same_nodes and row.times and is_usable(row):
+            rows.append((row, row.times))
+    own = [pair for pair in rows if pair[0].configuration == configuration] or rows
     batch = configuration.local_batch
-    world = configuration.world_size
-    alone = world == 1
+    workers = configuration.world_size
+    waits = [(row.local_batch, times.data_time_s) for row, times in own]
     reduced = []
     for row, times in rows:
         if times.allreduce_time_s > 0:
             reduced.append((row.configuration.world_size, times.allreduce_time_s))
     return StepParts(
-        data_time_s=_at(batch, [(row.local_batch, times.data_time_s) for row, times in own]),
-        compute_time_s=_at(batch, _computes(own, alone=alone)),
-        allreduce_time_s=0.0 if alone else _at(world, reduced),
+        data_time_s=_at(batch, waits),
+        compute_time_s=_at(batch, _computes(own, alone=workers == 1)),
+        allreduce_time_s=0.0 if workers == 1 else _at(workers, reduced),
     )
 
 
@@ -258,14 +257,13 @@ def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float
 def _computes(
     rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool
 ) -> list[tuple[int, float]]:
-    # times of a single worker that takes its batch in micro-batches hold for such a worker alone
-    in_parts = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts > 1]
-    if alone and in_parts:
-        return in_parts
-    whole = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts == 1]
-    for row, _ in rows:
+    in_parts: list[tuple[int, float]] = []
+    whole: list[tuple[int, float]] = []
+    for row, times in rows:
+        (in_parts if row.parts > 1 else whole).append((row.local_batch, times.compute_time_s))
         whole += row.smaller_computes
-    return whole
+    # a single worker takes large batches in micro-batches, several workers never do
+    return in_parts if alone and in_parts else whole
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:

@@ -69,8 +69,7 @@ def make_plan(
         InputError: A price needs a quantity that is not known.
     """
     from tula_hpc.analysis.planning.partitions import Trained
-    from tula_hpc.analysis.planning.planner import Profiling, plan_candidates
-    from tula_hpc.analysis.planning.warnings import AGAIN
+    from tula_hpc.analysis.planning.planner import AGAIN, Profiling, plan_candidates
     from tula_hpc.analysis.search.propose import propose
 
     def pending(part: ClusterSpec, rows: Sequence[Measurement]) -> Sequence[Configuration]:
@@ -150,7 +149,7 @@ def _answer(options: argparse.Namespace) -> str:
             how_to_profile=how_to_profile,
         )
     except InputError as error:
-        # prices that need what is not known
+        # a price needs a quantity that is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:

@@ -200,6 +200,10 @@ class StudyTable(NamedTuple):
         """Return the entries of one batch, in the order of the columns."""
         return [self.entries[column, batch] for column in self.columns]
 
+    def line(self, column: str) -> list[Entry]:
+        """Return the entries of one column, in the order of the batches."""
+        return [self.entries[column, batch] for batch in self.batches]
+
     def leaders(self, batch: int) -> list[Entry]:
         """Return the methods of highest mean test accuracy at a batch; none where all are equal."""
         return [entry for entry in self.row(batch) if entry.mark == "best"]

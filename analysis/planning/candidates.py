@@ -34,6 +34,7 @@ from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Candidate
 
 Integers = NDArray[np.int64]
+Array = NDArray[np.float64]
 
 
 class Grid(NamedTuple):
@@ -52,6 +53,11 @@ class Grid(NamedTuple):
         """Return some rows."""
         return Grid(*(column[rows] for column in self))
 
+    def as_floats(self) -> tuple[Array, Array, Array]:
+        """Return nodes, workers per node and local batch for computing with them."""
+        nodes, workers_per_node, local_batch = (column.astype(np.float64) for column in self)
+        return nodes, workers_per_node, local_batch
+
     def keys(self) -> Integers:
         """Return one number for each configuration, for comparing many at once."""
         return (self.nodes << 38) | (self.workers_per_node << 31) | self.local_batch
@@ -66,9 +72,6 @@ def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
     return Grid(
         sizes[size], np.full(size.shape, cluster.workers_per_node, dtype=np.int64), powers[power]
     )
-
-
-Array = NDArray[np.float64]
 
 
 class Why(IntEnum):
@@ -159,7 +162,7 @@ def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
 
 def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     """Predict and price configurations on one partition, see `priced`."""
-    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    nodes, per_node, batch = grid.as_floats()
     return priced(index, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
 
 
@@ -169,7 +172,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale,
     and `train_time_s` epochs times that. `index` is that of the partition.
     """
-    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    nodes, per_node, batch = grid.as_floats()
     workers = nodes * per_node
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))

@@ -27,14 +27,13 @@ class Constraint(NamedTuple):
     # of the table
     column: str
     why: Why
-    # describes an amount
-    says: Callable[[float, Candidate], str]
+    describe: Callable[[float, Candidate], str]
 
     def excess(self, table: CandidateTable) -> NDArray[np.float64]:
         """Return the share of the limit by which each candidate is over it; 0 or less inside."""
         return np.asarray(getattr(table, self.column) / self.limit - 1.0, dtype=np.float64)
 
-    def of(self, candidate: Candidate) -> float:
+    def amount(self, candidate: Candidate) -> float:
         """Return the limited quantity of one candidate."""
         if self.why is Why.DEADLINE:
             return candidate.expected_time_s
@@ -44,7 +43,7 @@ class Constraint(NamedTuple):
 
     def is_broken_by(self, candidate: Candidate) -> bool:
         """Tell whether a candidate exceeds the limit."""
-        return self.of(candidate) > self.limit
+        return self.amount(candidate) > self.limit
 
 
 def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
@@ -99,12 +98,12 @@ def excess(table: CandidateTable, objective: ObjectiveSpec) -> NDArray[np.float6
 
 def breaks(constraint: Constraint, candidate: Candidate) -> str:
     """Describe by how much a candidate breaks a constraint."""
-    amount = constraint.of(candidate)
-    limit = constraint.says(constraint.limit, candidate)
+    amount = constraint.amount(candidate)
+    limit = constraint.describe(constraint.limit, candidate)
     over = format_percent(amount / constraint.limit - 1.0)
     if constraint.why is not Why.BATCH:
-        over = f"{constraint.says(amount - constraint.limit, candidate)} ({over})"
-    return f"{constraint.says(amount, candidate)}, {over} over {constraint.key} = {limit}"
+        over = f"{constraint.describe(amount - constraint.limit, candidate)} ({over})"
+    return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key} = {limit}"
 
 
 def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | None:

@@ -112,9 +112,9 @@ def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
     for constraint in constraints_of(objective):
         _, high = chosen.interval_90.get(constraint.column, (0.0, 0.0))
         if high > constraint.limit:
-            expected = constraint.says(constraint.of(chosen), chosen)
-            limit = constraint.says(constraint.limit, chosen)
-            most = constraint.says(high, chosen)
+            expected = constraint.describe(constraint.amount(chosen), chosen)
+            limit = constraint.describe(constraint.limit, chosen)
+            most = constraint.describe(high, chosen)
             kept = f"{constraint.key} = {limit} is kept only narrowly"
             found.append(f"{kept}: {expected} expected, but the 90 % interval reaches {most}")
     return found

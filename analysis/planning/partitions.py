@@ -56,7 +56,7 @@ def fit_parts(
 
     Raises:
         NotEnoughDataError: No partition has; the message says what each of them lacks.
-        InputError: Prices that need what is not known.
+        InputError: A price needs a quantity that is not known.
     """
     trained = trained or Trained()
     parts: list[Part] = []
@@ -191,7 +191,7 @@ def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
 
 
 def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
-    """Return the candidates that measurements can tell about, and a warning about the others."""
+    """Return the candidates on measured cluster sizes, and a warning about the others."""
     wanted = candidate_grid(sweep.search, part.cluster)
     sizes = {profile.configuration.nodes for profile in part.summary.profiles}
     if len(sizes) > 1:

@@ -47,12 +47,14 @@ from tula_hpc.formatting import format_bytes
 from tula_hpc.records import Candidate, Configuration, Footprint, Measurement, Plan
 
 RUNNERS_UP = 3
+# advice on missing measurements
+AGAIN = "run the sweep again"
 
 
 class Profiling(NamedTuple):
     """Profiling that is still to come."""
 
-    # configurations that the search proposes on one kind of nodes, given what was measured there
+    # returns the configurations that the search still proposes on a partition
     pending: Callable[[ClusterSpec, Sequence[Measurement]], Sequence[Configuration]]
     # advice for the user
     how: str
@@ -80,7 +82,7 @@ def plan_candidates(
     doubts = _doubts(plan, sweep, fitted, choice, critical)
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
-        doubts += warnings.about_part(part, sweep, pending, profiling.how)
+        doubts += warnings.about_partition(part, sweep, pending, profiling.how)
     remarks = _remarks(sweep, fitted, critical, nominal)
     skipped = warnings.about_lines(skipped_lines)
     remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts, *skipped]

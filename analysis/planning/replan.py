@@ -31,29 +31,18 @@ def choose_again(
 ) -> Candidate | None:
     """Return the best feasible candidate on the planned nodes after a part of the step drifted.
 
-    The drifted part is changed in every candidate, see `drifted_step_s` and `slowed`. Constraints of
-    the objective count unless no candidate keeps them any more. The batch moves by the factor by
-    which the objective's choice among the candidates of these nodes moves, or their knee: the plan
-    had other candidates as well (its knee is that of all cluster sizes), and without a drift its
+    It has its new step time; None for an unknown drift or without candidates. The drifted part is
+    changed in every candidate, see `drifted_step_s` and `slowed`, with `parts` as profiled.
+    Constraints of the objective count unless no candidate keeps them any more. After a local batch
+    ran out of memory only those `below` it are candidates.
+
+    The batch moves by the factor by which the objective's choice among the candidates of these
+    nodes moves, or their knee: the plan had other candidates as well, and without a drift its
     choice has to stand.
-
-    Args:
-        plan: Holds the candidates.
-        objective: Ranks them.
-        planned: The plan's choice.
-        drift: Measured and expected parts of the step.
-        parts: Returns the profiled parts of the step at any configuration.
-        partition: Of the planned nodes.
-        below: A local batch that ran out of memory; only smaller ones are candidates.
-
-    Returns:
-        The candidate with its new step time; None for an unknown drift or without candidates.
     """
     if drift.part == "unknown":
         return None
-    there = _candidates(plan, planned, partition)
-    if below is not None:
-        there = [candidate for candidate in there if candidate.local_batch < below]
+    there = _candidates(plan, planned, partition, below)
     if not there:
         return None
     evaluation = _compute_factor(drift) if drift.part == "compute" else 1.0
@@ -61,12 +50,14 @@ def choose_again(
     for candidate in there:
         step_s = drifted_step_s(candidate, drift, parts(candidate.configuration))
         changed.append(slowed(candidate, step_s / candidate.step_time_s, evaluation))
-    kept = _keeping(changed, objective)
-    target = planned.global_batch * _moved(objective, _keeping(there, objective), kept)
+    kept = _within_constraints(changed, objective)
+    target = planned.global_batch * _batch_factor(
+        objective, _within_constraints(there, objective), kept
+    )
     return min(kept, key=lambda c: (abs(math.log2(c.global_batch / target)), c.global_batch))
 
 
-def _moved(
+def _batch_factor(
     objective: ObjectiveSpec, before: Sequence[Candidate], after: Sequence[Candidate]
 ) -> float:
     """Return the factor from the best batch before the drift to the best one after it."""
@@ -84,15 +75,18 @@ def _best(objective: ObjectiveSpec, candidates: Sequence[Candidate]) -> Candidat
     return min(candidates, key=lambda c: (score(c), c.global_batch))
 
 
-def _keeping(candidates: list[Candidate], objective: ObjectiveSpec) -> list[Candidate]:
-    return [c for c in candidates if _keeps(c, objective)] or candidates
+def _within_constraints(candidates: list[Candidate], objective: ObjectiveSpec) -> list[Candidate]:
+    return [c for c in candidates if _meets(c, objective)] or candidates
 
 
-def _candidates(plan: Plan, planned: Configuration, partition: str) -> list[Candidate]:
+def _candidates(
+    plan: Plan, planned: Configuration, partition: str, below: int | None
+) -> list[Candidate]:
     known = {}
     for candidate in (*plan.candidates, *plan.runners_up, *plan.fallbacks, plan.chosen):
         same_nodes = candidate.configuration[:2] == planned[:2]
-        if same_nodes and candidate.partition == partition:
+        fits = below is None or candidate.local_batch < below
+        if same_nodes and fits and candidate.partition == partition:
             known[candidate.configuration] = candidate
     return [candidate for _, candidate in sorted(known.items()) if candidate.feasible]
 
@@ -162,7 +156,7 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     return candidate.model_copy(update=changes | {"interval_90": intervals, "wall_parts_s": parts})
 
 
-def _keeps(candidate: Candidate, objective: ObjectiveSpec) -> bool:
+def _meets(candidate: Candidate, objective: ObjectiveSpec) -> bool:
     hours = objective.deadline_hours
     budget = objective.budget
     # a bound on the batch is in `feasible` already

@@ -20,7 +20,6 @@ from tula_hpc.config import SearchSpec, SweepSpec
 from tula_hpc.formatting import format_number, format_percent, in_samples, plural
 from tula_hpc.records import Candidate, Configuration, Footprint, Plan
 
-AGAIN = "run the sweep again"
 # share of the samples that full batches leave out
 DROPPED_SHARE = 0.1
 # share of the expected time that rare checkpoints cost
@@ -103,7 +102,7 @@ def about_model(part: Part) -> list[str]:
     return [f"step times far from the model of all measurements, which decides: {', '.join(found)}"]
 
 
-def about_part(
+def about_partition(
     part: Part, sweep: SweepSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
     """List doubts about the measurements and the model of a partition, and missing measurements."""

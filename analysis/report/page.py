@@ -43,7 +43,7 @@ TEMPLATE = "report_template.html"
 def write_report(run: RunDirectory) -> list[Path]:
     """Write RUN/report: report.html, report.pdf, and each figure as SVG, PNG and CSV.
 
-    Figures that have no data yet are left out, and the report says so. Every file is replaced as a
+    Figures without data yet are left out, and the report names them. Every file is replaced as a
     whole.
 
     Returns:

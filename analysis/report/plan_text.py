@@ -10,8 +10,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.formatting import (
@@ -57,8 +59,6 @@ class TextColumn(NamedTuple):
 
 
 def _longest(texts: Sequence[str]) -> int:
-    from rich.cells import cell_len
-
     longest = 0
     for text in texts:
         for line in text.split("\n"):
@@ -95,8 +95,6 @@ def add_columns(
         width: Of the terminal, characters.
         styles: Of the rows.
     """
-    from rich.text import Text
-
     clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
     chosen = fitted(clean, width)
     for column, characters in chosen:

@@ -235,8 +235,7 @@ def table_cells(table: StudyTable) -> TextTable:
         name = f"small batch\n{small.column}, B = {small.batch:,}"
         rows.append((name, _cell(small), *[""] * (len(table.batches) - 1)))
     for column in table.columns:
-        cells = [_cell(table.entries[column, batch]) for batch in table.batches]
-        rows.append((column, *cells))
+        rows.append((column, *map(_cell, table.line(column))))
     return TextTable(columns, rows)
 
 
@@ -266,8 +265,7 @@ def plain_text(table: StudyTable) -> str:
         name = f"small batch, {small.column}, B = {small.batch:,}"
         rows.append([name, _short_cell(small), *[""] * (len(table.batches) - 1)])
     for column in table.columns:
-        cells = [_short_cell(table.entries[column, batch]) for batch in table.batches]
-        rows.append([column, *cells])
+        rows.append([column, *map(_short_cell, table.line(column))])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -302,7 +300,7 @@ def latex(table: StudyTable) -> str:
 
 
 def _latex_rows(table: StudyTable, name: str) -> Iterator[str]:
-    entries = [table.entries[name, batch] for batch in table.batches]
+    entries = table.line(name)
     yield " & ".join([_escaped(name), *map(_latex_cell, entries)]) + r" \\"
     if any(entry.train for entry in entries):
         numbers = [rf"\footnotesize {_latex_number(entry.train)}" for entry in entries]

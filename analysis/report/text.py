@@ -10,7 +10,7 @@ from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.analysis.planning import warnings as plan_warnings
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
-from tula_hpc.analysis.planning.warnings import AGAIN
+from tula_hpc.analysis.planning.planner import AGAIN
 from tula_hpc.analysis.report.plan_text import background
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
@@ -66,7 +66,7 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     if epochs:
         name, best = min(epochs, key=lambda key: epochs[key])
         yield (
-            f"The fastest is {plural(best.nodes, 'node')}{_of(name)} with global batch "
+            f"The fastest is {plural(best.nodes, 'node')}{_of_partition(name)} with global batch "
             f"{best.global_batch:,}: {format_duration(epochs[name, best])} for an epoch."
         )
 
@@ -75,7 +75,7 @@ def _configurations(measurements: Iterable[Measurement]) -> int:
     return len({(item.partition, item.configuration) for item in measurements})
 
 
-def _of(partition: str) -> str:
+def _of_partition(partition: str) -> str:
     return f" of partition {partition}" if partition else ""
 
 
@@ -86,6 +86,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     if time.low < time.high:
         ends = f"{format_duration(time.low)} to {format_duration(time.high)}"
         duration += f" (90 % interval {ends})"
+    where = _of_partition(chosen.partition)
     memory = format_bytes(chosen.peak_memory_bytes)
     if plan.memory_limit_bytes:
         memory += f" of {format_bytes(plan.memory_limit_bytes)}"
@@ -94,7 +95,7 @@ def _advice(plan: Plan) -> Iterator[str]:
         parts = "evaluation, checkpoints, starts and interruptions"
         expected = f"{format_duration(chosen.expected_time_s)} expected with {parts}, "
     yield (
-        f"Train on {plural(chosen.nodes, 'node')}{_of(chosen.partition)} with global batch "
+        f"Train on {plural(chosen.nodes, 'node')}{where} with global batch "
         f"{chosen.global_batch:,} ({plural(chosen.local_batch, 'sample')} per worker): predicted "
         f"{duration} for {plural(plan.epochs, 'epoch')}, {expected}"
         f"{format_money(chosen.cost, chosen.currency)}, {memory} of memory per worker."
@@ -140,7 +141,7 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
     reached = format_score(result.test_accuracy, result.test_loss)
     yield f"{name} ({result.method}) took {time} and reached {reached}."
     if run.plan and not _ended_as(run.plan.chosen, training, result):
-        where = f"{plural(result.nodes, 'node')}{_of(training.partition or '')}"
+        where = f"{plural(result.nodes, 'node')}{_of_partition(training.partition or '')}"
         batch = f"global batch {result.global_batch:,}"
         yield f"It ended on {where} with {batch}, not at the chosen configuration."
     if result.restarts:
@@ -228,7 +229,7 @@ def _mixed_devices(run: RunContents) -> Iterator[str]:
             devices.setdefault(item.partition, set()).add(item.device)
     for name, found in sorted(devices.items()):
         if len(found) > 1:
-            differ = f"The nodes{_of(name)} differ: {', '.join(sorted(found))}"
+            differ = f"The nodes{_of_partition(name)} differ: {', '.join(sorted(found))}"
             yield f"{differ}. One model for all of them is an average."
 
 
