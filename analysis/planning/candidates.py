@@ -256,12 +256,12 @@ def on_top_bytes(
     AGS holds copies of gradients while it updates its scale, which profiles time apart; on CPUs the
     copy that a checkpoint is written from counts as well.
     """
-    # where norms are wanted for free
+    # with `free_reference` passes are taken by single workers alone, and only where they were timed
     passes = (workers == 1) & (updates.predict(workers) > 0)
     copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
     scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
     copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
-    # one worker has it; the limit is the whole node's
+    # one worker of a node holds it, whose workers share the memory
     return scaling + -(-copied // cluster.workers_per_node)
 
 

@@ -166,15 +166,15 @@ def _without_warnings(sweep: SweepSpec, fitted: Fitted, choice: Choice) -> Plan:
     )
 
 
-# candidates up to which all are written
+# a plan with more candidates than this holds only some of them:
 WRITTEN = 4096
-# beyond that: so many of the best,
+# the best
 BEST = 256
-# so many on the chosen one's nodes and with its batch,
+# those on the chosen nodes, and those with the chosen batch
 NEIGHBOURS = 64
-# fallbacks,
+# fallbacks
 FALLBACKS = 256
-# and of the Pareto front, evenly
+# evenly spread ones of the Pareto front
 FRONT = 512
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tula_hpc.analysis.planning.warnings import SCALED_NOTHING
 from tula_hpc.analysis.report.tables import TextTable
@@ -228,15 +228,19 @@ def _scaled_nothing(contents: StudyContents) -> Iterator[str]:
 
 def table_cells(table: StudyTable) -> TextTable:
     """Return a line for each method and a column for each batch, with remarks below accuracies."""
-    columns = ("method", *(f"B = {batch:,}" for batch in table.batches))
-    rows: list[tuple[str, ...]] = []
+    head, *rows = _rows(table, _cell, "\n")
+    return TextTable(head, rows)
+
+
+def _rows(table: StudyTable, cell: Callable[[Entry], str], separator: str) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("method", *(f"B = {batch:,}" for batch in table.batches))]
     small = table.reference
     if small is not None:
-        name = f"small batch\n{small.column}, B = {small.batch:,}"
-        rows.append((name, _cell(small), *[""] * (len(table.batches) - 1)))
+        name = f"small batch{separator}{small.column}, B = {small.batch:,}"
+        rows.append((name, cell(small), *[""] * (len(table.batches) - 1)))
     for column in table.columns:
-        rows.append((column, *map(_cell, table.line(column))))
-    return TextTable(columns, rows)
+        rows.append((column, *map(cell, table.line(column))))
+    return rows
 
 
 def _cell(entry: Entry) -> str:
@@ -259,13 +263,7 @@ def _counts(entry: Entry) -> list[str]:
 
 def plain_text(table: StudyTable) -> str:
     """Return the table for a terminal: one line for each method, test accuracy only."""
-    rows = [["method", *(f"B = {batch:,}" for batch in table.batches)]]
-    small = table.reference
-    if small is not None:
-        name = f"small batch, {small.column}, B = {small.batch:,}"
-        rows.append([name, _short_cell(small), *[""] * (len(table.batches) - 1)])
-    for column in table.columns:
-        rows.append([column, *map(_short_cell, table.line(column))])
+    rows = _rows(table, _short_cell, ", ")
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -52,15 +52,16 @@ def answer(run: RunContents) -> str:
 
 def _without_plan(run: RunContents) -> Iterator[str]:
     yield "There is no plan yet."
-    if not run.ok:
+    ok = run.ok
+    if not ok:
         yield "No configuration has been measured so far."
         return
-    measured = f"{plural(_configurations(run.ok), 'configuration')} could be measured"
+    measured = f"{plural(_configurations(ok), 'configuration')} could be measured"
     out = _configurations(filter(is_out_of_memory, run.measurements))
     yield f"{measured}, {out} ran out of memory." if out else f"{measured} so far."
     epochs = {}
-    for name in sorted({item.partition for item in run.ok}):
-        rows = [item for item in run.ok if item.partition == name]
+    for name in sorted({item.partition for item in ok}):
+        rows = [item for item in ok if item.partition == name]
         for configuration, seconds in measured_epochs(rows, 0).items():
             epochs[name, configuration] = seconds
     if epochs:
@@ -134,7 +135,8 @@ def _outcome(run: RunContents, training: Training) -> Iterator[str]:
         if training.metrics.epochs:
             last = training.metrics.epochs[-1]
             score = format_score(last.test_accuracy, last.test_loss)
-            done = f"{last.epoch} epochs are done, {score}"
+            verb = "is" if last.epoch == 1 else "are"
+            done = f"{plural(last.epoch, 'epoch')} {verb} done, {score}"
         yield f"{name} has started; {done}."
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
