@@ -174,8 +174,8 @@ def _inputs(
         report = command_line("report", str(run.root))
         message = f"is a study, which has no plan; {report} writes its report, report/study.html"
         raise InputError(message, source=run.root)
-    own_sweep = load_frozen_sweep(run.sweep_file) if sweep_overrides else sweep
-    own_cluster = load_cluster(run.cluster_file) if cluster_overrides else cluster
+    own_sweep = load_frozen_sweep(run.sweep_file)
+    own_cluster = load_cluster(run.cluster_file)
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
     unchanged = (sweep, cluster) == (own_sweep, own_cluster)

@@ -40,7 +40,6 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
-    StepTimes,
     TrainDirectory,
     TrainResult,
     read_document,
@@ -125,22 +124,6 @@ def _median(repeats: Sequence[Measurement]) -> Measurement:
     (profile,) = profiles
     fields = ("times", "memory", "parts", "smaller_computes")
     return first.model_copy(update={field: getattr(profile, field) for field in fields})
-
-
-def about_drawn(measurements: Sequence[Measurement]) -> list[str]:
-    """Say that figures do not show all measurements, where that is so."""
-    if len(measurements) <= MOST_DRAWN:
-        return []
-    shown = f"the medians of each configuration ({MOST_DRAWN} at most)"
-    return [f"Of {len(measurements):,} measurements figures show {shown}."]
-
-
-def about_steps(folder: str, logged: int, held: int) -> list[str]:
-    """Say that figures do not show all steps that were logged, where that is so."""
-    if not logged:
-        return []
-    steps = f"{plural(logged, 'logged step')} in train/{folder}/metrics.jsonl"
-    return [f"Of {steps} {held:,} are shown, evenly spread."]
 
 
 def evenly(rows: Sequence[T], most: int) -> list[T]:
@@ -306,7 +289,10 @@ def read_run(run: RunDirectory) -> RunContents:
     if measurements.skipped:
         skipped = plural(measurements.skipped, "line")
         notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {skipped}.")
-    notes += about_drawn(measurements.records)
+    count = len(measurements.records)
+    if count > MOST_DRAWN:
+        medians = f"the medians of each configuration ({MOST_DRAWN} at most)"
+        notes.append(f"Of {count:,} measurements figures show {medians}.")
     # frozen: data and modules may be on another machine
     sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
     events = run.events()
@@ -386,7 +372,9 @@ def _read_trainings(
         if metrics.skipped:
             skipped = plural(metrics.skipped, "line")
             notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {skipped}.")
-        notes += about_steps(folder.name, metrics.logged, len(metrics.steps))
+        if metrics.logged:
+            steps = f"{plural(metrics.logged, 'logged step')} in train/{folder.name}/metrics.jsonl"
+            notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
         if metrics.steps or metrics.epochs or result:
             partition = trained_partition(events, folder.name)
             yield Training(folder.name, metrics, result, partition)
@@ -402,22 +390,18 @@ def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
         return None
 
 
-def step_interval(times: StepTimes) -> Interval:
-    """Return the measured time of a step with the 95 % interval of its mean, seconds."""
-    return Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
-
-
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
-    """Return the epoch time by a profile, seconds: ⌊D/B⌋ full steps and the updates of AGS's scale.
+    """Return the profiled epoch time, seconds: ⌊D/B⌋ full steps and the updates of AGS's scale.
 
-    None where not even one step fits.
+    The interval is that of the mean step, at 95 %. None where not even one step fits.
     """
+    times = measurement.times
     steps = dataset_samples // measurement.configuration.global_batch
-    if measurement.times is None or steps == 0:
+    if times is None or steps == 0:
         return None
-    epoch = step_interval(measurement.times).times(steps)
-    updates_s = measurement.updates_per_epoch * measurement.times.update_time_s
-    return Interval(*(seconds + updates_s for seconds in epoch))
+    step = Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
+    updates_s = measurement.updates_per_epoch * times.update_time_s
+    return Interval(*(seconds + updates_s for seconds in step.times(steps)))
 
 
 def measured_epochs(
@@ -487,23 +471,16 @@ def find_candidate(
     return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
-def trained_configuration(run: RunContents, training: Training) -> Configuration | None:
-    """Return the configuration of a training whose batch never changed, else None."""
+def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
+    """Return the candidate that a training ran with; None if its batch changed."""
+    if run.plan is None:
+        return None
+    configuration = run.plan.chosen.configuration
     result = training.result
     if result is not None:
         configuration = Configuration(result.nodes, result.workers_per_node, result.local_batch)
-    elif run.plan is not None:
-        configuration = run.plan.chosen.configuration
-    else:
-        return None
     batches = {epoch.global_batch for epoch in training.metrics.epochs}
-    return configuration if batches <= {configuration.global_batch} else None
-
-
-def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
-    """Return the candidate that a training ran with."""
-    configuration = trained_configuration(run, training)
-    if configuration is None:
+    if not batches <= {configuration.global_batch}:
         return None
     return find_candidate(run.plan, configuration, training.partition)
 

@@ -58,11 +58,16 @@ class StudyContents(NamedTuple):
         Before the first has, those of all under way: one that began or failed must not cut the
         curves of the others short.
         """
-        here = [o for o in self.outcomes if (o.cell.column, o.cell.batch) == (column, batch)]
-        shown = [o for o in here if o.status == "finished"]
-        if not shown:
-            shown = [o for o in here if o.status != "diverged"]
-        return [self.metrics[o.cell] for o in shown]
+        finished = []
+        under_way = []
+        for cell, status, *_ in self.outcomes:
+            if (cell.column, cell.batch) != (column, batch):
+                continue
+            if status == "finished":
+                finished.append(self.metrics[cell])
+            elif status != "diverged":
+                under_way.append(self.metrics[cell])
+        return finished or under_way
 
     def accuracy(self, row: EpochMetrics) -> float:
         """Return the test accuracy after an epoch, in the metric of the study, or NaN."""
@@ -424,14 +429,18 @@ CSV_COLUMNS = (
 
 
 def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
-    runs = entry.test.runs if entry.test else 0
     accuracies = (*_percents(entry.test), *_percents(entry.train))
+    runs = entry.test.runs if entry.test else 0
     counts = (runs, entry.diverged, entry.failed, entry.missing)
-    recovered = None if entry.recovered is None else 100 * entry.recovered
+    recovered = _percent_of(entry.recovered)
     return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
 
 
 def _percents(value: Spread | None) -> tuple[float | None, float | None]:
     if value is None:
         return None, None
-    return 100 * value.mean, None if value.deviation is None else 100 * value.deviation
+    return 100 * value.mean, _percent_of(value.deviation)
+
+
+def _percent_of(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -43,7 +43,7 @@ from tula_hpc.analysis.planning.partitions import (
     prefixed,
 )
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.formatting import format_bytes
+from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Candidate, Configuration, Footprint, Measurement, Plan
 
 RUNNERS_UP = 3
@@ -83,9 +83,10 @@ def plan_candidates(
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
         doubts += warnings.about_partition(part, sweep, pending, profiling.how)
+    if skipped_lines:
+        doubts.append(f"{plural(skipped_lines, 'damaged line')} of the measurements skipped")
     remarks = _remarks(sweep, fitted, critical, nominal)
-    skipped = warnings.about_lines(skipped_lines)
-    remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts, *skipped]
+    remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts]
     return warnings.with_estimates(plan.model_copy(update=remarks), fitted, footprints)
 
 

@@ -112,11 +112,6 @@ def about_partition(
     return [prefixed(part.name, doubt) for doubt in doubts]
 
 
-def about_lines(skipped: int) -> list[str]:
-    """Count lines of the measurements that could not be read."""
-    return [f"{plural(skipped, 'damaged line')} of the measurements skipped"] if skipped else []
-
-
 def about_choice(chosen: int, fitted: Fitted) -> list[str]:
     """List doubts about the chosen row."""
     found = []
