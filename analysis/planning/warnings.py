@@ -70,7 +70,7 @@ def about_missing(
     """List wanted configurations that failed or are not measured yet, and how to profile these.
 
     Args:
-        summary: Of the measurements on one kind of nodes.
+        summary: Of the measurements on one partition.
         search: Bounds of the configurations that are wanted.
         pending: Configurations that the search still proposes there.
         how_to_profile: Advice.
