@@ -1,7 +1,7 @@
-"""Does training keep to the plan's prediction, and if not, which part of a step is it? Numbers only, no torch.
+"""Drift of a training from the plan's prediction, and the part of the step that causes it.
 
 Every worker feeds the same agreed numbers to a `Watch` of its own, so that all come to the same
-verdict at the same step.
+verdict at the same step. No torch is imported.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from tula_hpc.records import (
     is_usable,
 )
 
-# of the cumulative sum: so many windows in a row are an alarm
+# windows in a row that are an alarm
 THRESHOLD = 12
 # each window on the right side undoes two on the wrong one
 STEP_BACK = 2
-# how far beyond the interval's end a step time must lie to count; back inside the interval it is
-# well
+# factor beyond the interval's end from which on a step time counts
 MARGIN = 1.1
-# after every start: allocators, caches and loader processes are not yet what they will be
+# left out after every start, while allocators, caches and loader processes settle
 WARM_UP_LOOKS = 10
 # a part is named when it explains this share of the deviation
 NAMED_FROM = 0.3
-# so much of it in the computation, and the all-reduce is slow because the processor is
+# share of the computation from which on a slow all-reduce is due to a busy processor
 STARVED_FROM = 0.1
-# likewise where the computation takes so many times as long; then it is named from that share on
+# likewise, as a factor of its time; the computation is then named from `STARVED_FROM` on
 STARVED_TIMES = 1.5
-# so much of it in the all-reduce needs no busy processor to explain it
+# share of the all-reduce that explains the deviation without a busy processor
 ALONE_FROM = 0.8
-# windows are made of looks about so far apart
+# at most between two looks, which windows consist of
 SECONDS_PER_LOOK = 1.0
 
 Verdict = Literal["drifted", "recovered"]
 
 
 class Prediction(NamedTuple):
-    """What the plan says of a step, seconds; the interval is that of one measurement, at 90 %."""
+    """The plan's prediction of a step, seconds, with the 90 % interval of one measurement."""
 
     step_time_s: float
     low_s: float
@@ -55,43 +54,45 @@ class Prediction(NamedTuple):
 
 
 def predict(plan: Plan, configuration: Configuration, partition: str = "") -> Prediction | None:
-    """The plan's prediction for a configuration; None if it is none of the plan's candidates."""
+    """Return the plan's prediction for a configuration; None if it is no candidate."""
     known = (plan.chosen, *plan.fallbacks, *plan.runners_up, *plan.candidates)
-    own = (c for c in known if c.configuration == configuration and c.partition == partition)
-    candidate = next(own, None)
-    return None if candidate is None else prediction_of(candidate)
+    for candidate in known:
+        if (candidate.configuration, candidate.partition) == (configuration, partition):
+            return prediction_of(candidate)
+    return None
 
 
 def prediction_of(candidate: Candidate) -> Prediction:
-    """Step time and interval; where only the training time has an interval, its relative ends."""
-    intervals, step = candidate.interval_90, candidate.step_time_s
-    low, high = 1.0, 1.0
-    for name, value in (("step_time_s", step), ("train_time_s", candidate.train_time_s)):
-        if name in intervals and value > 0:
-            low, high = (end / value for end in intervals[name])
-            break
-    return Prediction(step, step * low, step * high)
+    """Return step time and interval; of a training time with an interval its relative ends."""
+    step = candidate.step_time_s
+    for name in ("step_time_s", "train_time_s"):
+        value = getattr(candidate, name)
+        if name in candidate.interval_90 and value > 0:
+            low, high = candidate.interval_90[name]
+            return Prediction(step, step * (low / value), step * (high / value))
+    return Prediction(step, step, step)
 
 
 class SignSum:
-    """One-sided cumulative sum of signs: +1 for a window beyond the edge, −`STEP_BACK` for any other, never below 0.
+    """One-sided cumulative sum of signs, which alarms at `THRESHOLD`.
 
-    Only on which side a window lies counts, not how far: one enormous pause is one window. It
-    alarms at `THRESHOLD`. (E. S. Page, "Continuous Inspection Schemes", 1954, with signs for any
-    distribution.)
+    It is +1 for a window beyond the edge, −`STEP_BACK` for any other, never below 0. Only on which
+    side a window lies counts, not how far: one enormous pause is one window. (E. S. Page,
+    "Continuous Inspection Schemes", 1954, with signs for any distribution.)
     """
 
     def __init__(self) -> None:
         self.sum = 0
 
     def alarms(self, beyond: bool) -> bool:
-        """Take in one window."""
-        self.sum = max(0, self.sum + (1 if beyond else -STEP_BACK))
+        """Take in one window, and tell whether it makes an alarm."""
+        step = 1 if beyond else -STEP_BACK
+        self.sum = max(0, self.sum + step)
         return self.sum >= THRESHOLD
 
 
 def windows_between_false_alarms(share_beyond: float) -> float:
-    """Least mean number of independent windows until `SignSum` alarms although nothing has changed.
+    """Return the least mean number of independent windows until a false alarm of `SignSum`.
 
     With the share p of windows beyond the edge, r > 1 solves p·r + (1 − p)·r⁻² = 1; the mean is at
     least r^h for the threshold h (G. Lorden, "Procedures for Reacting to a Change in Distribution",
@@ -109,58 +110,55 @@ def windows_between_false_alarms(share_beyond: float) -> float:
 
 
 class Detector:
-    """Turns windows into "drifted" when an episode begins and "recovered" when it is over.
+    """Detector of episodes: "drifted" when one begins, "recovered" when it is over.
 
     An episode begins when step times lie beyond the prediction's interval by a further factor
     `MARGIN`, and is over when they lie inside the interval again: between the two nothing changes.
 
     Args:
-        prediction: What to hold windows against.
-        side: +1 (slower) or −1 (faster) where an episode goes on from before a restart, else 0.
+        prediction: Windows are compared with it.
+        side: +1 (slower) or −1 (faster) to go on with an episode after a restart, else 0.
     """
 
     def __init__(self, prediction: Prediction, side: int = 0) -> None:
-        self.prediction, self.side = prediction, side
+        self.prediction = prediction
         self.recent: deque[float] = deque(maxlen=THRESHOLD)
-        self._start()
+        self._start(side)
 
     def observe(self, step_time_s: float) -> Verdict | None:
         """Take in one window's step time."""
         self.recent.append(step_time_s)
         if self.side:
-            return self._over() if self.back.alarms(self._is_back(step_time_s)) else None
+            if not self.back.alarms(self._is_back(step_time_s)):
+                return None
+            self._start(side=0)
+            return "recovered"
         slow = self.slow.alarms(step_time_s > self.prediction.high_s * MARGIN)
         fast = self.fast.alarms(step_time_s < self.prediction.low_s / MARGIN)
-        return self._began(1 if slow else -1) if slow or fast else None
+        if not slow and not fast:
+            return None
+        self._start(side=1 if slow else -1)
+        return "drifted"
 
     @property
     def measured_s(self) -> float:
-        """Median of the latest windows, those that made the alarm."""
+        """Median of the latest windows, which made the alarm."""
         return median(self.recent)
 
     def _is_back(self, step_time_s: float) -> bool:
-        return (
-            step_time_s <= self.prediction.high_s
-            if self.side > 0
-            else step_time_s >= self.prediction.low_s
-        )
+        if self.side > 0:
+            return step_time_s <= self.prediction.high_s
+        return step_time_s >= self.prediction.low_s
 
-    def _began(self, side: int) -> Verdict:
+    def _start(self, side: int) -> None:
         self.side = side
-        self._start()
-        return "drifted"
-
-    def _over(self) -> Verdict:
-        self.side = 0
-        self._start()
-        return "recovered"
-
-    def _start(self) -> None:
-        self.slow, self.fast, self.back = SignSum(), SignSum(), SignSum()
+        self.slow = SignSum()
+        self.fast = SignSum()
+        self.back = SignSum()
 
 
 class Look(NamedTuple):
-    """What all workers agreed on at a step boundary: means over the steps since the last look, the slowest worker's."""
+    """Means over the steps since the last look, of the slowest worker, as all workers agreed on."""
 
     steps: float
     step_time_s: float
@@ -168,25 +166,26 @@ class Look(NamedTuple):
 
 
 class Watch:
-    """Groups looks into windows and holds each window's mean against the prediction, which is of means too.
+    """Grouping of looks into windows, whose means are compared with the predicted mean.
 
     Loader processes that started together deliver in bursts, which may be longer than a look. A
     pause of the machine spoils one window, which is no alarm.
 
     Args:
-        detector: Where windows go.
-        window_s: Length of a window; `THRESHOLD` of them are about what "for long" means.
+        detector: Gets the windows.
+        window_s: Length of a window.
     """
 
     def __init__(self, detector: Detector, window_s: float) -> None:
-        self.detector, self.window_s = detector, window_s
+        self.detector = detector
+        self.window_s = window_s
         self.looks = 0
         self.open: list[Look] = []
         self.waits: deque[float] = deque(maxlen=THRESHOLD)
 
     @property
     def look_every_s(self) -> float:
-        """How often to look."""
+        """Seconds between two looks."""
         return min(SECONDS_PER_LOOK, self.window_s)
 
     def observe(self, look: Look) -> Verdict | None:
@@ -195,79 +194,80 @@ class Watch:
         if self.looks <= WARM_UP_LOOKS:
             return None
         self.open.append(look)
-        if sum(look.steps * look.step_time_s for look in self.open) < 0.9 * self.window_s:
+        total_s = sum(look.steps * look.step_time_s for look in self.open)
+        if total_s < 0.9 * self.window_s:
             return None
         steps = sum(look.steps for look in self.open)
-        step_time_s = sum(look.steps * look.step_time_s for look in self.open) / steps
         data_time_s = sum(look.steps * look.data_time_s for look in self.open) / steps
         self.open = []
         self.waits.append(data_time_s)
-        return self.detector.observe(step_time_s)
+        return self.detector.observe(total_s / steps)
 
     @property
     def data_time_s(self) -> float:
-        """Wait for the loader in the latest windows, median."""
+        """Median wait for the loader in the latest windows."""
         return median(self.waits)
 
 
 def window_seconds(drift_minutes: float) -> float:
-    """Length of a window when step times must lie beyond the interval for so long."""
+    """Return the length of a window, by the minutes of drift until an alarm."""
     return drift_minutes * 60.0 / THRESHOLD
 
 
 def expected_parts(measurements: Iterable[Measurement], configuration: Configuration) -> StepParts:
-    """What the profile says of the parts of a step at a configuration.
+    """Return the profiled parts of the step at a configuration.
 
     Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and
     compute over the local batch, the all-reduce over the number of workers, through the two nearest
     measured values.
     """
-    rows = [
-        (m, m.times)
-        for m in measurements
-        if is_usable(m) and m.times and m.workers_per_node == configuration.workers_per_node
-    ]
-    own = [(row, times) for row, times in rows if row.configuration == configuration] or rows
-    batch, world = configuration.local_batch, configuration.world_size
-    alone = world == 1
+    rows = []
+    for row in measurements:
+        same_nodes = row.workers_per_node == configuration.workers_per_node
+        if same_nodes and row.times and is_usable(row):
+            rows.append((row, row.times))
+    own = [pair for pair in rows if pair[0].configuration == configuration] or rows
+    batch = configuration.local_batch
+    workers = configuration.world_size
+    waits = [(row.local_batch, times.data_time_s) for row, times in own]
+    reduced = []
+    for row, times in rows:
+        if times.allreduce_time_s > 0:
+            reduced.append((row.configuration.world_size, times.allreduce_time_s))
     return StepParts(
-        data_time_s=_at(batch, [(row.local_batch, times.data_time_s) for row, times in own]),
-        compute_time_s=_at(batch, _computes(own, alone=alone)),
-        allreduce_time_s=0.0 if alone else _at(world, _all_reduces(rows)),
+        data_time_s=_at(batch, waits),
+        compute_time_s=_at(batch, _computes(own, alone=workers == 1)),
+        allreduce_time_s=0.0 if workers == 1 else _at(workers, reduced),
     )
 
 
 def update_time_s(measurements: Iterable[Measurement], world_size: int) -> float:
-    """An update of AGS's gradient scale, which is not part of the predicted step; 0 where it was not measured."""
-    rows = [m for m in measurements if is_usable(m) and m.times and m.times.update_time_s > 0]
-    near = min((abs(m.configuration.world_size - world_size) for m in rows), default=0)
-    times = [
-        m.times for m in rows if m.times and abs(m.configuration.world_size - world_size) == near
-    ]
-    return median(t.update_time_s for t in times) if times else 0.0
+    """Return the time of an update of AGS's gradient scale, which the predicted step leaves out.
+
+    0 where it was not measured.
+    """
+    by_distance: dict[int, list[float]] = {}
+    for row in measurements:
+        if is_usable(row) and row.times and row.times.update_time_s > 0:
+            distance = abs(row.configuration.world_size - world_size)
+            by_distance.setdefault(distance, []).append(row.times.update_time_s)
+    return median(by_distance[min(by_distance)]) if by_distance else 0.0
 
 
 def _computes(
     rows: Sequence[tuple[Measurement, StepTimes]], *, alone: bool
 ) -> list[tuple[int, float]]:
-    """Local batches and their computation. What one worker takes in parts says of several what a part takes them."""
-    in_parts = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts > 1]
-    if alone and in_parts:
-        return in_parts
-    whole = [(row.local_batch, times.compute_time_s) for row, times in rows if row.parts == 1]
-    return whole + [point for row, _ in rows for point in row.smaller_computes]
-
-
-def _all_reduces(rows: Sequence[tuple[Measurement, StepTimes]]) -> list[tuple[int, float]]:
-    return [
-        (row.configuration.world_size, times.allreduce_time_s)
-        for row, times in rows
-        if times.allreduce_time_s > 0
-    ]
+    in_parts: list[tuple[int, float]] = []
+    whole: list[tuple[int, float]] = []
+    for row, times in rows:
+        (in_parts if row.parts > 1 else whole).append((row.local_batch, times.compute_time_s))
+        whole += row.smaller_computes
+    # a single worker takes large batches in micro-batches, several workers never do
+    return in_parts if alone and in_parts else whole
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:
-    """Value at `where` on the line through the two nearest places with their median values; None without points."""
+    """Return the value on the line through the two nearest points; None without points."""
     values: dict[int, list[float]] = {}
     for place, value in points:
         values.setdefault(place, []).append(value)
@@ -285,13 +285,13 @@ PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allre
 
 
 def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> str:
-    """The part that deviates in the same direction as the whole step: compute, network, loader, or unknown.
+    """Name the part that deviates in the same direction as the whole step, or "unknown".
 
-    What deviates most. A busy processor slows the all-reduce as well, while a slow link leaves the
-    computation alone: where both deviate, the all-reduce counts to the computation, unless it
-    explains the deviation by itself and the computation little of it. A busy processor slows a
-    whole step more than its parts by themselves: where the computation takes `STARVED_TIMES` as
-    long, less of the deviation has to be explained.
+    The part that deviates most: compute, network or loader. A busy processor slows the all-reduce
+    as well, while a slow link leaves the computation alone: where both deviate, the all-reduce
+    counts to the computation, unless it explains the deviation by itself and the computation little
+    of it. A busy processor slows a whole step more than its parts by themselves: where the
+    computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
 
     Args:
         measured: Parts as they are now.
@@ -301,10 +301,11 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     if deviation_s == 0.0:
         return "unknown"
     shares = {part: extra_s(measured, expected, part) / deviation_s for part in PARTS}
-    now, then = measured.compute_time_s, expected.compute_time_s
-    slow = shares["compute"] > 0.0 and bool(
-        now and then and max(now / then, then / now) > STARVED_TIMES
-    )
+    now = measured.compute_time_s
+    then = expected.compute_time_s
+    slow = False
+    if shares["compute"] > 0.0 and now and then:
+        slow = max(now / then, then / now) > STARVED_TIMES
     alone = shares["network"] > ALONE_FROM and shares["compute"] < NAMED_FROM
     if shares["network"] > 0.0 and (slow or shares["compute"] > STARVED_FROM) and not alone:
         shares["compute"] += shares["network"]
@@ -314,20 +315,25 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
 
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
-    """Seconds that a part takes longer than expected; 0 where either is not known."""
-    now, then = (getattr(parts, PARTS[part]) for parts in (measured, expected))
+    """Return the seconds that a part takes longer than expected; 0 where either is not known."""
+    now = getattr(measured, PARTS[part])
+    then = getattr(expected, PARTS[part])
     return 0.0 if now is None or then is None else float(now - then)
 
 
 def describe_drift(events: Iterable[Event]) -> str:
-    """The newest word on drift in the events, for a line of progress; empty when step times are as predicted."""
-    last = next((e for e in reversed(list(events)) if e.event in ("drifted", "recovered")), None)
-    if last is None or last.event == "recovered":
-        return ""
-    return f"; step time {last.data['ratio']:.2f} × the prediction ({last.data['part']})"
+    """Return the latest drift as the end of a line of progress; "" while there is none."""
+    text = ""
+    for event in events:
+        if event.event == "recovered":
+            text = ""
+        elif event.event == "drifted":
+            ratio = event.data["ratio"]
+            text = f"; step time {ratio:.2f} × the prediction ({event.data['part']})"
+    return text
 
 
 def in_force(candidate: Candidate, events: Iterable[Event]) -> Candidate:
-    """The candidate with the batch that a job went on with; `events` are the job's own."""
+    """Return the candidate with the batch that a job went on with; `events` are the job's own."""
     batches = [int(e.data["local_batch"]) for e in events if e.event == "replanned"]
     return candidate.model_copy(update={"local_batch": batches[-1]}) if batches else candidate

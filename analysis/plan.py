@@ -1,20 +1,21 @@
-"""The command that plans again from a run directory's logs, under other objectives and prices. Submits nothing.
+"""Plan from measurements: `make_plan`, and the command over it. Neither submits anything.
 
     tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--json]
     [--write]
 
-`make_plan` is the same as a function.
+Modules that compute with NumPy are imported late: `--help` and a mistake in the arguments are
+answered at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from tula_hpc.analysis.planning.planner import AGAIN, make_plan
+from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.config import (
     ClusterSpec,
     ObjectiveSpec,
@@ -22,35 +23,79 @@ from tula_hpc.config import (
     load_cluster,
     load_frozen_sweep,
     split_overrides,
+    sweep_for,
     told_by_set,
 )
-from tula_hpc.errors import InputError, TulaError
+from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.invocation import command_line
-from tula_hpc.records import Measurement, Plan, RunDirectory, read_metrics, write_atomically
+from tula_hpc.records import (
+    Configuration,
+    Event,
+    Footprint,
+    Measurement,
+    Metrics,
+    Plan,
+    RunDirectory,
+    read_metrics,
+    write_atomically,
+)
 
-__all__ = ["main", "make_plan"]
+NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
 
-ANEW = "the run's own sweep may not want it: one with these values and a new --run-dir does"
+
+def make_plan(
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    skipped_lines: int = 0,
+    footprints: Mapping[str, Footprint] | None = None,
+    *,
+    metrics: Metrics | None = None,
+    events: Sequence[Event] = (),
+    how_to_profile: str | None = None,
+) -> Plan:
+    """Fit the models, predict every candidate, choose by the objective.
+
+    With measurements of a single cluster size, only that size is planned: one size says nothing
+    about another. Lines that could not be read, and memory estimates by partition (`footprints`)
+    that were far off, become warnings. `metrics` and `events` of a training give the critical
+    batch and the cost of evaluation and checkpoints.
+
+    Raises:
+        NotEnoughDataError: Too few measurements; the message says which are missing.
+        InfeasibleError: No candidate fits, or none keeps the constraints.
+        InputError: A price needs a quantity that is not known.
+    """
+    from tula_hpc.analysis.planning.partitions import Trained
+    from tula_hpc.analysis.planning.planner import AGAIN, Profiling, plan_candidates
+    from tula_hpc.analysis.search.propose import propose
+
+    def pending(part: ClusterSpec, rows: Sequence[Measurement]) -> Sequence[Configuration]:
+        part_sweep = sweep_for(sweep, part)
+        return propose(part_sweep, part, rows) if part_sweep else []
+
+    return plan_candidates(
+        sweep,
+        cluster,
+        measurements,
+        Trained(metrics, events),
+        Profiling(pending, how_to_profile or AGAIN),
+        skipped_lines=skipped_lines,
+        footprints=footprints or {},
+    )
 
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def write() -> None:
         write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TulaError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{error.filename or options.run}: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code_of(write, options.run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,8 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="a key of the sweep or the cluster file that changes nothing that was measured, for example "
-        "objective.deadline_hours=12, pricing.basis=spot or partitions.NAME.pricing.usd_per_node_hour=2",
+        help="a key of the sweep or the cluster file that leaves measurements valid, for example "
+        "objective.deadline_hours=12, pricing.basis=spot or "
+        "partitions.NAME.pricing.usd_per_node_hour=2",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (schema 1)")
     parser.add_argument("--write", action="store_true", help="replace RUN/plan.json")
@@ -80,22 +126,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _answer(options: argparse.Namespace) -> str:
-    """What the command prints."""
     if not options.run.is_dir():
         raise InputError("no such run directory", source=options.run)
     run = RunDirectory(options.run)
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
-    mine, others = split_overrides(options.set)
+    sweep_overrides, cluster_overrides = split_overrides(options.set)
     if options.objective:
-        mine.append(f"objective.kind={options.objective}")
-    sweep, cluster, how_to_profile = _inputs(run, mine, others)
+        sweep_overrides.append(f"objective.kind={options.objective}")
+    sweep, cluster, how_to_profile = _inputs(run, sweep_overrides, cluster_overrides)
     read = run.measurements()
-    footprints, metrics = (
-        run.footprints(cluster.part_names()),
-        read_metrics(run.train().metrics_file),
-    )
-    events = run.events()
+    footprints = run.footprints(cluster.part_names())
     try:
         plan = make_plan(
             sweep,
@@ -103,12 +144,12 @@ def _answer(options: argparse.Namespace) -> str:
             read.records,
             read.skipped,
             footprints,
-            metrics=metrics,
-            events=events,
+            metrics=read_metrics(run.train().metrics_file),
+            events=run.events(),
             how_to_profile=how_to_profile,
         )
     except InputError as error:
-        # prices that need what is not known
+        # a price needs a quantity that is not known
         raise InputError(str(error), source=run.cluster_file) from None
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
@@ -117,25 +158,28 @@ def _answer(options: argparse.Namespace) -> str:
 
 
 def _inputs(
-    run: RunDirectory, mine: Sequence[str], others: Sequence[str]
-) -> tuple[SweepSpec, ClusterSpec, str]:
-    """The run's own with overrides of either file, and what to do where these need other measurements.
+    run: RunDirectory, sweep_overrides: Sequence[str], cluster_overrides: Sequence[str]
+) -> tuple[SweepSpec, ClusterSpec, str | None]:
+    """Return the run's own inputs with overrides, and how to profile more where these change them.
 
-    Raises: InputError: A mistake, nothing to plan, or an override for which the run's measurements
-        do not hold.
+    Raises:
+        InputError: A mistake, nothing to plan, or an override for which the run's measurements do
+            not hold.
     """
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
-    sweep, cluster = load_frozen_sweep(run.sweep_file, mine), load_cluster(run.cluster_file, others)
+    sweep = load_frozen_sweep(run.sweep_file, sweep_overrides)
+    cluster = load_cluster(run.cluster_file, cluster_overrides)
     if sweep.study is not None:
         report = command_line("report", str(run.root))
-        words = f"is a study, which has no plan; {report} writes its report, report/study.html"
-        raise InputError(words, source=run.root)
-    own_sweep = load_frozen_sweep(run.sweep_file) if mine else sweep
-    own_cluster = load_cluster(run.cluster_file) if others else cluster
+        message = f"is a study, which has no plan; {report} writes its report, report/study.html"
+        raise InputError(message, source=run.root)
+    own_sweep = load_frozen_sweep(run.sweep_file)
+    own_cluster = load_cluster(run.cluster_file)
     refuse_other_sweep(run.sweep_file, own_sweep, sweep)
     refuse_other_cluster(run.cluster_file, own_cluster, cluster)
-    return sweep, cluster, AGAIN if (sweep, cluster) == (own_sweep, own_cluster) else ANEW
+    unchanged = (sweep, cluster) == (own_sweep, own_cluster)
+    return sweep, cluster, None if unchanged else NEW_RUN
 
 
 def _as_text(

@@ -1,20 +1,15 @@
-"""What a run directory holds, read once for the report and its figures: the numbers, and what could not be read.
+"""Contents of a run directory, read once for the report and its figures.
 
 Everything is optional: a report over measurements alone, over a plan without training, over a
-training in progress, or over logs that were copied to another machine must work.
-
-Whether a training learned anything: its loss against the one it began with, its accuracy against
-guessing.
-
-How much a report shows: of very many measurements, epochs and events a part, so that a page stays a
-page.
+training in progress, or over logs that were copied to another machine must work. Of very many
+measurements, epochs and events a part is shown, so that a page stays a page.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -45,50 +40,46 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
-    StepTimes,
     TrainDirectory,
     TrainResult,
     read_document,
     read_metrics,
 )
 
-# standard errors of counting above an accuracy of guessing: less cannot be told from it
+# standard errors of counting within which an accuracy may be that of guessing
 ERRORS = 3.0
 SMALLER_STEPS = "lower workload.lr or warm up longer"
-# where their number is not known
+# where the size of the test set is not known
 USUAL_TEST_SAMPLES = 1000
 
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
-    """What of the loss says so, in words; "" where it says nothing of the kind, or too little was logged.
+    """Return a clause on the loss of a training that learned nothing, else "".
 
-    It ended at the mean of the last epoch; that of a single one holds the beginning.
+    The loss at the end is the mean of the last epoch; that of a single epoch holds the beginning,
+    so that it says nothing.
     """
     if len(metrics.epochs) < 2:
         return ""
-    began, ended = _first_loss(metrics), metrics.epochs[-1].train_loss
-    if ended > began:
-        return f"the loss ended at {format_number(ended, 3)}, above the {format_number(began, 3)} that it began with"
+    first = metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
+    last = metrics.epochs[-1].train_loss
+    ended = f"the loss ended at {format_number(last, 3)}"
+    if last > first:
+        return f"{ended}, above the {format_number(first, 3)} that it began with"
     classes = work.class_count if work.loss is None else None
-    # cross-entropy where each class is held for equally likely
-    if classes and ended >= math.log(classes):
-        guessing = (
-            f"the {format_number(math.log(classes), 3)} of guessing among {classes:,} classes"
-        )
-        return f"the loss ended at {format_number(ended, 3)}, not below {guessing}"
+    # cross-entropy where each class is equally likely
+    if classes and last >= math.log(classes):
+        guessing = f"the {format_number(math.log(classes), 3)} of guessing"
+        return f"{ended}, not below {guessing} among {classes:,} classes"
     return ""
 
 
-def _first_loss(metrics: Metrics) -> float:
-    return metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
-
-
 def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
-    """Whether guessing among the classes reaches as much, as far as counting test samples can tell.
+    """Tell whether guessing reaches an accuracy, as far as counting test samples can tell.
 
     Args:
         accuracy: On the test set, a share of 1.
-        work: Of whose data the number of classes is known, or nothing is said.
+        work: The number of its classes decides; never a guess where that is unknown.
         among_best: A sample counts where its class is among so many guesses.
     """
     if work.class_count is None or work.metric is not None or work.class_count <= among_best:
@@ -98,7 +89,7 @@ def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
     return accuracy <= guessed + ERRORS * error
 
 
-# measurements in a figure that has a mark for each
+# measurements in a figure with a mark for each
 MOST_DRAWN = 400
 # epochs in a figure
 MOST_POINTS = 2_000
@@ -112,27 +103,22 @@ Gap = TypeVar("Gap")
 
 
 def drawn(measurements: list[Measurement]) -> list[Measurement]:
-    """Those that figures show: all, or the medians of each configuration where they are more than `MOST_DRAWN`."""
+    """Return the measurements in figures: all, or medians of each configuration."""
     if len(measurements) <= MOST_DRAWN:
         return measurements
     groups: dict[tuple[object, ...], list[Measurement]] = {}
     for row in measurements:
-        key = (
-            row.partition,
-            row.nodes,
-            row.workers_per_node,
-            row.local_batch,
-            row.status,
-            row.failure,
-        )
+        size = (row.nodes, row.workers_per_node, row.local_batch)
+        key = (row.partition, *size, row.status, row.failure)
         groups.setdefault(key, []).append(row)
     medians = sorted(map(_median, groups.values()), key=attrgetter("partition", "configuration"))
     return evenly(medians, MOST_DRAWN)
 
 
 def _median(repeats: Sequence[Measurement]) -> Measurement:
-    """One for all measurements of a configuration; the first of those that have no times."""
-    first, profiles = repeats[0], summarize(repeats).profiles
+    """Return one for all measurements of a configuration; the first if none has times."""
+    first = repeats[0]
+    profiles = summarize(repeats).profiles
     if len(repeats) == 1 or not profiles:
         return first
     (profile,) = profiles
@@ -140,41 +126,22 @@ def _median(repeats: Sequence[Measurement]) -> Measurement:
     return first.model_copy(update={field: getattr(profile, field) for field in fields})
 
 
-def about_drawn(measurements: Sequence[Measurement]) -> list[str]:
-    """That figures do not show all measurements, where that is so."""
-    if len(measurements) <= MOST_DRAWN:
-        return []
-    rows = f"{MOST_DRAWN} at most"
-    return [
-        f"Of {len(measurements):,} measurements figures show the medians of each configuration ({rows})."
-    ]
-
-
-def about_steps(folder: str, logged: int, held: int) -> list[str]:
-    """That figures do not show all steps that were logged, where that is so."""
-    if not logged:
-        return []
-    return [
-        f"Of {plural(logged, 'logged step')} in train/{folder}/metrics.jsonl {held:,} are shown, evenly spread."
-    ]
-
-
 def evenly(rows: Sequence[T], most: int) -> list[T]:
-    """At most so many, evenly spread, the first and the last among them."""
+    """Return at most so many, evenly spread, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
-    return [rows[place * (len(rows) - 1) // (most - 1)] for place in range(most)]
+    return [rows[index * (len(rows) - 1) // (most - 1)] for index in range(most)]
 
 
 def ends(rows: Sequence[T], gap: Gap, most: int = MOST_ROWS) -> list[T | Gap]:
-    """All, or the first and the last of them with `gap` between."""
+    """Return all, or the first and the last of them with `gap` between."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], gap, *rows[-(most // 2) :]]
 
 
 def cut(text: str) -> str:
-    """The beginning of what is too long for a cell."""
+    """Return the beginning of a text that is too long for a cell."""
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} …"
 
 
@@ -186,12 +153,12 @@ class Interval(NamedTuple):
     high: float
 
     def times(self, factor: float) -> Interval:
-        """All three multiplied, for a change of unit."""
+        """Multiply all three, for a change of unit."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
 class Training(NamedTuple):
-    """One training: what it logged, and how it ended, if it ended."""
+    """Metrics and result of one training."""
 
     label: str
     metrics: Metrics
@@ -201,28 +168,26 @@ class Training(NamedTuple):
 
     @property
     def epoch_time_s(self) -> float | None:
-        """See `median_epoch_s`."""
+        """Median time of an epoch, see `median_epoch_s`."""
         return median_epoch_s(self.metrics.epochs)
 
     def in_figures(self) -> Training:
-        """With no more epochs than a figure can show."""
-        return self._replace(
-            metrics=self.metrics._replace(epochs=evenly(self.metrics.epochs, MOST_POINTS))
-        )
+        """Return the training with no more epochs than a figure can show."""
+        epochs = evenly(self.metrics.epochs, MOST_POINTS)
+        return self._replace(metrics=self.metrics._replace(epochs=epochs))
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
-    """Time of an epoch's steps with the last one's batch and workers, over those that no restart cut short.
+    """Return the median time of an epoch's steps with the batch and workers of the last epoch.
 
-    None before the first. The epoch in which a training changed over is of both batches, so it does
-    not count. The mean would hold the start of the loader's processes, and whatever disturbed a
-    single epoch.
+    None before the first. Epochs that a restart cut short do not count, nor does the epoch in which
+    a training changed its batch. The mean would hold the start of the loader's processes, and any
+    disturbance of a single epoch.
     """
-    kept = [
-        epoch.epoch_time_s
-        for before, epoch in pairwise([*epochs[:1], *epochs])
-        if epoch.complete and _setting(before) == _setting(epoch) == _setting(epochs[-1])
-    ]
+    kept = []
+    for before, epoch in pairwise([*epochs[:1], *epochs]):
+        if epoch.complete and _setting(before) == _setting(epoch) == _setting(epochs[-1]):
+            kept.append(epoch.epoch_time_s)
     return statistics.median(kept) if kept else None
 
 
@@ -231,16 +196,17 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 
 
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
-    """Where a training's last job was submitted to, "" on a cluster without partitions; None where no event says."""
-    jobs = [event.data for event in events if (event.event, event.stage) == ("submitted", "train")]
-    partition = next(
-        (data.get("partition") for data in reversed(jobs) if data.get("label") == label), None
-    )
+    """Return the partition of a training's last job, "" without partitions; None if unknown."""
+    partition = None
+    for event in events:
+        is_job = (event.event, event.stage) == ("submitted", "train")
+        if is_job and event.data.get("label") == label:
+            partition = event.data.get("partition")
     return partition if isinstance(partition, str) else None
 
 
 class RunContents(NamedTuple):
-    """What the files of one run say. Lists are empty and fields None where a stage has not run yet."""
+    """Contents of the files of one run, empty or None where a stage has not run yet."""
 
     name: str
     sweep_text: str
@@ -251,26 +217,27 @@ class RunContents(NamedTuple):
     plan: Plan | None
     events: list[Event]
     trainings: list[Training]
-    # what profile jobs said of themselves
+    # written by profile jobs
     job_notes: list[JobNote]
-    # what could not be read
+    # on files that could not be read
     notes: list[str]
 
     @property
     def cluster_sizes(self) -> list[int]:
-        """Every N that occurs, ascending; its place here gives N its colour."""
+        """Every N that occurs, ascending; its index gives N its colour."""
         sizes = {item.nodes for item in self.measurements}
-        sizes.update(item.nodes for item in (self.plan.candidates if self.plan else ()))
+        if self.plan:
+            sizes.update(item.nodes for item in self.plan.candidates)
         return sorted(sizes)
 
     @property
     def ok(self) -> list[Measurement]:
-        """Measurements whose times can be true, by N and local batch."""
-        timed = (
+        """Measurements with credible times, by N and local batch."""
+        timed = [
             item
             for item in self.measurements
             if item.status == "ok" and item.times and item.times.are_credible
-        )
+        ]
         return sorted(timed, key=attrgetter("nodes", "workers_per_node", "local_batch"))
 
     @property
@@ -279,10 +246,10 @@ class RunContents(NamedTuple):
         return sorted({item.configuration for item in self.measurements if is_out_of_memory(item)})
 
     def of_chosen_partition(self) -> RunContents:
-        """The run as one partition sees it, that of the plan's choice; itself where the plan knows no partitions."""
-        name = self.plan.chosen.partition if self.plan else ""
-        if self.plan is None or not name:
+        """Return the run as the partition of the plan's choice sees it."""
+        if self.plan is None or not self.plan.chosen.partition:
             return self
+        name = self.plan.chosen.partition
         candidates = [item for item in self.plan.candidates if item.partition == name]
         return self._replace(
             cluster=self.cluster.part(name) if self.cluster else None,
@@ -291,26 +258,27 @@ class RunContents(NamedTuple):
         )
 
     def in_figures(self) -> RunContents:
-        """With no more measurements and epochs than a figure can show."""
+        """Return the run with no more measurements and epochs than a figure can show."""
         trainings = [training.in_figures() for training in self.trainings]
         return self._replace(measurements=drawn(self.measurements), trainings=trainings)
 
     @property
     def memory_kinds(self) -> str:
-        """Which memory counts against the limit, in words; both where only some of the partitions have GPUs."""
+        """Kind of memory that is limited; both kinds if only some partitions have GPUs."""
         if self.cluster is None:
-            return memory_kind(
-                "cuda" if any(item.backend == "nccl" for item in self.measurements) else "cpu"
-            )
+            has_gpus = any(item.backend == "nccl" for item in self.measurements)
+            return memory_kind("cuda" if has_gpus else "cpu")
         return " or ".join(sorted({memory_kind(part.device) for part in self.cluster.parts()}))
 
     def samples_of(self, measurement: Measurement) -> int:
-        """Training samples in an epoch, D; 0 where no record says."""
-        return measurement.dataset_samples or (self.plan.dataset_samples if self.plan else 0)
+        """Return the training samples in an epoch, D; 0 where no record has them."""
+        if measurement.dataset_samples or self.plan is None:
+            return measurement.dataset_samples
+        return self.plan.dataset_samples
 
 
 def read_run(run: RunDirectory) -> RunContents:
-    """Read everything that is there.
+    """Read a run, at whatever stage it is.
 
     Raises:
         RunDirectoryError: There is no such directory, or it holds no run.
@@ -319,18 +287,22 @@ def read_run(run: RunDirectory) -> RunContents:
     notes: list[str] = []
     measurements = run.measurements()
     if measurements.skipped:
-        notes.append(
-            f"Skipped in profile/*.jsonl, torn or unknown: {plural(measurements.skipped, 'line')}."
-        )
-    notes += about_drawn(measurements.records)
-    sweep, events = _read_sweep(run.sweep_file, notes), run.events()
+        skipped = plural(measurements.skipped, "line")
+        notes.append(f"Skipped in profile/*.jsonl, torn or unknown: {skipped}.")
+    count = len(measurements.records)
+    if count > MOST_DRAWN:
+        medians = f"the medians of each configuration ({MOST_DRAWN} at most)"
+        notes.append(f"Of {count:,} measurements figures show {medians}.")
+    # frozen: data and modules may be on another machine
+    sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
+    events = run.events()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
         sweep_text=_read_text(run.sweep_file, notes),
-        # reports are mailed around
+        # reports are mailed, so that values of the environment are left out
         cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
-        cluster=_read_cluster(run.cluster_file, notes),
+        cluster=_read_input(load_cluster, run.cluster_file, notes),
         measurements=measurements.records,
         plan=_read_plan(run, notes),
         events=events,
@@ -341,8 +313,8 @@ def read_run(run: RunDirectory) -> RunContents:
 
 
 def holds_study(run: RunDirectory) -> bool:
-    """Whether its trainings are those of a study, which has a report of its own."""
-    sweep = _read_sweep(run.sweep_file, [])
+    """Tell whether a run is a study, which has a report of its own."""
+    sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
     return sweep is not None and sweep.study is not None
 
 
@@ -368,24 +340,13 @@ def _read_text(path: Path, notes: list[str]) -> str:
     return ""
 
 
-def _read_sweep(path: Path, notes: list[str]) -> SweepSpec | None:
+def _read_input(load: Callable[[Path], T], path: Path, notes: list[str]) -> T | None:
     if not path.exists():
         return None
     try:
-        # its data and modules are where it ran, not necessarily here
-        return load_frozen_sweep(path)
+        return load(path)
     except InputError:
-        notes.append("sweep.toml is damaged; its settings are unknown.")
-        return None
-
-
-def _read_cluster(path: Path, notes: list[str]) -> ClusterSpec | None:
-    if not path.exists():
-        return None
-    try:
-        return load_cluster(path)
-    except InputError:
-        notes.append("cluster.toml is damaged; its settings are unknown.")
+        notes.append(f"{path.name} is damaged; its settings are unknown.")
         return None
 
 
@@ -402,19 +363,21 @@ def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
 def _read_trainings(
     run: RunDirectory, events: Sequence[Event], notes: list[str]
 ) -> Iterable[Training]:
-    """All trainings; the one of the plan comes first."""
+    # the training of the plan comes first
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
     for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
-        files, partition = TrainDirectory(folder), trained_partition(events, folder.name)
+        files = TrainDirectory(folder)
         result = _read_result(files.result_file, notes)
-        training = Training(folder.name, read_metrics(files.metrics_file), result, partition)
-        if training.metrics.skipped:
-            notes.append(
-                f"Skipped in train/{folder.name}/metrics.jsonl: {plural(training.metrics.skipped, 'line')}."
-            )
-        notes += about_steps(folder.name, training.metrics.logged, len(training.metrics.steps))
-        if training.metrics.steps or training.metrics.epochs or training.result:
-            yield training
+        metrics = read_metrics(files.metrics_file)
+        if metrics.skipped:
+            skipped = plural(metrics.skipped, "line")
+            notes.append(f"Skipped in train/{folder.name}/metrics.jsonl: {skipped}.")
+        if metrics.logged:
+            steps = f"{plural(metrics.logged, 'logged step')} in train/{folder.name}/metrics.jsonl"
+            notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
+        if metrics.steps or metrics.epochs or result:
+            partition = trained_partition(events, folder.name)
+            yield Training(folder.name, metrics, result, partition)
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
@@ -427,76 +390,58 @@ def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
         return None
 
 
-def step_interval(times: StepTimes) -> Interval:
-    """Measured time of a step with the 95 % interval of its mean, seconds."""
-    return Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
-
-
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
-    """Epoch time that a profile amounts to: ⌊D/B⌋ full steps and the updates of AGS's scale, seconds.
+    """Return the profiled epoch time, seconds: ⌊D/B⌋ full steps and the updates of AGS's scale.
 
-    None where not even one step fits.
+    The interval is that of the mean step, at 95 %. None where not even one step fits.
     """
+    times = measurement.times
     steps = dataset_samples // measurement.configuration.global_batch
-    if measurement.times is None or steps == 0:
+    if times is None or steps == 0:
         return None
-    epoch = step_interval(measurement.times).times(steps)
-    updates_s = measurement.updates_per_epoch * measurement.times.update_time_s
-    return Interval(*(seconds + updates_s for seconds in epoch))
+    step = Interval(times.step_time_s, times.step_time_low_s, times.step_time_high_s)
+    updates_s = measurement.updates_per_epoch * times.update_time_s
+    return Interval(*(seconds + updates_s for seconds in step.times(steps)))
 
 
 def measured_epochs(
     measurements: Iterable[Measurement], dataset_samples: int
 ) -> dict[Configuration, float]:
-    """Median measured epoch time of each configuration, seconds; repeated profiles count alike.
+    """Return the median measured epoch time of each configuration, seconds.
 
     Args:
-        measurements: Of one partition, where there are several.
-        dataset_samples: Training samples in an epoch, for records that do not say.
+        measurements: Of one partition.
+        dataset_samples: Training samples in an epoch, for records without them.
     """
-    times: dict[tuple[int, int, int], list[float]] = {}
+    found: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:
-        epoch_s = (
-            _measured_epoch_s(item, item.dataset_samples or dataset_samples)
-            if item.status == "ok"
-            else None
-        )
-        if epoch_s is not None:
-            times.setdefault((item.nodes, item.workers_per_node, item.local_batch), []).append(
-                epoch_s
-            )
-    return {Configuration(*place): statistics.median(values) for place, values in times.items()}
+        # plain numbers rather than `configuration` and `measured_epoch`: reports hold very many
+        key = (item.nodes, item.workers_per_node, item.local_batch)
+        steps = (item.dataset_samples or dataset_samples) // math.prod(key)
+        if item.status != "ok" or item.times is None or steps == 0:
+            continue
+        epoch_s = item.times.step_time_s * steps + item.updates_per_epoch * item.times.update_time_s
+        found.setdefault(key, []).append(epoch_s)
+    return {Configuration(*key): statistics.median(values) for key, values in found.items()}
 
 
-def _measured_epoch_s(measurement: Measurement, dataset_samples: int) -> float | None:
-    """The value of `measured_epoch`."""
-    times = measurement.times
-    steps = dataset_samples // (
-        measurement.nodes * measurement.workers_per_node * measurement.local_batch
-    )
-    if times is None or steps == 0:
-        return None
-    return times.step_time_s * steps + measurement.updates_per_epoch * times.update_time_s
-
-
+# multiples of one another
 _TIMES = ("train_time_s", "epoch_time_s", "step_time_s")
-_SAME_SPREAD = dict.fromkeys(_TIMES, _TIMES)
 
 
 def predicted(candidate: Candidate, quantity: str) -> Interval:
-    """A predicted quantity of a candidate with its 90 % interval, where the plan has one.
+    """Return a predicted quantity of a candidate with its 90 % interval, where the plan has one.
 
     Step, epoch and training time are multiples of one another: the interval of one gives those of
     the others, and that of the cost.
     """
     if quantity == "cost":
         time = predicted(candidate, "train_time_s")
-        known = time.value > 0
-        return Interval(
-            *(cost_at(candidate, seconds / time.value if known else 1.0) for seconds in time)
-        )
+        paces = [seconds / time.value if time.value > 0 else 1.0 for seconds in time]
+        return Interval(*(cost_at(candidate, pace) for pace in paces))
     value = float(getattr(candidate, quantity))
-    for known in (quantity, *_SAME_SPREAD.get(quantity, ())):
+    same_spread = _TIMES if quantity in _TIMES else ()
+    for known in (quantity, *same_spread):
         base = float(getattr(candidate, known, 0.0))
         if known in candidate.interval_90 and base > 0:
             low, high = candidate.interval_90[known]
@@ -505,10 +450,10 @@ def predicted(candidate: Candidate, quantity: str) -> Interval:
 
 
 def cost_at(candidate: Candidate, pace: float) -> float:
-    """Cost if steps took `pace` times as long as predicted.
+    """Return the cost if steps took `pace` times as long as predicted.
 
     With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) ·
-    pace)`: what is paid follows the wall time. Plans that do not tell its parts have steps alone.
+    pace)`: the cost follows the wall time. Plans without its parts have steps alone.
     """
     fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
@@ -517,7 +462,7 @@ def cost_at(candidate: Candidate, pace: float) -> float:
 def find_candidate(
     plan: Plan | None, configuration: Configuration, partition: str | None = None
 ) -> Candidate | None:
-    """What the plan says of a configuration, if it is a candidate there; of no given partition: on the chosen first."""
+    """Return the candidate of a configuration; without a partition that of the chosen one first."""
     if plan is None:
         return None
     found = [item for item in plan.candidates if item.configuration == configuration]
@@ -526,36 +471,27 @@ def find_candidate(
     return min(found, key=lambda item: item.partition != plan.chosen.partition, default=None)
 
 
-def trained_configuration(run: RunContents, training: Training) -> Configuration | None:
-    """Where a training ran: as its result says, or else, if its batch never changed, as the plan chose."""
-    if training.result is not None:
-        done = training.result
-        configuration = Configuration(done.nodes, done.workers_per_node, done.local_batch)
-    elif run.plan is not None:
-        configuration = run.plan.chosen.configuration
-    else:
-        return None
-    changed = any(
-        epoch.global_batch != configuration.global_batch for epoch in training.metrics.epochs
-    )
-    return None if changed else configuration
-
-
 def trained_candidate(run: RunContents, training: Training) -> Candidate | None:
-    """What the plan says of where a training ran."""
-    configuration = trained_configuration(run, training)
-    return find_candidate(run.plan, configuration, training.partition) if configuration else None
+    """Return the candidate that a training ran with; None if its batch changed."""
+    if run.plan is None:
+        return None
+    configuration = run.plan.chosen.configuration
+    result = training.result
+    if result is not None:
+        configuration = Configuration(result.nodes, result.workers_per_node, result.local_batch)
+    batches = {epoch.global_batch for epoch in training.metrics.epochs}
+    if not batches <= {configuration.global_batch}:
+        return None
+    return find_candidate(run.plan, configuration, training.partition)
 
 
 def used_bytes(item: Measurement) -> int | None:
-    """The memory that counts against the limit: reserved by the GPU allocator, or resident in the whole process."""
+    """Return the limited memory: reserved by the GPU allocator, or of the whole process."""
     return item.memory.reserved_bytes if item.memory else None
 
 
 def memory_kind(device: str) -> str:
-    """Which memory that is, in words."""
-    return (
-        "GPU memory reserved by the allocator"
-        if device == "cuda"
-        else "resident memory of the whole process"
-    )
+    """Name the memory that is limited."""
+    if device == "cuda":
+        return "GPU memory reserved by the allocator"
+    return "resident memory of the whole process"

@@ -1,7 +1,7 @@
-"""What a study's run directory holds, read once: how each of its trainings ended, and what they logged.
+"""Contents of a study's run directory, and its table: accuracy by method and batch over the seeds.
 
-A study's table: accuracy by method and batch over the seeds, against plain training and a small
-batch.
+The table holds every method against plain training at the same batch and against a small batch.
+Texts, CSV and figures are made from it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tula_hpc.records import (
 
 
 class Outcome(NamedTuple):
-    """How one training ended. Accuracies are shares of 1, of the study's metric, at the end of training."""
+    """End of one training. Accuracies are shares of 1, of the study's metric."""
 
     cell: StudyCell
-    # missing: it waits, runs, or was never submitted
+    # missing: waits, runs, or was never submitted
     status: Literal["finished", "diverged", "failed", "missing"]
-    # of those that finished
+    # of trainings that finished
     test: float | None = None
     train: float | None = None
     why: str = ""
 
 
 class StudyContents(NamedTuple):
-    """What the files of a study say."""
+    """Contents of the files of a study."""
 
     name: str
     sweep: SweepSpec
@@ -53,26 +53,32 @@ class StudyContents(NamedTuple):
     events: list[Event]
 
     def of(self, column: str, batch: int) -> list[Metrics]:
-        """What the trainings of a column at a batch logged, seed by seed: of those that finished.
+        """Return the metrics of a column at a batch, seed by seed, of trainings that finished.
 
-        Before the first has: of those under way. One that began or failed must not cut the others
-        short.
+        Before the first has, those of all under way: one that began or failed must not cut the
+        curves of the others short.
         """
-        ended = [o for o in self.outcomes if (o.cell.column, o.cell.batch) == (column, batch)]
-        finished = [o.cell for o in ended if o.status == "finished"]
-        return [
-            self.metrics[cell]
-            for cell in finished or (o.cell for o in ended if o.status != "diverged")
-        ]
+        finished = []
+        under_way = []
+        for cell, status, *_ in self.outcomes:
+            if (cell.column, cell.batch) != (column, batch):
+                continue
+            if status == "finished":
+                finished.append(self.metrics[cell])
+            elif status != "diverged":
+                under_way.append(self.metrics[cell])
+        return finished or under_way
 
     def accuracy(self, row: EpochMetrics) -> float:
-        """Test accuracy after an epoch, in the metric of the study; NaN where there is none."""
-        accuracy = row.test_top5_accuracy if self.study.metric == "top5" else row.test_accuracy
+        """Return the test accuracy after an epoch, in the metric of the study, or NaN."""
+        accuracy = row.test_accuracy
+        if self.study.metric == "top5":
+            accuracy = row.test_top5_accuracy
         return math.nan if accuracy is None else accuracy
 
 
 def read_study(run: RunDirectory) -> StudyContents:
-    """Read everything that is there.
+    """Read a study, finished or not.
 
     Raises:
         RunDirectoryError: There is no such directory, or it holds no study.
@@ -80,13 +86,13 @@ def read_study(run: RunDirectory) -> StudyContents:
     """
     if not run.sweep_file.exists():
         raise RunDirectoryError("is not a run directory: it has no sweep.toml", source=run.root)
-    # its data are where it ran, not necessarily here
+    # frozen: the data may be on another machine
     sweep = load_frozen_sweep(run.sweep_file)
     if sweep.study is None:
-        raise RunDirectoryError(
-            f"holds no study; use {command_line('report', str(run.root))}", source=run.root
-        )
-    events, cells = run.events(), sweep.study.cells()
+        report = command_line("report", str(run.root))
+        raise RunDirectoryError(f"holds no study; use {report}", source=run.root)
+    events = run.events()
+    cells = sweep.study.cells()
     return StudyContents(
         name=sweep.name,
         sweep=sweep,
@@ -100,14 +106,18 @@ def read_study(run: RunDirectory) -> StudyContents:
 
 
 def _failures(events: Iterable[Event]) -> dict[str, str]:
-    """Why each training that was not submitted again after a failure has none to show, by label."""
+    """Return why trainings failed that were not submitted again, by label."""
     last: dict[str, str] = {}
     for event in events:
         label = event.data.get("label")
-        if isinstance(label, str) and event.event in ("submitted", "failed"):
-            words = str(event.failure or "").replace("_", " ")
-            last[label] = f"{words}: {event.detail}" if event.event == "failed" else ""
-    return {label: words for label, words in last.items() if words}
+        if not isinstance(label, str):
+            continue
+        if event.event == "failed":
+            failure = str(event.failure or "").replace("_", " ")
+            last[label] = f"{failure}: {event.detail}"
+        elif event.event == "submitted":
+            last.pop(label, None)
+    return last
 
 
 def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[Outcome]:
@@ -117,27 +127,21 @@ def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> 
             why = failures.get(cell.label, "")
             yield Outcome(cell, "failed" if why else "missing", why=why)
         elif result.diverged:
-            yield Outcome(
-                cell, "diverged", why=f"the loss was not finite after {result.steps:,} steps"
-            )
+            why = f"the loss was not finite after {result.steps:,} steps"
+            yield Outcome(cell, "diverged", why=why)
         else:
-            test, train = _accuracies(result, study)
-            missing = (
-                "no accuracy: none of such targets, or workload.metric was not finite"
-                if test is None
-                else ""
-            )
-            yield Outcome(cell, "failed" if missing else "finished", test, train, missing)
-
-
-def _accuracies(result: TrainResult, study: StudySpec) -> tuple[float | None, float | None]:
-    if study.metric == "top5":
-        return result.test_top5_accuracy, result.train_top5_accuracy
-    return result.test_accuracy, result.train_accuracy
+            top5 = study.metric == "top5"
+            test = result.test_top5_accuracy if top5 else result.test_accuracy
+            train = result.train_top5_accuracy if top5 else result.train_accuracy
+            if test is None:
+                why = "no accuracy: its targets have none, or workload.metric was not finite"
+                yield Outcome(cell, "failed", test, train, why)
+            else:
+                yield Outcome(cell, "finished", test, train)
 
 
 def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
-    # damaged: as good as none
+    # a damaged file counts as none
     with contextlib.suppress(RunDirectoryError):
         return run.train(cell.label).read_result()
     return None
@@ -149,9 +153,9 @@ def _read_rates(run: RunDirectory) -> TunedRates | None:
     return None
 
 
-# accuracy that the large batch must have lost before a share of it says anything
+# accuracy that the large batch must have lost for a share of it to be meaningful
 LEAST_LOSS = 0.01
-# a loss that says something however few the test samples are
+# enough however few the test samples are
 PLAIN_LOSS = 0.02
 
 Mark = Literal["best", "worst", ""]
@@ -167,7 +171,7 @@ class Spread(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method (or variant) at one batch. Runs that diverged or failed have no accuracy: they are counted instead."""
+    """A method (or variant) at one batch; runs that diverged or failed are counted alone."""
 
     column: str
     batch: int
@@ -183,7 +187,7 @@ class Entry(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Whether there is anything to compare."""
+        """Tell whether there is anything to compare."""
         return self.test is not None or self.diverged > 0
 
 
@@ -198,31 +202,32 @@ class StudyTable(NamedTuple):
     test_samples: int | None = None
 
     def row(self, batch: int) -> list[Entry]:
-        """The entries of one batch, in the order of the columns."""
+        """Return the entries of one batch, in the order of the columns."""
         return [self.entries[column, batch] for column in self.columns]
 
+    def line(self, column: str) -> list[Entry]:
+        """Return the entries of one column, in the order of the batches."""
+        return [self.entries[column, batch] for batch in self.batches]
+
     def leaders(self, batch: int) -> list[Entry]:
-        """The method of highest mean test accuracy at a batch; several where they are equal, none where all are."""
+        """Return the methods of highest mean test accuracy at a batch; none where all are equal."""
         return [entry for entry in self.row(batch) if entry.mark == "best"]
 
     def best(self, batch: int) -> Entry | None:
-        """The first of these."""
+        """Return the first of the leaders."""
         return next(iter(self.leaders(batch)), None)
 
     def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
-        """How many runs of the whole study ended so."""
-        entries = {
-            (entry.column, entry.batch): entry
-            for entry in (*self.entries.values(), *self._references())
-        }
+        """Count the runs of the whole study that ended so."""
+        entries = dict(self.entries)
+        if self.reference is not None:
+            # the small batch may be one of the table's
+            entries[self.reference.column, self.reference.batch] = self.reference
         return sum(getattr(entry, status) for entry in entries.values())
-
-    def _references(self) -> tuple[Entry, ...]:
-        return () if self.reference is None else (self.reference,)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and deviation; None of nothing."""
+    """Return mean and deviation; None without values."""
     if not values:
         return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -235,27 +240,25 @@ def make_table(
     """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
 
     Args:
-        study: What was to be trained.
-        outcomes: How that ended.
+        study: Methods, batches and seeds.
+        outcomes: Ends of its trainings.
         test_samples: Size of the test set, where it is known; see `least_loss`.
     """
     grouped: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in outcomes:
         grouped.setdefault((outcome.cell.column, outcome.cell.batch), []).append(outcome)
-    plain = {place: _entry(*place, group) for place, group in grouped.items()}
-    reference = plain.get((REFERENCE_COLUMN, study.small_batch)) if study.small_batch else None
+    means = {key: _entry(*key, group) for key, group in grouped.items()}
+    reference = means.get((REFERENCE_COLUMN, study.small_batch)) if study.small_batch else None
     entries: dict[tuple[str, int], Entry] = {}
     batches = tuple(sorted(study.batches))
     for batch in batches:
-        row = [plain.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
+        row = [means.get((column, batch)) or _entry(column, batch, []) for column in study.columns]
         marks = marks_of(row)
+        plain = means.get((REFERENCE_COLUMN, batch))
         for entry in row:
-            recovered = recovered_share(
-                entry, plain.get((REFERENCE_COLUMN, batch)), reference, test_samples
-            )
-            entries[entry.column, batch] = entry._replace(
-                recovered=recovered, mark=marks.get(entry.column, "")
-            )
+            recovered = recovered_share(entry, plain, reference, test_samples)
+            mark = marks.get(entry.column, "")
+            entries[entry.column, batch] = entry._replace(recovered=recovered, mark=mark)
     return StudyTable(study.columns, batches, reference, entries, test_samples)
 
 
@@ -267,47 +270,48 @@ def _entry(column: str, batch: int, outcomes: Sequence[Outcome]) -> Entry:
 
 
 def marks_of(row: Sequence[Entry]) -> Mapping[str, Mark]:
-    """Best and worst of one batch, by column; equals alike, and none where all are equal.
+    """Return the best and the worst of one batch, by column; none where all are equal.
 
-    Here a run that diverged counts as an accuracy of 0, and a method of which any did is never the
+    A run that diverged counts as an accuracy of 0 here, and a method with such a run is never the
     best.
     """
-    levels = {entry.column: _level(entry) for entry in row if entry.settled}
+    levels: dict[str, float] = {}
+    without_divergence = []
+    for entry in row:
+        if not entry.settled:
+            continue
+        levels[entry.column] = 0.0
+        if entry.test is not None:
+            test = entry.test
+            levels[entry.column] = test.mean * test.runs / (test.runs + entry.diverged)
+        if not entry.diverged:
+            without_divergence.append(levels[entry.column])
     lowest = min(levels.values(), default=0.0)
     if all(level == lowest for level in levels.values()):
         return {}
-    whole = {
-        entry.column: levels[entry.column] for entry in row if entry.settled and not entry.diverged
-    }
-    highest = max(whole.values(), default=lowest)
-    marks: dict[str, Mark] = {column: "best" for column, level in whole.items() if level == highest}
-    return marks | {column: "worst" for column, level in levels.items() if level == lowest}
-
-
-def _level(entry: Entry) -> float:
-    if entry.test is None:
-        return 0.0
-    return entry.test.mean * entry.test.runs / (entry.test.runs + entry.diverged)
+    highest = max(without_divergence, default=lowest)
+    marks: dict[str, Mark] = {}
+    for entry in row:
+        level = levels.get(entry.column)
+        if level == lowest:
+            marks[entry.column] = "worst"
+        elif level == highest and not entry.diverged:
+            marks[entry.column] = "best"
+    return marks
 
 
 def recovered_share(
     entry: Entry, plain: Entry | None, small: Entry | None, test_samples: int | None = None
 ) -> float | None:
-    """(method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
+    """Return (method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
 
     0 is no better than plain large-batch training, 1 as good as the small batch. None where one of
-    the three is unknown, where a run of one of them diverged, as the mean of those that are left
-    would hide it, or where plain training lost less than `least_loss`.
+    the three is unknown, where a run of one of them diverged, as the mean of the others would hide
+    it, or where plain training lost less than `least_loss`.
     """
-    if (
-        plain is None
-        or small is None
-        or entry.test is None
-        or plain.test is None
-        or small.test is None
-    ):
+    if plain is None or small is None or entry.diverged or plain.diverged or small.diverged:
         return None
-    if entry.diverged or plain.diverged or small.diverged:
+    if entry.test is None or plain.test is None or small.test is None:
         return None
     lost = small.test.mean - plain.test.mean
     least = least_loss(small.test, plain.test, test_samples)
@@ -315,7 +319,7 @@ def recovered_share(
 
 
 def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
-    """What the large batch must have lost before a share of it says anything.
+    """Return the loss of the large batch from which on a share of it is meaningful.
 
     The standard error of the difference by counting, `sqrt(Σ p(1 − p) / (n · runs))` for n test
     samples, where that is known and lies between `LEAST_LOSS` and `PLAIN_LOSS`.
@@ -327,14 +331,14 @@ def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
 
 
 def within_one_deviation(entry: Entry, best: Entry) -> bool:
-    """Whether a method's mean is at most the best's standard deviation over seeds below the best's mean."""
+    """Tell whether a mean is at most the best's deviation over seeds below the best's mean."""
     if entry.test is None or best.test is None or entry.diverged:
         return False
     return best.test.mean - entry.test.mean <= (best.test.deviation or 0.0)
 
 
 def percent(value: Spread | None) -> str:
-    """For example "71.3 ± 0.4 %"."""
+    """Return for example "71.3 ± 0.4 %"."""
     if value is None:
         return UNKNOWN
     deviation = "" if value.deviation is None else f" ± {100 * value.deviation:.1f}"
@@ -342,65 +346,69 @@ def percent(value: Spread | None) -> str:
 
 
 def points(difference: float) -> str:
-    """For example "6.2 points"; without the sign."""
+    """Return for example "6.2 points"; without the sign."""
     amount = f"{abs(100 * difference):.1f}"
-    return f"{'less than 0.1' if amount == '0.0' else amount} points"
+    if amount == "0.0":
+        amount = "less than 0.1"
+    return f"{amount} points"
 
 
 def listed(names: Sequence[str]) -> str:
-    """For example "a, b and c"."""
+    """Return for example "a, b and c"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def answer(table: StudyTable) -> str:
-    """The study in one or two sentences: who is best, how often."""
-    leaders = {column: _led(table, column) for column in table.columns}
-    most = max(leaders.values(), default=0)
-    decided = sum(table.best(batch) is not None for batch in table.batches)
-    if not most and any(
-        sum(entry.settled for entry in table.row(batch)) > 1 for batch in table.batches
-    ):
-        return (
-            "No method is best at any batch: all are equal, or each of them diverged in some run."
-        )
+    """Return the study in one or two sentences: the best methods, and at how many batches."""
+    led = dict.fromkeys(table.columns, 0)
+    decided = 0
+    comparable = False
+    for batch in table.batches:
+        row = table.row(batch)
+        comparable = comparable or sum(entry.settled for entry in row) > 1
+        best = table.best(batch)
+        if best is None:
+            continue
+        decided += 1
+        for entry in row:
+            led[entry.column] += within_one_deviation(entry, best)
+    most = max(led.values(), default=0)
+    if not most and comparable:
+        return "No method is best at any batch: all are equal, or each diverged in some run."
     if not most:
         return "No batch has two methods with results yet."
-    names = listed([column for column, count in leaders.items() if count == most])
-    verb = "are" if " and " in names else "is"
-    where = (
-        f"at {most} of {decided} batches" if decided > 1 else "at the one batch that can be judged"
-    )
-    return f"{names} {verb} best, or within one standard deviation of the best, {where}."
-
-
-def _led(table: StudyTable, column: str) -> int:
-    pairs = ((table.entries[column, batch], table.best(batch)) for batch in table.batches)
-    return sum(best is not None and within_one_deviation(entry, best) for entry, best in pairs)
+    names = [column for column, count in led.items() if count == most]
+    verb = "are" if len(names) > 1 else "is"
+    where = "at the one batch that can be judged"
+    if decided > 1:
+        where = f"at {most} of {decided} batches"
+    return f"{listed(names)} {verb} best, or within one standard deviation of the best, {where}."
 
 
 def signed(share: float) -> str:
-    """For example "−12 %"."""
+    """Return for example "−12 %"."""
     return f"{100 * share:.0f} %".replace("-", "−")
 
 
 def no_result(table: StudyTable) -> str:
-    """Why no entry has a result: trainings are still to come, or all are over."""
+    """Say why no entry has a result: trainings are still to come, or all are over."""
     entries = table.entries.values()
     if any(entry.missing for entry in entries):
         return "no training has a result yet"
-    ends = [
-        (sum(getattr(entry, name) for entry in entries), name) for name in ("diverged", "failed")
-    ]
-    return f"all trainings are over without a result: {listed([f'{count} {name}' for count, name in ends if count])}"
+    counts = {
+        "diverged": sum(entry.diverged for entry in entries),
+        "failed": sum(entry.failed for entry in entries),
+    }
+    ends = [f"{count} {name}" for name, count in counts.items() if count]
+    return f"all trainings are over without a result: {listed(ends)}"
 
 
 def csv_rows(table: StudyTable) -> list[tuple[str | int | float | None, ...]]:
-    """The table's numbers, percent; the small batch first. The head is `CSV_COLUMNS`."""
-    small = [("small batch", table.reference)] if table.reference else []
-    return [
-        _csv_row(kind, entry)
-        for kind, entry in [*small, *(("", entry) for entry in table.entries.values())]
-    ]
+    """Return the table's numbers in percent, the small batch first; the head is `CSV_COLUMNS`."""
+    rows = [_csv_row("", entry) for entry in table.entries.values()]
+    if table.reference:
+        rows.insert(0, _csv_row("small batch", table.reference))
+    return rows
 
 
 CSV_COLUMNS = (
@@ -421,14 +429,18 @@ CSV_COLUMNS = (
 
 
 def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
-    runs = entry.test.runs if entry.test else 0
     accuracies = (*_percents(entry.test), *_percents(entry.train))
+    runs = entry.test.runs if entry.test else 0
     counts = (runs, entry.diverged, entry.failed, entry.missing)
-    recovered = None if entry.recovered is None else 100 * entry.recovered
+    recovered = _percent_of(entry.recovered)
     return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
 
 
 def _percents(value: Spread | None) -> tuple[float | None, float | None]:
     if value is None:
         return None, None
-    return 100 * value.mean, None if value.deviation is None else 100 * value.deviation
+    return 100 * value.mean, _percent_of(value.deviation)
+
+
+def _percent_of(share: float | None) -> float | None:
+    return None if share is None else 100 * share

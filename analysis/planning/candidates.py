@@ -1,8 +1,7 @@
-"""Candidates as NumPy columns: predicted, priced and ranked by the million; records only of those that are written.
+"""Candidates as NumPy columns: the grid of a search, predicted and priced, and records of rows.
 
-All configurations of a search as columns: what `search.candidates` lists, for millions of them.
-
-The Pareto front of two quantities that are both to be small.
+Columns keep a search with a hundred thousand configurations fast; only those that a plan holds
+become records.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Candidate
 
 Integers = NDArray[np.int64]
+Array = NDArray[np.float64]
 
 
 class Grid(NamedTuple):
-    """Configurations; columns of one length, ascending by nodes, then by local batch."""
+    """Configurations as columns of one length, ascending by nodes, then by local batch."""
 
     nodes: Integers
     workers_per_node: Integers
@@ -50,16 +50,21 @@ class Grid(NamedTuple):
         return self.nodes * self.workers_per_node * self.local_batch
 
     def take(self, rows: NDArray[np.bool_]) -> Grid:
-        """Those rows."""
+        """Return some rows."""
         return Grid(*(column[rows] for column in self))
 
+    def as_floats(self) -> tuple[Array, Array, Array]:
+        """Return nodes, workers per node and local batch for computing with them."""
+        nodes, workers_per_node, local_batch = (column.astype(np.float64) for column in self)
+        return nodes, workers_per_node, local_batch
+
     def keys(self) -> Integers:
-        """One number for each configuration, for comparing many at once."""
+        """Return one number for each configuration, for comparing many at once."""
         return (self.nodes << 38) | (self.workers_per_node << 31) | self.local_batch
 
 
 def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
-    """Every power of two as local batch whose global batch lies within the bounds, on every cluster size that fits."""
+    """Return every power of two as local batch within the bounds, for every cluster size."""
     sizes = np.array(sorted(cluster_sizes(search, cluster)), dtype=np.int64)
     powers = 2 ** np.arange(search.max_batch.bit_length(), dtype=np.int64)
     batches = sizes[:, None] * cluster.workers_per_node * powers
@@ -69,11 +74,8 @@ def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
     )
 
 
-Array = NDArray[np.float64]
-
-
 class Why(IntEnum):
-    """Why a candidate is not feasible; 0 where it is."""
+    """Reason why a candidate is not feasible; 0 where it is."""
 
     FEASIBLE = 0
     SAMPLES = 1
@@ -86,33 +88,38 @@ class Why(IntEnum):
 
 
 FEASIBLE = Why.FEASIBLE
-# far beyond what was measured an interval may have no upper end, which JSON cannot say
+SHORT_REASONS = {
+    Why.FOREVER: "interruptions and restarts would leave no time for work",
+    Why.DEADLINE: "after the deadline",
+    Why.BUDGET: "over the budget",
+    Why.BATCH: "batch too large",
+}
+# far from all measurements an interval may have no upper end, which JSON cannot say
 WIDEST = 1e6
 
 
 class Part(NamedTuple):
-    """One kind of nodes, with what was measured and fitted there."""
+    """Partition with its measurements and fitted models; the whole cluster where it has none."""
 
-    # see `Candidate.partition`
     name: str
     cluster: ClusterSpec
     summary: Summary
     models: Models
     power: NodePower | None
     evaluation: Evaluation
-    # as a training measured it
+    # measured by a training
     save: SaveCost | None = None
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The limit of one worker, by the cluster file and by what profiles measured; None where it is unknown."""
+        """Limit of one worker, by the cluster file and by profiles; None where it is unknown."""
         return memory_limit_bytes(self.cluster, self.summary.memory_uses)
 
 
 class CandidateTable(NamedTuple):
-    """Candidates; columns of one length."""
+    """Candidates as columns of one length."""
 
-    # place among the parts
+    # index of the partition
     part: Integers
     nodes: Integers
     workers_per_node: Integers
@@ -126,9 +133,9 @@ class CandidateTable(NamedTuple):
     cost: Array
     energy_kwh: Array
     checkpoint_s: Array
-    # of wall_time_s: all evaluations,
+    # of wall_time_s: all evaluations
     evaluation_s: Array
-    # and what checkpoints cost
+    # of wall_time_s: all checkpoints
     saving_s: Array
     peak_bytes: Array
     why: Integers
@@ -136,41 +143,36 @@ class CandidateTable(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return len(self.part)
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> CandidateTable:
-        """Those rows."""
+        """Return some rows."""
         columns: list[Any] = [column[rows] for column in self]
         return CandidateTable(*columns)
 
 
 def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
-    """All rows under one another."""
+    """Concatenate tables."""
+    if len(tables) == 1:
+        return tables[0]
     columns: list[Any] = [np.concatenate(column) for column in zip(*tables, strict=True)]
-    return tables[0] if len(tables) == 1 else CandidateTable(*columns)
+    return CandidateTable(*columns)
 
 
-def predict(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
-    """Predict and price configurations on one kind of nodes, see `priced`."""
-    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
-    return priced(place, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
+def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    """Predict and price configurations on one partition, see `priced`."""
+    nodes, per_node, batch = grid.as_floats()
+    return priced(index, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
 
 
-def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
-    """Price configurations on one kind of nodes, whose steps take so long.
+def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
+    """Price configurations on one partition, whose steps take `step` seconds, (n,).
 
     `epoch_time_s` is t_step × (D // B), full batches only, plus the updates of the gradient scale,
-    and `train_time_s` epochs times that.
-
-    Args:
-        place: Of the part among all.
-        part: The kind of nodes.
-        grid: At least one configuration.
-        sweep: Epochs, updates, checkpoints.
-        step: (n,) seconds of a training step.
+    and `train_time_s` epochs times that. `index` is that of the partition.
     """
-    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
+    nodes, per_node, batch = grid.as_floats()
     workers = nodes * per_node
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
@@ -182,7 +184,7 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
     paid = bill(usage, part.cluster, sweep.training, part.power, part.save)
     return CandidateTable(
-        part=np.full(grid.nodes.shape, place, dtype=np.int64),
+        part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),
         global_batch=grid.global_batch,
         step_time_s=step,
@@ -202,10 +204,13 @@ def priced(place: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
 
 
 def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
-    """The first reason against each; the user's own constraints come later (`constraints`)."""
+    """Return the first reason against each; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
-    alone = grid.nodes * grid.workers_per_node == 1
-    bound = np.where(alone, *(part.summary.oom_bound(alone=is_alone) for is_alone in (True, False)))
+    bound = np.where(
+        grid.nodes * grid.workers_per_node == 1,
+        part.summary.oom_bound(alone=True),
+        part.summary.oom_bound(alone=False),
+    )
     against = [
         (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
         (Why.OUT_OF_MEMORY, grid.local_batch >= bound),
@@ -218,21 +223,24 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
 
 
 def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
-    """Updates that take a pass, where one was timed; see `methods.pass_interval`."""
-    training, samples = sweep.training, part.summary.dataset_samples
+    """Return the updates of the gradient scale in an epoch; see `methods.pass_interval`."""
+    training = sweep.training
+    samples = part.summary.dataset_samples
     if not training.free_reference:
-        steps, place = np.unique(samples // grid.global_batch, return_inverse=True)
-        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[place]
+        steps, rows = np.unique(samples // grid.global_batch, return_inverse=True)
+        return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[rows]
     alone = grid.nodes * grid.workers_per_node == 1
-    batches, place = np.unique(grid.global_batch[alone], return_inverse=True)
-    wanted = np.array(
-        [max(2, training.reference_batch(int(batch))) for batch in batches], dtype=np.float64
-    )
-    steps, epochs = samples // batches, training.ags.update_interval_epochs
-    at_most = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
-    interval = np.maximum(1, np.round(epochs * steps)) if epochs else at_most
+    batches, rows = np.unique(grid.global_batch[alone], return_inverse=True)
+    steps = samples // batches
+    epochs = training.ags.update_interval_epochs
+    if epochs:
+        interval = np.maximum(1, np.round(epochs * steps))
+    else:
+        reference = [max(2, training.reference_batch(int(batch))) for batch in batches]
+        wanted = np.array(reference, dtype=np.float64)
+        interval = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
     updates = np.zeros(grid.global_batch.shape)
-    updates[alone] = (steps / interval)[place]
+    updates[alone] = (steps / interval)[rows]
     return updates
 
 
@@ -243,56 +251,54 @@ def on_top_bytes(
     training: TrainingSpec,
     workers: Array,
 ) -> Array:
-    """Bytes per worker that a training needs beside what was profiled.
+    """Return the bytes per worker that a training needs beside those that were profiled.
 
-    While AGS updates its scale, which profiles time apart; and on CPUs for the copy that a
-    checkpoint is written from.
+    AGS holds copies of gradients while it updates its scale, which profiles time apart; on CPUs the
+    copy that a checkpoint is written from counts as well.
     """
-    # where norms are wanted for free
+    # with `free_reference` passes are taken by single workers alone, and only where they were timed
     passes = (workers == 1) & (updates.predict(workers) > 0)
     copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
     scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
     copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
-    # one worker has it; the limit is the whole node's
+    # one worker of a node holds it, whose workers share the memory
     return scaling + -(-copied // cluster.workers_per_node)
 
 
 def checkpoint_copy(summary: Summary) -> int:
-    """Bytes of host memory on the first node; see `checkpoint_copy_bytes`."""
-    rows = summary.profiles
-    return checkpoint_copy_bytes(
-        [row.memory for row in rows], [row.configuration.world_size for row in rows]
-    )
+    """Return the bytes of host memory that a checkpoint takes on the first node."""
+    workers = [row.configuration.world_size for row in summary.profiles]
+    return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
 
 
 def allowed_bytes(limit: int | None, margin: float) -> float:
-    """What a worker may use by plan: the limit less its margin; infinite where no limit is known."""
+    """Return the limit less its margin; infinite where no limit is known."""
     return np.inf if limit is None else limit * (1.0 - margin)
 
 
 def _measured(summary: Summary, grid: Grid) -> NDArray[np.bool_]:
-    rows = np.array(
-        [profile.configuration for profile in summary.profiles], dtype=np.int64
-    ).reshape(-1, 3)
+    measured = [profile.configuration for profile in summary.profiles]
+    rows = np.array(measured, dtype=np.int64).reshape(-1, 3)
     return np.isin(grid.keys(), Grid(*rows.T).keys())
 
 
 def as_records(
     table: CandidateTable, parts: Sequence[Part], front: NDArray[np.bool_]
 ) -> list[Candidate]:
-    """Candidates to be written down, with their 90 % intervals.
+    """Return candidates as records, with their 90 % intervals.
 
     All intervals are that of the step time, scaled; evaluation and starts take as long whatever a
     step takes.
 
     Args:
         table: The rows.
-        parts: What its column `part` refers to.
-        front: Which rows are on the Pareto front.
+        parts: The partitions, which the column `part` counts.
+        front: Marks rows on the Pareto front.
     """
-    lows, highs = np.empty(table.rows), np.empty(table.rows)
-    for place, part in enumerate(parts):
-        mine = table.part == place
+    lows = np.empty(table.rows)
+    highs = np.empty(table.rows)
+    for index, part in enumerate(parts):
+        mine = table.part == index
         if mine.any():
             rows = table.take(mine)
             with np.errstate(over="ignore"):
@@ -311,14 +317,20 @@ def as_records(
 def _record(
     row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]
 ) -> Candidate:
-    """One row; its columns hold plain numbers here."""
+    """Return one row as a record; its columns hold plain numbers here."""
     part = parts[int(row.part)]
     names = ("step_time_s", "epoch_time_s", "train_time_s", "wall_time_s", "cost")
     numbers = {name: float(getattr(row, name)) for name in names}
     kwh = float(row.energy_kwh)
     parts_s = _wall_parts_s(row, part.cluster.pricing)
     fixed = fixed_share(parts_s)
-    whole = tuple(fixed + (1.0 - fixed) * end for end in ends)
+    intervals = {}
+    for name, value in numbers.items():
+        low, high = ends
+        if name in ("wall_time_s", "cost"):
+            low = fixed + (1.0 - fixed) * low
+            high = fixed + (1.0 - fixed) * high
+        intervals[name] = (value * low, value * high)
     return Candidate(
         partition=part.name,
         nodes=int(row.nodes),
@@ -331,20 +343,16 @@ def _record(
         checkpoint_minutes=float(row.checkpoint_s) / 60.0,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,
-        interval_90={
-            name: (value * low, value * high)
-            for name, value in numbers.items()
-            for low, high in [whole if name in ("wall_time_s", "cost") else ends]
-        },
+        interval_90=intervals,
         feasible=int(row.why) == FEASIBLE,
         measured=bool(row.measured),
-        why=_in_words(row, part),
+        why=_describe_why(row, part),
         pareto=pareto,
     )
 
 
 def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]:
-    """Where the expected wall time goes, seconds; empty where it would never end."""
+    """Return the parts of the expected wall time, seconds; empty where it would never end."""
     wall_s = float(row.wall_time_s)
     if wall_s >= FOREVER_S:
         return {}
@@ -354,38 +362,33 @@ def _wall_parts_s(row: CandidateTable, pricing: PricingSpec) -> dict[str, float]
     return known | {"repeated": max(0.0, wall_s - sum(known.values()))}
 
 
-def _in_words(row: CandidateTable, part: Part) -> str:
-    """Why a row is not feasible; empty if it is."""
+def _describe_why(row: CandidateTable, part: Part) -> str:
     match Why(int(row.why)):
+        case Why.FEASIBLE:
+            return ""
         case Why.SAMPLES:
             return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
         case Why.OUT_OF_MEMORY:
             return part.summary.oom_reason
         case Why.MEMORY:
             return _too_much_memory(float(row.peak_bytes), part)
-        case Why.FOREVER:
-            return "interruptions and restarts would leave no time for work"
-        case Why.DEADLINE | Why.BUDGET | Why.BATCH as why:
-            return {Why.DEADLINE: "after the deadline", Why.BUDGET: "over the budget"}.get(
-                why, "batch too large"
-            )
-    return ""
+        case why:
+            return SHORT_REASONS[why]
 
 
 def _too_much_memory(peak: float, part: Part) -> str:
-    limit, share = part.memory_limit_bytes or 0, part.cluster.memory_margin
+    limit = part.memory_limit_bytes or 0
+    share = part.cluster.memory_margin
     allowed = allowed_bytes(limit, share)
     margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
-    updates = (
-        ""
-        if peak > allowed
-        else " and more while the gradient scale is updated and a checkpoint is written"
-    )
-    return f"needs {peak / GIB:.3g} GiB per worker{updates}, more than {allowed / GIB:.3g} GiB ({margin})"
+    needs = f"needs {peak / GIB:.3g} GiB per worker"
+    if peak <= allowed:
+        needs += " and more while the gradient scale is updated and a checkpoint is written"
+    return f"{needs}, more than {allowed / GIB:.3g} GiB ({margin})"
 
 
 def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
-    """Rows that no other row beats in both: none is at most as large in one and smaller in the other.
+    """Return the rows that no other row beats: none is smaller in one and at most as large in both.
 
     Args:
         first: (n,) finite numbers.
@@ -396,15 +399,14 @@ def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
     """
     order = np.argsort(first)
     improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
-    # in these equal values of `first` may still be in the wrong order
+    # equal values of `first` may still be in the wrong order here
     few = np.sort(order[improves])
     few = few[np.lexsort((second[few], first[few]))]
     return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]
 
 
 def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of which batches the constraints allow any, before anything is measured; all where they allow none."""
-    allowed = global_batch <= (
-        np.inf if objective.max_global_batch is None else objective.max_global_batch
-    )
+    """Tell which batches the constraints allow without measurements; all where they allow none."""
+    most = np.inf if objective.max_global_batch is None else objective.max_global_batch
+    allowed = global_batch <= most
     return np.asarray(allowed | ~allowed.any())

@@ -1,4 +1,4 @@
-"""What rules a candidate out: memory, the data set, a time limit that is never met, and the user's own constraints."""
+"""Reasons to rule a candidate out: the user's own constraints, as far as each is exceeded."""
 
 from __future__ import annotations
 
@@ -14,59 +14,57 @@ from tula_hpc.formatting import format_duration, format_money, format_percent
 from tula_hpc.records import Candidate
 
 SECONDS_PER_HOUR = 3600.0
-# by the user; all else is impossible
+# ruled out by the user; everything else is impossible
 CONSTRAINED = (Why.DEADLINE, Why.BUDGET, Why.BATCH)
 
 
 class Constraint(NamedTuple):
     """One of the user's constraints."""
 
-    # in the sweep file
+    # in the sweep file, e.g. "objective.budget"
     key: str
     limit: float
     # of the table
     column: str
     why: Why
-    # an amount in words
-    says: Callable[[float, Candidate], str]
+    describe: Callable[[float, Candidate], str]
 
     def excess(self, table: CandidateTable) -> NDArray[np.float64]:
-        """By how much of the limit each candidate is over it; 0 or less inside."""
+        """Return the share of the limit by which each candidate is over it; 0 or less inside."""
         return np.asarray(getattr(table, self.column) / self.limit - 1.0, dtype=np.float64)
 
-    def of(self, candidate: Candidate) -> float:
-        """What is limited, of one candidate."""
+    def amount(self, candidate: Candidate) -> float:
+        """Return the limited quantity of one candidate."""
         if self.why is Why.DEADLINE:
             return candidate.expected_time_s
-        return float(candidate.cost if self.why is Why.BUDGET else candidate.global_batch)
+        if self.why is Why.BUDGET:
+            return candidate.cost
+        return float(candidate.global_batch)
 
     def is_broken_by(self, candidate: Candidate) -> bool:
-        """Whether it rules the candidate out."""
-        return self.of(candidate) > self.limit
+        """Tell whether a candidate exceeds the limit."""
+        return self.amount(candidate) > self.limit
 
 
 def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
-    """Those that are set."""
-    hours, budget, batch = objective.deadline_hours, objective.budget, objective.max_global_batch
+    """Return the constraints that are set."""
     found = []
-    if hours is not None:
-        limit_s = hours * SECONDS_PER_HOUR
-        found.append(
-            Constraint("objective.deadline_hours", limit_s, "wall_time_s", Why.DEADLINE, _duration)
-        )
-    if budget is not None:
-        found.append(Constraint("objective.budget", budget, "cost", Why.BUDGET, _money))
-    if batch is not None:
-        found.append(
-            Constraint(
-                "objective.max_global_batch", float(batch), "global_batch", Why.BATCH, _batch
-            )
-        )
+    if objective.deadline_hours is not None:
+        limit_s = objective.deadline_hours * SECONDS_PER_HOUR
+        key = "objective.deadline_hours"
+        found.append(Constraint(key, limit_s, "wall_time_s", Why.DEADLINE, _duration))
+    if objective.budget is not None:
+        key = "objective.budget"
+        found.append(Constraint(key, objective.budget, "cost", Why.BUDGET, _money))
+    if objective.max_global_batch is not None:
+        key = "objective.max_global_batch"
+        most = float(objective.max_global_batch)
+        found.append(Constraint(key, most, "global_batch", Why.BATCH, _batch))
     return found
 
 
 def unconstrained(table: CandidateTable) -> CandidateTable:
-    """The table as if the user had set no constraint."""
+    """Return the table as if the user had set no constraint."""
     return table._replace(why=np.where(np.isin(table.why, CONSTRAINED), int(FEASIBLE), table.why))
 
 
@@ -83,7 +81,7 @@ def _batch(amount: float, _: Candidate) -> str:
 
 
 def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable:
-    """The table with candidates outside the user's constraints ruled out, each by the first that it breaks."""
+    """Rule out candidates outside the user's constraints, each by the first that it breaks."""
     why = table.why.copy()
     for constraint in constraints_of(objective):
         why[(why == FEASIBLE) & (constraint.excess(table) > 0.0)] = constraint.why
@@ -91,27 +89,27 @@ def constrain(table: CandidateTable, objective: ObjectiveSpec) -> CandidateTable
 
 
 def excess(table: CandidateTable, objective: ObjectiveSpec) -> NDArray[np.float64]:
-    """The largest share by which each candidate is over any of the user's limits; 0 or less where it keeps them."""
+    """Return the largest share by which each candidate is over any limit; 0 or less inside."""
     over = [constraint.excess(table) for constraint in constraints_of(objective)]
-    return np.asarray(np.max(over, axis=0) if over else np.zeros(table.rows))
+    if not over:
+        return np.zeros(table.rows)
+    return np.asarray(np.max(over, axis=0))
 
 
 def breaks(constraint: Constraint, candidate: Candidate) -> str:
-    """How a candidate breaks a constraint, in words."""
-    amount, limit = constraint.of(candidate), constraint.limit
-    share = format_percent(amount / limit - 1.0)
-    by = (
-        share
-        if constraint.why is Why.BATCH
-        else f"{constraint.says(amount - limit, candidate)} ({share})"
-    )
-    return f"{constraint.says(amount, candidate)}, {by} over {constraint.key} = {constraint.says(limit, candidate)}"
+    """Describe by how much a candidate breaks a constraint."""
+    amount = constraint.amount(candidate)
+    limit = constraint.describe(constraint.limit, candidate)
+    over = format_percent(amount / constraint.limit - 1.0)
+    if constraint.why is not Why.BATCH:
+        over = f"{constraint.describe(amount - constraint.limit, candidate)} ({over})"
+    return f"{constraint.describe(amount, candidate)}, {over} over {constraint.key} = {limit}"
 
 
 def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | None:
-    """The row that would be feasible but for the constraints and breaks them least; None where there is none.
+    """Return the row that breaks the constraints least, by the largest share over any limit.
 
-    By the largest share by which it is over any limit.
+    None where no row would be feasible without them.
     """
     possible = np.flatnonzero(np.isin(table.why, CONSTRAINED))
     if not len(possible):

@@ -1,4 +1,4 @@
-"""What the constraints leave: an error that says by how much they fail, or which of them decide, and how narrowly."""
+"""Effect of the constraints: which decide, how narrowly they are kept, how far they fail."""
 
 from __future__ import annotations
 
@@ -27,16 +27,22 @@ from tula_hpc.records import Candidate
 
 ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
-    Why.FOREVER: "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or pricing.restart_s",
+    Why.FOREVER: (
+        "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or "
+        "pricing.restart_s"
+    ),
 }
-RARER = "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
+FEWER_PREEMPTIONS = (
+    "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"
+)
 
 
 def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
     """Refuse a table without any feasible candidate.
 
-    Raises: InfeasibleError: Says which constraint fails by how much at the nearest candidate, or
-        what the smallest lacks.
+    Raises:
+        InfeasibleError: Says which constraint fails by how much at the nearest candidate, or the
+            needs of the smallest one.
     """
     table = fitted.table
     if np.any(table.why == FEASIBLE):
@@ -44,22 +50,19 @@ def require_feasible(fitted: Fitted, objective: ObjectiveSpec) -> None:
     nearest = nearest_outside(table, objective)
     if nearest is not None:
         candidate = _record(fitted, nearest)
-        broken = "; ".join(_broken(candidate, objective))
+        broken = _broken(candidate, constraints_of(objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
         raise InfeasibleError(
             f"plan: none of {table.rows:,} candidates keeps the constraints; {where}"
         )
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
-    smallest, advice = (
-        _record(fitted, row),
-        _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster),
-    )
+    smallest = _record(fitted, row)
+    advice = _advice(Why(int(table.why[row])), fitted.parts[table.part[row]].cluster)
     why = f"{name_of(smallest)}: {smallest.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
 def _advice(why: Why, cluster: ClusterSpec) -> str:
-    """What to do against it; of spot nodes rather the preemptions are to blame than the time limit."""
     advice = ADVICE.get(why, MORE_MEMORY)
     if why is not Why.FOREVER:
         return advice
@@ -67,46 +70,51 @@ def _advice(why: Why, cluster: ClusterSpec) -> str:
     if cluster.signal_delay_s >= limit_s:
         alone = f"signal_delay_s = {cluster.signal_delay_s} alone leaves nothing"
         return f"{advice}; {alone} of a time limit of {limit_s} s"
-    return f"{RARER}, or {advice}" if cluster.pricing.basis == "spot" else advice
+    # of spot nodes rather the preemptions are to blame than the time limit
+    return f"{FEWER_PREEMPTIONS}, or {advice}" if cluster.pricing.basis == "spot" else advice
 
 
 def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -> list[str]:
-    """Constraints that rule out what would be chosen without them, with what it would be.
+    """Name constraints that rule out a better choice, with that choice.
 
     Each is dropped alone; all together only where none of them decides alone.
     """
     if not np.isin(fitted.table.why, CONSTRAINED).any():
         return []
     every = constraints_of(objective)
-    alone = [text for one in every for text in _without([one], fitted, objective, train_time_s)]
-    return alone if alone or len(every) == 1 else _without(every, fitted, objective, train_time_s)
+    found: list[str] = []
+    for one in every:
+        found += _without([one], fitted, objective, train_time_s)
+    if found or len(every) == 1:
+        return found
+    return _without(every, fitted, objective, train_time_s)
 
 
 def _without(
     dropped: Sequence[Constraint], fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime
 ) -> list[str]:
-    """What would be chosen without some of the constraints, a sentence; none if it keeps them anyway."""
-    others = objective.model_copy(
-        update={one.key.removeprefix("objective."): None for one in dropped}
-    )
+    """Return a sentence on the choice without some constraints; none if it keeps them anyway."""
+    unset = {one.key.removeprefix("objective."): None for one in dropped}
+    others = objective.model_copy(update=unset)
     free = constrain(unconstrained(fitted.table), others)
-    wished = int(choose(others, free, train_time_s).ranking[0])
-    if fitted.table.why[wished] == FEASIBLE:
+    row = int(choose(others, free, train_time_s).ranking[0])
+    if fitted.table.why[row] == FEASIBLE:
         return []
-    candidate = _record(fitted, wished)
+    candidate = _record(fitted, row)
     keys = " and ".join(one.key for one in dropped)
-    how = "; ".join(breaks(one, candidate) for one in dropped if one.is_broken_by(candidate))
+    how = _broken(candidate, dropped)
     return [f"without {keys}, {name_of(candidate)} would be chosen: {how}"]
 
 
 def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
-    """Constraints that the chosen candidate keeps by its prediction, but not at the upper end of its interval."""
+    """List constraints that the chosen candidate keeps, but not at the end of its interval."""
     found = []
     for constraint in constraints_of(objective):
         _, high = chosen.interval_90.get(constraint.column, (0.0, 0.0))
         if high > constraint.limit:
-            amounts = (constraint.of(chosen), constraint.limit, high)
-            expected, limit, most = (constraint.says(amount, chosen) for amount in amounts)
+            expected = constraint.describe(constraint.amount(chosen), chosen)
+            limit = constraint.describe(constraint.limit, chosen)
+            most = constraint.describe(high, chosen)
             kept = f"{constraint.key} = {limit} is kept only narrowly"
             found.append(f"{kept}: {expected} expected, but the 90 % interval reaches {most}")
     return found
@@ -115,25 +123,25 @@ def narrowly_kept(chosen: Candidate, objective: ObjectiveSpec) -> list[str]:
 def lost_fallbacks(
     chosen: int, fallbacks: Sequence[Candidate], fitted: Fitted, objective: ObjectiveSpec
 ) -> list[str]:
-    """Whether the constraints leave training nothing to fall back to, should memory run out."""
+    """Warn where constraints leave training no smaller batch for when memory runs out."""
     table = fitted.table
     smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
-    against = [
-        one.key for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))
-    ]
+    against = []
+    for one in constraints_of(objective):
+        if np.any(smaller & (table.why == one.why)):
+            against.append(one.key)
     if fallbacks or not against:
         return []
-    rules = f"{' and '.join(against)} {'rules' if len(against) == 1 else 'rule'} out every smaller local batch"
+    verb = "rules" if len(against) == 1 else "rule"
+    rules = f"{' and '.join(against)} {verb} out every smaller local batch"
     return [f"{rules}: should memory run out in training, there is nothing to fall back to"]
 
 
-def _broken(candidate: Candidate, objective: ObjectiveSpec) -> list[str]:
-    found = [
-        (constraint, breaks(constraint, candidate)) for constraint in constraints_of(objective)
-    ]
-    return [text for constraint, text in found if constraint.is_broken_by(candidate)]
+def _broken(candidate: Candidate, constraints: Sequence[Constraint]) -> str:
+    broken = [one for one in constraints if one.is_broken_by(candidate)]
+    return "; ".join(breaks(one, candidate) for one in broken)
 
 
 def _record(fitted: Fitted, row: int) -> Candidate:
-    nobody: NDArray[np.bool_] = np.zeros(1, dtype=bool)
-    return as_records(fitted.table.take([row]), fitted.parts, nobody)[0]
+    no_front: NDArray[np.bool_] = np.zeros(1, dtype=bool)
+    return as_records(fitted.table.take([row]), fitted.parts, no_front)[0]

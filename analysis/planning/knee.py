@@ -1,4 +1,4 @@
-"""The knee of the curve of training time against global batch, and how sure the measurements make it.
+"""Knee of the curve of training time against global batch, and its interval by the fit.
 
 Larger batches shorten training ever less, while they cost memory and generalization. The knee is
 the batch beyond which more batch buys little time: with both axes normalized to 0 … 1, the point of
@@ -7,26 +7,28 @@ the falling curve that lies farthest below the straight line between its ends (V
 the curve has several bends; the one farthest from the line is the knee.
 
 The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense
-and without noise: on those the farthest point is what kneed finds (tests/analysis/planning/test_knee.py), and NumPy
-finds it in all of them at once.
+and without noise: on those the farthest point is the one that kneed finds (tests/analysis/planning/test_knee.py), and
+NumPy finds it in all of them at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.planning.candidates import CandidateTable, Part
-from tula_hpc.analysis.report.output import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
-# Seconds of training over place of the part, nodes, workers per node and local batch (not only
+# Seconds of training over index of the partition, nodes, workers per node and local batch (not only
 # whole ones): arrays of one length n give (n,), or (draws, n) where the model is drawn from the
 # fit's uncertainty.
 TrainTime = Callable[[int, Array, Array, Array], Array]
@@ -34,7 +36,7 @@ TrainTime = Callable[[int, Array, Array, Array], Array]
 CURVE_POINTS = 2001
 # of the curves drawn from the fit's uncertainty: over 7 octaves one point every 1.6 %
 DRAWN_POINTS = 301
-# cluster sizes that the curve is made of; of more, those that are fastest somewhere
+# cluster sizes in the curve; of more, those that are fastest somewhere
 MAX_LINES = 64
 # a curve through fewer global batches has no bend
 MIN_BATCHES = 3
@@ -54,7 +56,7 @@ class Curve(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Cluster sizes, each between its smallest and its largest feasible global batch."""
+    """Cluster sizes as columns, each between its smallest and its largest feasible global batch."""
 
     part: Array
     nodes: Array
@@ -64,8 +66,9 @@ class Lines(NamedTuple):
 
 
 def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_POINTS) -> Curve:
-    """Least training time over the global batch; each cluster size counts between its feasible extremes."""
-    low, high = lines.smallest.min(), lines.largest.max()
+    """Return the least training time over the global batch, of all cluster sizes."""
+    low = lines.smallest.min()
+    high = lines.largest.max()
     grid = np.geomspace(low, high, points if low < high else 1)
     line, point = np.nonzero(
         (grid >= lines.smallest[:, None] * (1 - 1e-9))
@@ -81,48 +84,61 @@ def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_PO
 
 
 def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: TrainTime) -> Array:
-    """Times of the lines at global batches, part by part."""
-    nodes, per_node = lines.nodes[line], lines.workers_per_node[line]
-    local, parts = batch / (nodes * per_node), lines.part[line]
-    pieces = {int(p): np.flatnonzero(parts == p) for p in np.unique(parts)}
-    found = {
-        p: train_time_s(p, nodes[rows], per_node[rows], local[rows]) for p, rows in pieces.items()
-    }
-    times = np.empty((*next(iter(found.values())).shape[:-1], len(line)))
-    for p, rows in pieces.items():
-        times[..., rows] = found[p]
+    nodes = lines.nodes[line]
+    per_node = lines.workers_per_node[line]
+    local = batch / (nodes * per_node)
+    parts = lines.part[line]
+    pieces = []
+    for part in np.unique(parts):
+        rows = np.flatnonzero(parts == part)
+        pieces.append((rows, train_time_s(int(part), nodes[rows], per_node[rows], local[rows])))
+    times = np.empty((*pieces[0][1].shape[:-1], len(line)))
+    for rows, found in pieces:
+        times[..., rows] = found
     return times
 
 
 def find_knee(curve: Curve) -> float | None:
-    """Global batch at the knee of a single curve, by kneed; None for one that is flat or hardly bends."""
+    """Return the global batch at the knee of a curve, by kneed; None if it hardly bends."""
     batches, times = curve
     if np.isnan(find_knees(curve)):
         return None
-    found = _knee_locator()(
-        batches, times, curve="convex", direction="decreasing", online=True
-    ).all_knees
+    locator = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True)
     height = (times - times[-1]) / (times[0] - times[-1])
     bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
     return max(
-        sorted(map(float, found)),
+        sorted(map(float, locator.all_knees)),
         key=lambda batch: float(np.interp(batch, batches, bend)),
         default=None,
     )
 
 
+@contextlib.contextmanager
+def loaded_elsewhere() -> Iterator[None]:
+    """Import matplotlib inside this, so that it reads no settings from the working directory."""
+    # a path would not lead back where the folder was deleted or renamed
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        os.chdir(Path(__file__).parent)
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
 @cache
 def _knee_locator() -> Any:
-    """The class of kneed, which loads matplotlib and scipy.signal: late, for those alone who need a knee."""
+    # kneed loads matplotlib and scipy.signal, half a second that only a knee is worth
     with loaded_elsewhere():
         from kneed import KneeLocator
     return KneeLocator
 
 
 def find_knees(curve: Curve) -> Array:
-    """Global batch at the knee of each curve, NaN for one that is flat or hardly bends; shape () or (draws,)."""
+    """Return the global batch at the knee of each curve, (draws,); NaN if it hardly bends."""
     batches, times = curve
-    first, last = times[..., :1], times[..., -1:]
+    first = times[..., :1]
+    last = times[..., -1:]
     if len(batches) < MIN_BATCHES:
         return np.full(times.shape[:-1], np.nan)
     along = (batches - batches[0]) / (batches[-1] - batches[0])
@@ -134,16 +150,19 @@ def find_knees(curve: Curve) -> Array:
 
 
 def lines_of(feasible: CandidateTable) -> Lines:
-    """The cluster sizes of feasible candidates; where there are very many, those that are fastest for some batch."""
+    """Return the cluster sizes of feasible candidates, or of very many the fastest."""
     key = (feasible.part << 25) | (feasible.nodes << 7) | feasible.workers_per_node
-    # hardly more than a look where they are in order already
+    # stable: fast where they are in order already
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     batches = feasible.global_batch[order]
-    ends = (np.minimum.reduceat(batches, starts), np.maximum.reduceat(batches, starts))
     first = feasible.take(order[starts])
     lines = Lines(
-        *(c.astype(np.float64) for c in (first.part, first.nodes, first.workers_per_node, *ends))
+        part=first.part.astype(np.float64),
+        nodes=first.nodes.astype(np.float64),
+        workers_per_node=first.workers_per_node.astype(np.float64),
+        smallest=np.minimum.reduceat(batches, starts).astype(np.float64),
+        largest=np.maximum.reduceat(batches, starts).astype(np.float64),
     )
     if len(starts) <= MAX_LINES:
         return lines
@@ -152,7 +171,7 @@ def lines_of(feasible: CandidateTable) -> Lines:
 
 
 def _fastest_rows(feasible: CandidateTable) -> NDArray[np.intp]:
-    """Of each of `MAX_LINES` ranges of batches the fastest candidate."""
+    """Return the fastest candidate of each of `MAX_LINES` ranges of batches."""
     octaves = np.log2(feasible.global_batch)
     width = (octaves.max() - octaves.min()) / (MAX_LINES - 1) or 1.0
     range_of = ((octaves - octaves.min()) / width).astype(np.int64)
@@ -162,7 +181,7 @@ def _fastest_rows(feasible: CandidateTable) -> NDArray[np.intp]:
 
 
 def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | None) -> Knee | None:
-    """The knee of the fitted curve with its 90 % interval; None where there are too few global batches.
+    """Return the knee of the fitted curve with its 90 % interval; None for too few global batches.
 
     Args:
         feasible: Feasible candidates.
@@ -173,31 +192,29 @@ def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | Non
     if not np.any((batches > batches.min()) & (batches < batches.max())):
         return None
     lines = lines_of(feasible)
-    at = find_knee(lower_envelope(lines, nominal))
+    knee = find_knee(lower_envelope(lines, nominal))
     if drawn is None:
-        return Knee(global_batch=at)
+        return Knee(global_batch=knee)
     curves = lower_envelope(lines, drawn, DRAWN_POINTS)
     knees = find_knees(curves)
     share = float(np.mean(np.isnan(knees)))
     if share == 1.0:
-        return Knee(global_batch=at, share_without_knee=share)
-    return Knee(
-        global_batch=at,
-        interval_90=_interval(curves.global_batch, knees, at),
-        share_without_knee=share,
-    )
+        return Knee(global_batch=knee, share_without_knee=share)
+    interval = _interval(curves.global_batch, knees, knee)
+    return Knee(global_batch=knee, interval_90=interval, share_without_knee=share)
 
 
 def _interval(grid: Array, knees: Array, knee: float | None) -> tuple[float, float]:
-    """Of the drawn knees, a step of their grid wider, as it is coarser than the fitted curve's; it holds the knee.
+    """Return the interval of the drawn knees, wide enough to hold the fitted curve's knee.
 
-    Drawn coefficients stay within their bounds: where one is fitted at a bound, all draws lie on
-    the same side of it.
+    It is a step of their grid wider, as that is coarser than the fitted curve's. Drawn coefficients
+    stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
     """
     step = float(grid[-1] / grid[0]) ** (1.0 / (DRAWN_POINTS - 1))
     low, high = np.nanquantile(knees, [0.05, 0.95])
-    ends = max(grid[0], low / step), min(grid[-1], high * step)
-    return float(min(ends[0], knee or math.inf)), float(max(ends[1], knee or 0.0))
+    low = max(grid[0], low / step)
+    high = min(grid[-1], high * step)
+    return float(min(low, knee or math.inf)), float(max(high, knee or 0.0))
 
 
 # models drawn from the fit's uncertainty
@@ -207,12 +224,12 @@ SEED = 0
 
 
 def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
-    """Seconds of training by the fitted models."""
+    """Return the seconds of training by the fitted models, as a function."""
 
     def train_time_s(
-        place: int, nodes: Array, workers_per_node: Array, local_batch: Array
+        index: int, nodes: Array, workers_per_node: Array, local_batch: Array
     ) -> Array:
-        part = parts[place]
+        part = parts[index]
         return part.models.train_time_s(
             epochs * part.summary.dataset_samples, nodes, workers_per_node, local_batch
         )
@@ -221,12 +238,12 @@ def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
 
 
 def drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
-    """The same by models drawn from the uncertainty of each fit."""
+    """Return the seconds of training by models drawn from the uncertainty of each fit."""
 
     def train_time_s(
-        place: int, nodes: Array, workers_per_node: Array, local_batch: Array
+        index: int, nodes: Array, workers_per_node: Array, local_batch: Array
     ) -> Array:
-        part = parts[place]
+        part = parts[index]
         steps = epochs * part.summary.dataset_samples / (nodes * workers_per_node * local_batch)
         model = part.models.step_time
         return steps * model.samples(nodes, local_batch, workers_per_node, count=DRAWS, seed=SEED)

@@ -1,11 +1,11 @@
-"""What a worker may use of its memory: what the cluster file says, and what profiles saw of the device.
+"""Memory limit of a worker: by the cluster file, and by the devices that profiles saw.
 
     limit = min(device_memory_gb, least memory of any worker's device)
             − most that lay outside of torch's allocator
 
-Memory models predict what the allocator reserves. Outside of it lie the CUDA context and the
-buffers of NCCL, cuBLAS and cuDNN. On CPUs nothing of this is measured, nor was it in older records:
-there the cluster file alone says it.
+Memory models predict the memory that torch's allocator reserves. Outside of it lie the CUDA
+context and the buffers of NCCL, cuBLAS and cuDNN. On CPUs and in older records none of this is
+measured: there the cluster file alone gives the limit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tula_hpc.records import MemoryUse
 
 
 class SeenMemory(NamedTuple):
-    """What profiles saw of the devices."""
+    """Memory of the devices that profiles ran on."""
 
-    # the least of any
+    # of the smallest device
     total_bytes: int
-    # the most that lay outside of torch's allocator
+    # most outside of torch's allocator
     other_bytes: int
 
 
@@ -31,10 +31,11 @@ def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int |
     """Return the limit of a worker by the module's equation; None where it is unknown.
 
     Args:
-        cluster: Where the workers run.
-        uses: What profiles there measured; perhaps none yet.
+        cluster: The partition of the workers.
+        uses: Measured there; may be empty.
     """
-    stated, seen = cluster.memory_limit_bytes, _seen(cluster, uses)
+    stated = cluster.memory_limit_bytes
+    seen = _seen(cluster, uses)
     if seen is None:
         return stated
     available = seen.total_bytes if stated is None else min(seen.total_bytes, stated)
@@ -42,9 +43,10 @@ def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int |
 
 
 def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]:
-    """Say what the limit is made of, in a sentence; nothing where no memory was measured."""
+    """Return a sentence on how the limit comes about; none where no memory was measured."""
     uses = list(uses)
-    stated, seen = cluster.memory_limit_bytes, _seen(cluster, uses)
+    stated = cluster.memory_limit_bytes
+    seen = _seen(cluster, uses)
     if seen is None:
         return []
     limit = format_bytes(memory_limit_bytes(cluster, uses))

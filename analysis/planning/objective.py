@@ -1,4 +1,4 @@
-"""Which of the feasible candidates to train with: least time, least cost, both weighed, or the knee.
+"""Choice among the feasible candidates: least time, least cost, both weighed, or the knee.
 
 "weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall
 time, C the cost. Units and sizes of both do not matter: a candidate that takes twice as long must
@@ -23,20 +23,20 @@ Array = NDArray[np.float64]
 
 # without a knee: the smallest batch within 10 % of the least time
 NEAR_LEAST_TIME = 1.1
-# so many are ranked; of a million candidates nobody asks for the last
+# candidates that are ranked; the last of very many are not needed
 RANKED = 4096
-# what is free is worth no infinite detour
+# as a logarithm, a cost of 0 would outweigh any time
 TINY_COST = 1e-12
 
 
 class Choice(NamedTuple):
-    """Feasible candidates, best first, and why."""
+    """Feasible candidates, best first, and the reason."""
 
     # rows of the table, at least one, at most about `RANKED`
     ranking: NDArray[np.intp]
     # one sentence
     reason: str
-    # None for other objectives, and with too few batches for one
+    # None for other objectives and with too few batches
     knee: Knee | None
     warnings: tuple[str, ...]
 
@@ -51,13 +51,14 @@ def choose(
 
     "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal
     costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the smaller
-    batch. "knee" takes the candidate whose global batch is nearest, in octaves, to the knee of the
-    fitted curve; of equal batches the fastest, then the cheapest, then the one with fewer nodes.
-    Where a smaller batch is as fast and as cheap as that, or better, it is taken instead. The curve
-    is the workload's: constraints decide what is nearest to its knee, not where that lies. A curve
-    without a knee is said to have none; then the smallest global batch whose expected time is
-    within 10 % of the least is taken, on as few nodes as possible, of those the fastest, then the
-    cheapest.
+    batch.
+
+    "knee" takes the candidate whose global batch is nearest, in octaves, to the knee of the fitted
+    curve; of equal batches the fastest, then the cheapest, then the one with fewer nodes. Where a
+    smaller batch is as fast and as cheap as that, or better, it is taken instead. The curve is the
+    workload's: constraints decide which candidate is nearest to its knee, not where that lies.
+    Without a knee the smallest global batch within 10 % of the least expected time is taken, on as
+    few nodes as possible, of those the fastest, then the cheapest.
 
     Args:
         objective: Kind and weights.
@@ -69,12 +70,15 @@ def choose(
     if objective.kind == "knee":
         return _by_knee(table, feasible, train_time_s, drawn)
     ranking = ranked(table, feasible, least_keys(objective, table.wall_time_s, table.cost))
-    what = _product(objective) if objective.kind == "weighted" else f"expected {objective.kind}"
-    return Choice(ranking, f"it has the least {what} of all feasible candidates", None, ())
+    least = f"expected {objective.kind}"
+    if objective.kind == "weighted":
+        time = _power("time", objective.time_weight)
+        least = f"{time} × {_power('cost', objective.cost_weight)}"
+    return Choice(ranking, f"it has the least {least} of all feasible candidates", None, ())
 
 
 def least_keys(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> tuple[Array, ...]:
-    """What is to be least by "time", "cost" or "weighted", and behind it what decides between equals."""
+    """Return the quantities to be least, the first first; later ones decide between equals."""
     if objective.kind == "time":
         return wall_time_s, cost
     if objective.kind == "cost":
@@ -83,26 +87,24 @@ def least_keys(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> tup
 
 
 def weighted_score(objective: ObjectiveSpec, table: CandidateTable) -> Array:
-    """`a · log T + b · log C`, see above; T in seconds."""
+    """Return `a · log T + b · log C`, T in seconds."""
     return _weighted(objective, table.wall_time_s, table.cost)
 
 
 def _weighted(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> Array:
-    time, paid = (np.log(np.maximum(column, TINY_COST)) for column in (wall_time_s, cost))
-    return np.asarray(objective.time_weight * time + objective.cost_weight * paid)
+    log_time = np.log(np.maximum(wall_time_s, TINY_COST))
+    log_cost = np.log(np.maximum(cost, TINY_COST))
+    return np.asarray(objective.time_weight * log_time + objective.cost_weight * log_cost)
 
 
-def _product(objective: ObjectiveSpec) -> str:
-    def power(name: str, exponent: float) -> str:
-        return name if exponent == 1.0 else f"{name}^{exponent:g}"
-
-    return f"{power('time', objective.time_weight)} × {power('cost', objective.cost_weight)}"
+def _power(name: str, exponent: float) -> str:
+    return name if exponent == 1.0 else f"{name}^{exponent:g}"
 
 
 def ranked(
     table: CandidateTable, mask: NDArray[np.bool_], keys: tuple[Array, ...]
 ) -> NDArray[np.intp]:
-    """Rows of the mask by the keys, first one first, then by nodes and batch; about `RANKED` of them."""
+    """Return rows of the mask by the keys, then by nodes and batch; about `RANKED` of them."""
     rows = np.flatnonzero(mask)
     if len(rows) > RANKED:
         first = keys[0][rows]
@@ -114,38 +116,33 @@ def ranked(
 def _by_knee(
     table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None
 ) -> Choice:
-    knee = knee_of(table.take(np.flatnonzero(unconstrained(table).why == FEASIBLE)), nominal, drawn)
+    possible = np.flatnonzero(unconstrained(table).why == FEASIBLE)
+    knee = knee_of(table.take(possible), nominal, drawn)
     if knee is None:
-        return _near_least_time(
-            table, feasible, None, f"no knee: it needs {MIN_BATCHES} feasible global batches"
-        )
+        why = f"no knee: it needs {MIN_BATCHES} feasible global batches"
+        return _near_least_time(table, feasible, None, why)
     if knee.global_batch is None:
         return _near_least_time(table, feasible, knee, "the curve has no knee")
-    octaves = np.round(np.abs(np.log2(table.global_batch / knee.global_batch)), 9).astype(
-        np.float64
-    )
+    octaves = np.abs(np.log2(table.global_batch / knee.global_batch))
+    octaves = np.round(octaves, 9).astype(np.float64)
     keys = (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost)
     ranking = ranked(table, feasible, keys)
-    nearest, where = (
-        int(ranking[0]),
-        f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}",
-    )
+    nearest = int(ranking[0])
+    where = f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
     taken = _unbeaten(table, feasible, nearest, keys)
     if taken == nearest:
-        return Choice(
-            ranking, f"its global batch is {where}, and it is the fastest there", knee, ()
-        )
+        reason = f"its global batch is {where}, and it is the fastest there"
+        return Choice(ranking, reason, knee, ())
     ranking = np.concatenate([[taken], ranking[ranking != taken]])
     below = f"its global batch is below B={table.global_batch[nearest]:,}, the {where}"
-    return Choice(
-        ranking, f"{below}, and it is neither slower nor dearer than the fastest there", knee, ()
-    )
+    reason = f"{below}, and it is neither slower nor dearer than the fastest there"
+    return Choice(ranking, reason, knee, ())
 
 
 def _unbeaten(
     table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys: tuple[Array, ...]
 ) -> int:
-    """The row, or where feasible ones beat it, the first of them, and so on.
+    """Return the row, or the first feasible one that beats it, and so on.
 
     One beats another where it is smaller in global batch, expected time or cost, and larger in
     none.
@@ -164,13 +161,9 @@ def _near_least_time(
 ) -> Choice:
     time = table.wall_time_s
     near = time <= NEAR_LEAST_TIME * time[feasible].min()
-    smallest = (
-        table.global_batch.astype(np.float64),
-        table.nodes.astype(np.float64),
-        time,
-        table.cost,
-    )
-    ranking = ranked(table, feasible & near, smallest)
+    batch = table.global_batch.astype(np.float64)
+    nodes = table.nodes.astype(np.float64)
+    ranking = ranked(table, feasible & near, (batch, nodes, time, table.cost))
     ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time, table.cost))])
     rule = "the smallest global batch whose training time is within 10 % of the least"
-    return Choice(ranking, f"it has {rule}", knee, (f"{why}; taken is {rule}",))
+    return Choice(ranking, f"it has {rule}", knee, (f"{why}; the plan takes {rule}",))

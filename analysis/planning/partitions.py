@@ -1,4 +1,4 @@
-"""Each kind of nodes with its own measurements and models: what the candidates of a plan are made of."""
+"""Partitions with their measurements and models: the candidates of a plan are theirs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tula_hpc.records import Candidate, Event, Measurement, Metrics
 
 
 class Fitted(NamedTuple):
-    """What can be planned."""
+    """Partitions with models, and their candidates."""
 
     parts: tuple[Part, ...]
     table: CandidateTable
@@ -37,7 +37,7 @@ class Fitted(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What trainings of the run have left, if there were any."""
+    """Records of trainings of the run, if there were any."""
 
     metrics: Metrics | None = None
     events: Sequence[Event] = ()
@@ -49,23 +49,24 @@ def fit_parts(
     measurements: Sequence[Measurement],
     trained: Trained | None = None,
 ) -> Fitted:
-    """Fit models for every partition that has measurements enough, and predict its candidates.
+    """Fit models for every partition that has enough measurements, and predict its candidates.
 
-    What a training measured of evaluation and checkpoints counts for all of them: of a checkpoint
-    its cost, of evaluation the ratio to what is predicted for the partition where it ran.
+    Measurements of a training count for all of them: the cost of a checkpoint as it is, evaluation
+    as a ratio to the prediction for the partition where it ran.
 
     Raises:
         NotEnoughDataError: No partition has; the message says what each of them lacks.
-        InputError: Prices that need what is not known.
+        InputError: A price needs a quantity that is not known.
     """
     trained = trained or Trained()
     parts: list[Part] = []
     grids: list[Grid] = []
     warnings = _too_large(sweep, cluster)
     errors: list[NotEnoughDataError] = []
-    for name, spec in zip(cluster.part_names(), cluster.parts(), strict=True):
+    names = cluster.part_names()
+    for name, spec in zip(names, cluster.parts(), strict=True):
         try:
-            part = _fit(name, sweep, spec, of_part(measurements, name), trained)
+            part = _fit(name, sweep, spec, of_partition(measurements, name), trained)
             grid, left_out = _plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
@@ -75,29 +76,31 @@ def fit_parts(
         grids.append(grid)
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
-        lacks = zip(cluster.part_names(), errors, strict=True)
-        raise NotEnoughDataError(
-            f"plan: {'; '.join(prefixed(name, _lack(error)) for name, error in lacks)}"
-        )
+        lacks = [prefixed(name, _lack(e)) for name, e in zip(names, errors, strict=True)]
+        raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     parts = _corrected(parts, trained)
-    tables = [
-        _predicted(place, part, grid, sweep)
-        for place, (part, grid) in enumerate(zip(parts, grids, strict=True))
-    ]
+    tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
     return Fitted(tuple(parts), stacked(tables), tuple(warnings))
 
 
+def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
+    try:
+        return predict(index, part, grid, sweep)
+    except InputError as error:
+        source = f"partition {part.name}" if part.name else None
+        raise InputError(str(error), source=source) from None
+
+
 def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
-    """With the ratio of measured evaluations to those predicted; as they are where nobody knows which part trained."""
-    names = {
-        str(e.data.get("partition") or "")
-        for e in trained.events
-        if (e.event, e.stage) == ("submitted", "train")
-    }
-    where = next((part for part in parts if not part.name or names == {part.name}), None)
-    if trained.metrics is None or where is None:
+    names = set()
+    for event in trained.events:
+        if (event.event, event.stage) == ("submitted", "train"):
+            names.add(str(event.data.get("partition") or ""))
+    where = [part for part in parts if not part.name or names == {part.name}]
+    # trainings on several partitions: no evaluation can be assigned to one of them
+    if trained.metrics is None or not where:
         return parts
-    found = where.evaluation.corrected(trained.metrics.epochs)
+    found = where[0].evaluation.corrected(trained.metrics.epochs)
     return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
 
 
@@ -106,39 +109,33 @@ def _lack(error: NotEnoughDataError) -> str:
 
 
 def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
-    """A warning about cluster sizes that no partition has the nodes for."""
-    possible = {nodes for part in cluster.parts() for nodes in cluster_sizes(sweep.search, part)}
-    names = ", ".join(f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes not in possible)
+    possible: set[int] = set()
+    for part in cluster.parts():
+        possible.update(cluster_sizes(sweep.search, part))
+    left_out = [f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes not in possible]
+    if not left_out:
+        return []
     most = max(part.max_nodes for part in cluster.parts())
-    return (
-        [f"left out of search.cluster_sizes: {names}, more than max_nodes = {most}"]
-        if names
-        else []
-    )
+    return [
+        f"left out of search.cluster_sizes: {', '.join(left_out)}, more than max_nodes = {most}"
+    ]
 
 
-def _predicted(place: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
-    try:
-        return predict(place, part, grid, sweep)
-    except InputError as error:
-        raise InputError(
-            str(error), source=f"partition {part.name}" if part.name else None
-        ) from None
-
-
-def of_part(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
-    """The measurements of one partition; all of them where the cluster has none."""
+def of_partition(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
+    """Return the measurements of one partition; all of them where the cluster has none."""
     return [row for row in measurements if row.partition == name] if name else measurements
 
 
 def prefixed(name: str, text: str) -> str:
-    """The text with the name of its partition in front, where there is one."""
+    """Return the text with the name of its partition in front, if it has one."""
     return f"{name}: {text}" if name else text
 
 
 def name_of(candidate: Candidate) -> str:
-    """Its configuration, and on which partition, where there are several."""
-    return f"{candidate.configuration}{f' on {candidate.partition}' if candidate.partition else ''}"
+    """Return the configuration of a candidate, and its partition, if it has one."""
+    if not candidate.partition:
+        return str(candidate.configuration)
+    return f"{candidate.configuration} on {candidate.partition}"
 
 
 def _fit(
@@ -150,12 +147,10 @@ def _fit(
 ) -> Part:
     summary = summarize(measurements)
     grid = candidate_grid(sweep.search, cluster)
-    wanted = {
-        int(batch) for batch in grid.local_batch[conceivable(sweep.objective, grid.global_batch)]
-    }
+    wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)].tolist()
     if not wanted:
         raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
-    bound = max(summary.oom_bound(alone=alone) for alone in (True, False))
+    bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
     return part_of(name, sweep, cluster, summary, models)._replace(
@@ -164,62 +159,59 @@ def _fit(
 
 
 def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
-    """Why no cluster size has a batch, and what to change."""
     sizes = cluster_sizes(search, cluster)
     if not sizes:
         return f"max_nodes = {cluster.max_nodes} is below every cluster size"
-    workers = " to ".join(
-        str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)})
-    )
-    return f"no batch {_bounds(search)} gives each of {workers} workers a power of two; widen the bounds"
+    ends = [str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)})]
+    gives = f"gives each of {' to '.join(ends)} workers a power of two"
+    return f"no batch {_bounds(search)} {gives}; widen the bounds"
 
 
 def _bounds(search: SearchSpec) -> str:
-    return (
-        f"between search.min_batch = {search.min_batch} and search.max_batch = {search.max_batch}"
-    )
+    least = f"search.min_batch = {search.min_batch}"
+    return f"between {least} and search.max_batch = {search.max_batch}"
 
 
 def part_of(
     name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models
 ) -> Part:
-    """One kind of nodes before any training: models, and what profiles and files say beside them."""
+    """Return a partition before any training: models, and costs by profiles and files."""
     evaluation = evaluation_of(
         summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
     )
     priced = with_start(cluster, summary.start_s)
-    return Part(
-        name, priced, summary, models, node_power(summary.profiles, cluster.pricing), evaluation
-    )
+    power = node_power(summary.profiles, cluster.pricing)
+    return Part(name, priced, summary, models, power, evaluation)
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
-    """Bytes of a worker for the memory model's bounds: what the margin leaves, as the rest may have been in use."""
+    """Return the bytes of a worker for the memory model's bounds: the limit less its margin."""
     limit = memory_limit_bytes(cluster, summary.memory_uses)
     return None if limit is None else allowed_bytes(limit, cluster.memory_margin)
 
 
 def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
-    """The candidates that the measurements can say something about, and a warning about the others."""
+    """Return the candidates on measured cluster sizes, and a warning about the others."""
     wanted = candidate_grid(sweep.search, part.cluster)
     sizes = {profile.configuration.nodes for profile in part.summary.profiles}
     if len(sizes) > 1:
         return wanted, []
     kept = wanted.take(np.isin(wanted.nodes, list(sizes)))
+    (only,) = sizes
     if not len(kept.nodes):
-        message = f"plan: only N={min(sizes)} was measured, {_not_planned(min(sizes), sweep.search, part.cluster)}"
+        why = _not_planned(only, sweep.search, part.cluster)
         raise NotEnoughDataError(
-            f"{message}; a sweep with a new --run-dir profiles the cluster sizes that can be planned"
+            f"plan: only N={only} was measured, {why}; "
+            "a sweep with a new --run-dir profiles the cluster sizes that can be planned"
         )
-    left = sorted({int(nodes) for nodes in np.unique(wanted.nodes)} - sizes)
+    left = sorted(set(np.unique(wanted.nodes).tolist()) - sizes)
+    if not left:
+        return kept, []
     names = ", ".join(f"N={nodes}" for nodes in left)
-    return kept, [
-        f"only N={min(sizes)} was measured: nothing can be said about {names}"
-    ] if left else []
+    return kept, [f"only N={only} was measured: nothing can be said about {names}"]
 
 
 def _not_planned(nodes: int, search: SearchSpec, cluster: ClusterSpec) -> str:
-    """Why a cluster size has no candidate."""
     if nodes not in search.cluster_sizes:
         return "which is not in search.cluster_sizes"
     if nodes > cluster.max_nodes:

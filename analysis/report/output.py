@@ -1,15 +1,14 @@
-"""Write figures and page of a report into its folder."""
+"""Figures and page of a report as files in its folder."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import InputError, RunDirectoryError, TulaError
 from tula_hpc.files import mistrust
 from tula_hpc.formatting import keep_units, printable
 from tula_hpc.records import write_atomically
@@ -20,59 +19,64 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.figures.drawing import Drawing
 
 
-@contextlib.contextmanager
-def loaded_elsewhere() -> Iterator[None]:
-    """Import matplotlib inside this: meanwhile the working directory is a folder of the package's."""
-    # a path would not lead back where the folder was deleted or renamed
-    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
-    try:
-        os.chdir(Path(__file__).parent)
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
-
-
 SUFFIXES = ("svg", "png", "csv")
 
 
 def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, bytes]:
-    """Each figure as SVG, PNG and CSV, by file name."""
+    """Return each figure as SVG, PNG and CSV, by file name."""
     files: dict[str, bytes] = {}
     for drawing, svg in zip(drawings, svgs, strict=True):
-        forms = (svg.encode(), drawing.png(), drawing.table.to_csv().encode())
-        files |= {
-            f"{drawing.name}.{suffix}": form for suffix, form in zip(SUFFIXES, forms, strict=True)
-        }
+        files[f"{drawing.name}.svg"] = svg.encode()
+        files[f"{drawing.name}.png"] = drawing.png()
+        files[f"{drawing.name}.csv"] = drawing.table.to_csv().encode()
     return files
 
 
 def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
-    """Write a report's files; those of its figures that an earlier one had and this one has not are deleted.
+    """Write a report's files; delete figures of an earlier report that this one does not have.
 
     Raises:
-        RunDirectoryError: The folder is someone else's, or a link to somewhere else.
+        RunDirectoryError: The folder belongs to another user, or is a link to somewhere else.
         StorageError: A file cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if reason := mistrust(folder):
         raise RunDirectoryError(reason, source=folder)
-    for name in {f"{figure}.{suffix}" for figure in figures for suffix in SUFFIXES} - set(files):
-        # it would seem to belong to this report
-        (folder / name).unlink(missing_ok=True)
+    for figure in figures:
+        for suffix in SUFFIXES:
+            name = f"{figure}.{suffix}"
+            if name not in files:
+                # it would seem to belong to this report
+                (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
 
 
+def exit_code_of(action: Callable[[], None], folder: Path) -> int:
+    """Run a command over a folder and return its exit code: 0 done, 1 failed, 2 bad input."""
+    try:
+        action()
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except TulaError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or folder}: {error.strerror or error}\n")
+        return 1
+    return 0
+
+
 def render_page(template: str, page: Mapping[str, Any]) -> str:
-    """HTML from one of the templates beside this file; everything that is not marked as safe is escaped."""
+    """Return HTML from a template beside this file; everything not marked as safe is escaped."""
     return printable(_environment().get_template(template).render(page))
 
 
+# cached: compiling a template takes ten times as long as filling it in
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """It keeps the templates: to compile one takes as long as to fill it in ten times."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)

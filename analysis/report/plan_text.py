@@ -1,17 +1,19 @@
-"""A plan as text for the terminal: the chosen candidate among its neighbours, why it was chosen, and the warnings.
+"""A plan as text for the terminal: a table around the chosen candidate, reasons, and warnings.
 
-A table's columns in the width of a terminal: headings and texts go into more lines, then columns
+Tables are fitted to the width of the terminal: headings and texts go into more lines, then columns
 are left out.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.formatting import (
@@ -30,50 +32,52 @@ GAP = 2
 
 
 class TextColumn(NamedTuple):
-    """One column."""
+    """Column of a table for the terminal."""
 
     # goes into as many lines as it has words
     heading: str
     cells: Sequence[str]
-    # whether cells end at the same place, as numbers do
+    # aligned at the right, as numbers are
     right: bool = False
-    # cells go into more lines in so few characters; None: they do not
+    # least characters where cells may go into more lines; None: they may not
     narrow: int | None = None
-    # what is left out first has the largest; 0: never left out
+    # the largest is left out first; 0: never
     spare: int = 0
 
     @property
     def least(self) -> int:
         """Characters without which the column cannot be read."""
         cells = _longest(self.cells)
-        return max(
-            _longest(self.heading.split()),
-            cells if self.narrow is None else min(cells, self.narrow),
-        )
+        if self.narrow is not None:
+            cells = min(cells, self.narrow)
+        return max(_longest(self.heading.split()), cells)
 
     @property
     def most(self) -> int:
-        """Characters that it can use."""
+        """Characters that the column can use."""
         return _longest([self.heading, *self.cells])
 
 
 def _longest(texts: Sequence[str]) -> int:
-    from rich.cells import cell_len
-
-    return max((cell_len(line) for text in texts for line in text.split("\n")), default=0)
+    longest = 0
+    for text in texts:
+        for line in text.split("\n"):
+            longest = max(longest, cell_len(line))
+    return longest
 
 
 def fitted(columns: Sequence[TextColumn], width: int) -> list[tuple[TextColumn, int]]:
-    """Columns with their widths: those for which there is room, and those that are never left out."""
+    """Return columns with their widths; spare columns without room are left out."""
     kept = list(columns)
     while _least(kept) > width and any(column.spare for column in kept):
         kept.remove(max(kept, key=lambda column: column.spare))
-    left, widths = width - _least(kept), []
+    left = width - _least(kept)
+    found = []
     for column in kept:
         more = max(0, min(left, column.most - column.least))
-        widths.append(column.least + more)
+        found.append((column, column.least + more))
         left -= more
-    return list(zip(kept, widths, strict=True))
+    return found
 
 
 def _least(columns: Sequence[TextColumn]) -> int:
@@ -83,29 +87,24 @@ def _least(columns: Sequence[TextColumn]) -> int:
 def add_columns(
     table: Table, columns: Sequence[TextColumn], width: int, styles: Sequence[str]
 ) -> None:
-    """Fill an empty table without a box, edges or other columns.
+    """Fill an empty table that has neither box nor edges.
 
     Args:
-        table: To be filled.
-        columns: Texts, in which nothing is taken for markup or for an escape of the terminal.
+        table: Gets the columns.
+        columns: Their texts may look like markup or hold escapes of the terminal: both are shown.
         width: Of the terminal, characters.
         styles: Of the rows.
     """
-    from rich.text import Text
-
-    clean = [
-        column._replace(cells=[printable(cell) for cell in column.cells]) for column in columns
-    ]
+    clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
     chosen = fitted(clean, width)
     for column, characters in chosen:
-        table.add_column(
-            Text(column.heading), justify="right" if column.right else "left", width=characters
-        )
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(Text(column.heading), justify=justify, width=characters)
     for row, style in enumerate(styles):
         table.add_row(*(Text(column.cells[row]) for column, _ in chosen), style=style)
 
 
-# global batches up to so many times smaller or larger than the chosen one are shown
+# shown are global batches up to this factor smaller or larger than the chosen one
 NEIGHBOUR_FACTOR = 4
 FRONT_MARK = "◆"
 # of `Candidate.wall_parts_s`
@@ -115,39 +114,46 @@ PLAN_WIDTH = 120
 
 
 def describe_plan(plan: Plan, profiling: str = "") -> str:
-    """Several lines, the last without a line end; coloured only where standard output is a terminal.
+    """Return the plan as lines; coloured only where standard output is a terminal.
 
     Args:
         plan: The plan.
-        profiling: What profiling cost, a sentence without its full stop.
+        profiling: Cost of profiling, a sentence without its full stop.
     """
     console = Console(highlight=False)
-    console.width = console.width if console.is_terminal else PLAN_WIDTH
+    if not console.is_terminal:
+        console.width = PLAN_WIDTH
     with console.capture() as capture:
         console.print(_table(plan, console.width))
-    lines = [
-        line
-        for sentence in sentences(plan, profiling)
-        for line in _wrapped(sentence, console.width)
-    ]
     # the table has escapes of its own, for its colours
-    return "\n".join([capture.get().rstrip("\n"), *map(printable, lines)])
+    lines = [capture.get().rstrip("\n")]
+    for sentence in sentences(plan, profiling):
+        wrapped = textwrap.wrap(
+            sentence,
+            console.width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += map(printable, wrapped)
+    return "\n".join(lines)
 
 
 def sentences(plan: Plan, profiling: str = "") -> list[str]:
-    """What the plan expects, why it chose what it chose, what that excludes, and what it is not sure of."""
-    return [
+    """Return expectations, the reason of the choice, alternatives, assumptions and warnings."""
+    found = [
         _expectation(plan),
         *_where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
         *background(plan),
-        *([f"Profiling: {profiling}."] if profiling else []),
-        *(f"Warning: {warning}." for warning in plan.warnings),
     ]
+    if profiling:
+        found.append(f"Profiling: {profiling}.")
+    return [*found, *(f"Warning: {warning}." for warning in plan.warnings)]
 
 
 def background(plan: Plan) -> list[str]:
-    """What else there was, what the constraints rule out, and what the numbers assume."""
+    """Return alternatives, constraints that decide, the knee, and assumptions."""
     return [
         *_alternatives(plan),
         *(f"Constraint: {text}." for text in plan.binding),
@@ -158,53 +164,51 @@ def background(plan: Plan) -> list[str]:
 
 
 def _expectation(plan: Plan) -> str:
-    """The whole time, which is what the cost is for; of plans that do not have it, that of the steps."""
     chosen = plan.chosen
-    low, high = chosen.interval_90.get(
-        "train_time_s" if chosen.wall_time_s is None else "wall_time_s", (None, None)
-    )
+    # older plans have the time of the steps alone
+    quantity = "train_time_s" if chosen.wall_time_s is None else "wall_time_s"
+    low, high = chosen.interval_90.get(quantity, (None, None))
     between = f"between {format_duration(low)} and {format_duration(high)} with 90 % probability"
+    time = format_duration(chosen.expected_time_s)
     cost = format_money(chosen.cost, chosen.currency)
-    text = f"Training should take {format_duration(chosen.expected_time_s)} ({between}) and cost {cost}"
+    text = f"Training should take {time} ({between}) and cost {cost}"
     if chosen.wall_time_s is not None:
+        steps = format_duration(chosen.train_time_s)
         every = format_duration(60.0 * (chosen.checkpoint_minutes or 0.0))
-        text += f"; its steps alone take {format_duration(chosen.train_time_s)}, with a checkpoint every {every}"
-    energy = f"; {format_number(chosen.energy_kwh, 3)} kWh" if chosen.energy_kwh is not None else ""
-    return f"{text}{energy}."
+        text += f"; its steps alone take {steps}, with a checkpoint every {every}"
+    if chosen.energy_kwh is not None:
+        text += f"; {format_number(chosen.energy_kwh, 3)} kWh"
+    return f"{text}."
 
 
 def _where_time_goes(chosen: Candidate) -> list[str]:
-    """The parts of the expected time with their shares, those of less than a thousandth left out."""
+    """Return the parts of the expected time with their shares, without those below a thousandth."""
     whole_s = sum(chosen.wall_parts_s.values())
-    parts = [
-        (name, seconds)
-        for name, seconds in chosen.wall_parts_s.items()
-        if seconds >= 0.001 * whole_s > 0.0
-    ]
-    shown = [
-        f"{PART_NAMES.get(name, name)} {format_duration(s)} ({format_percent(s / whole_s)})"
-        for name, s in parts
-    ]
+    shown = []
+    for name, seconds in chosen.wall_parts_s.items():
+        if seconds >= 0.001 * whole_s > 0.0:
+            share = format_percent(seconds / whole_s)
+            shown.append(f"{PART_NAMES.get(name, name)} {format_duration(seconds)} ({share})")
     return [f"Of the expected time: {', '.join(shown)}."] if shown else []
 
 
 def _alternatives(plan: Plan) -> list[str]:
-    """What would come next, the fastest and the cheapest, each against the chosen one."""
-    # it wins ties
+    """Return the next best, the fastest and the cheapest candidate, each against the chosen one."""
+    # the chosen one wins ties
     feasible = [plan.chosen, *(candidate for candidate in plan.candidates if candidate.feasible)]
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [("Next best", candidate) for candidate in plan.runners_up]
     named += [("Fastest", fastest), ("Cheapest", cheapest)]
-    return [
-        f"{what}: {name_of(c)}, {_against(c, plan.chosen)}."
-        for what, c in named
-        if c != plan.chosen
-    ]
+    found = []
+    for role, candidate in named:
+        if candidate != plan.chosen:
+            found.append(f"{role}: {name_of(candidate)}, {_against(candidate, plan.chosen)}.")
+    return found
 
 
 def _against(candidate: Candidate, chosen: Candidate) -> str:
-    """How a candidate's time and cost compare: "12 % slower, 3 % cheaper"."""
+    # for example "12 % slower, 3 % cheaper"
     time = _compared(candidate.expected_time_s, chosen.expected_time_s, "slower", "faster")
     return f"{time}, {_compared(candidate.cost, chosen.cost, 'dearer', 'cheaper')}"
 
@@ -214,7 +218,7 @@ def _compared(value: float, base: float, more: str, less: str) -> str:
     if base <= 0.0 < value:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
-        return {"slower": "as fast"}.get(more, "as dear")
+        return "as fast" if more == "slower" else "as dear"
     return f"{format_percent(abs(value / base - 1.0))} {more if value > base else less}"
 
 
@@ -222,18 +226,21 @@ def _knee(plan: Plan) -> list[str]:
     knee = plan.knee
     if knee is None:
         return []
-    low, high = knee.interval_90 or (None, None)
-    between = f"between {low:,.0f} and {high:,.0f} with 90 % probability" if low and high else ""
-    without = (
-        f"{format_percent(knee.share_without_knee)} of the curves that the measurements allow have"
-    )
-    # which a warning says
+    between = ""
+    if knee.interval_90:
+        low, high = knee.interval_90
+        between = f"between {low:,.0f} and {high:,.0f} with 90 % probability"
+    share = format_percent(knee.share_without_knee)
+    without = f"{share} of the curves that the measurements allow have"
     if knee.global_batch is None:
-        return [f"{without} no knee{f'; the others have theirs {between}' if between else ''}."]
-    doubt = f"; {without} none" if knee.share_without_knee else ""
-    return [
-        f"The knee lies at B={knee.global_batch:,.0f}{f' ({between})' if between else ''}{doubt}."
-    ]
+        others = f"; the others have theirs {between}" if between else ""
+        return [f"{without} no knee{others}."]
+    text = f"The knee lies at B={knee.global_batch:,.0f}"
+    if between:
+        text += f" ({between})"
+    if knee.share_without_knee:
+        text += f"; {without} none"
+    return [f"{text}."]
 
 
 def _critical_batch(plan: Plan) -> list[str]:
@@ -243,31 +250,31 @@ def _critical_batch(plan: Plan) -> list[str]:
         "profile": "at the weights that were profiled",
         "training": "in the later half of the training so far",
     }.get(plan.critical_batch_source or "", "as it was measured")
-    what = f"the gradient's noise scale {source}. Beyond it more samples buy few steps less"
-    return [f"Critical batch: {in_samples(plan.critical_batch)}, {what}; it grows in training."]
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    batch = in_samples(plan.critical_batch)
+    meaning = "Beyond it a larger batch saves few steps; it grows in training."
+    return [f"Critical batch: {batch}, the gradient's noise scale {source}. {meaning}"]
 
 
 def _table(plan: Plan, width: int) -> Table:
-    shown = sorted(
-        filter(lambda candidate: _is_near(candidate, plan.chosen), plan.candidates), key=_order
-    )
-    hidden = len(plan.candidates) - len(shown)
-    total = plan.candidates_total or len(plan.candidates)
-    parts = (
-        [f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper"] if plan.pareto else []
-    )
-    parts += [f"{len(shown)} of {total:,} candidates; --json shows more"] if hidden else []
-    caption = "; ".join(parts) or None
+    shown = [c for c in plan.candidates if _is_near(c, plan.chosen)]
+    shown.sort(key=lambda c: (c.global_batch, c.nodes, c.partition))
+    captions = []
+    if plan.pareto:
+        captions.append(f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper")
+    if len(shown) < len(plan.candidates):
+        total = plan.candidates_total or len(plan.candidates)
+        captions.append(f"{len(shown)} of {total:,} candidates; --json shows more")
     table = Table(
-        box=None, caption=caption, caption_justify="left", pad_edge=False, padding=(0, GAP, 0, 0)
+        box=None,
+        caption="; ".join(captions) or None,
+        caption_justify="left",
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
     )
-    styles = ["bold" if item == plan.chosen else "" if item.feasible else "dim" for item in shown]
+    styles = []
+    for candidate in shown:
+        style = "" if candidate.feasible else "dim"
+        styles.append("bold" if candidate == plan.chosen else style)
     add_columns(table, _columns(plan, shown), width, styles)
     return table
 
@@ -277,42 +284,29 @@ def _is_near(candidate: Candidate, chosen: Candidate) -> bool:
     return 1 / NEIGHBOUR_FACTOR <= ratio <= NEIGHBOUR_FACTOR
 
 
-def _order(candidate: Candidate) -> tuple[int, int, str]:
-    return candidate.global_batch, candidate.nodes, candidate.partition
-
-
 def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
-    """The signs first: they must not be lost. "time" is what the cost beside it is for, not the steps alone."""
-    return [
+    def numbers(heading: str, text_of: Callable[[Candidate], object], spare: int = 0) -> TextColumn:
+        return TextColumn(heading, [str(text_of(c)) for c in shown], right=True, spare=spare)
+
+    columns = [
+        # signs stand first, where they are never cut off
         TextColumn("", [_mark(item, plan.chosen) for item in shown]),
-        TextColumn("nodes", [str(item.nodes) for item in shown], right=True),
-        TextColumn("local batch", [str(item.local_batch) for item in shown], right=True),
-        TextColumn("global batch", [str(item.global_batch) for item in shown], right=True),
-        TextColumn(
-            "step", [format_duration(item.step_time_s) for item in shown], right=True, spare=3
-        ),
-        TextColumn(
-            "epoch", [format_duration(item.epoch_time_s) for item in shown], right=True, spare=1
-        ),
-        TextColumn(
-            "whole time", [format_duration(item.expected_time_s) for item in shown], right=True
-        ),
-        TextColumn("cost", [format_money(item.cost, item.currency) for item in shown], right=True),
-        TextColumn(
-            "memory", [format_bytes(item.peak_memory_bytes) for item in shown], right=True, spare=2
-        ),
-        *(
-            [TextColumn("partition", [item.partition for item in shown])]
-            if plan.chosen.partition
-            else []
-        ),
-        TextColumn(
-            "",
-            [item.why or ("measured" if item.measured else "") for item in shown],
-            narrow=len("measured"),
-        ),
+        numbers("nodes", lambda c: c.nodes),
+        numbers("local batch", lambda c: c.local_batch),
+        numbers("global batch", lambda c: c.global_batch),
+        numbers("step", lambda c: format_duration(c.step_time_s), spare=3),
+        numbers("epoch", lambda c: format_duration(c.epoch_time_s), spare=1),
+        # the time that the cost beside it is for, not that of the steps alone
+        numbers("whole time", lambda c: format_duration(c.expected_time_s)),
+        numbers("cost", lambda c: format_money(c.cost, c.currency)),
+        numbers("memory", lambda c: format_bytes(c.peak_memory_bytes), spare=2),
     ]
+    if plan.chosen.partition:
+        columns.append(TextColumn("partition", [item.partition for item in shown]))
+    remarks = ["measured" if item.measured and not item.why else item.why for item in shown]
+    return [*columns, TextColumn("", remarks, narrow=len("measured"))]
 
 
 def _mark(candidate: Candidate, chosen: Candidate) -> str:
-    return ("→" if candidate == chosen else " ") + (FRONT_MARK if candidate.pareto else "")
+    arrow = "→" if candidate == chosen else " "
+    return f"{arrow}{FRONT_MARK}" if candidate.pareto else arrow

@@ -1,4 +1,4 @@
-"""The report's tables: first typed rows, then the text of their cells."""
+"""Tables of the report: typed rows first, then the text of their cells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from tula_hpc.analysis.planning.partitions import of_part
+from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import (
     MOST_ROWS,
     Interval,
@@ -34,24 +34,22 @@ class SummaryRow(NamedTuple):
     role: str
     configuration: Configuration
     feasible: bool
-    # with its 90 % interval, as far as the plan has one
+    # at 90 %
     predicted_epoch_s: Interval
-    # from the profile
+    # by the profile
     measured_epoch_s: float | None
     # predicted / measured − 1
     relative_error: float | None
     # predicted, all epochs
     train_time_s: float
-    # predicted, all epochs
     cost: float
     currency: str
     # predicted, per worker
     peak_memory_bytes: int
-    # median of the real training, where it ran at this configuration
-    trained_epoch_s: float | None
-    # of that training
-    test_accuracy: float | None
-    test_loss: float | None
+    # median of the training that ran at this configuration
+    trained_epoch_s: float | None = None
+    test_accuracy: float | None = None
+    test_loss: float | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -71,13 +69,14 @@ def summary_rows(
     result: TrainResult | None,
     trained_epoch_s: float | None = None,
 ) -> list[SummaryRow]:
-    """The chosen configuration first, then the next smaller and larger batch at its N, then its batch at other N.
+    """Return the chosen configuration, its next smaller and larger batch, its batch on other nodes.
 
-    All on the partition that was chosen, where there are several: the same configuration on another
-    is something else. `trained_epoch_s` is the training's own time of an epoch, see
-    `report_data.median_epoch_s`.
+    All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
+    `run_contents.median_epoch_s`.
     """
-    measured = measured_epochs(of_part(measurements, plan.chosen.partition), plan.dataset_samples)
+    measured = measured_epochs(
+        of_partition(measurements, plan.chosen.partition), plan.dataset_samples
+    )
     return [
         _summary_row(role, item, measured, result, trained_epoch_s)
         for role, item in _chosen_and_neighbours(plan)
@@ -108,12 +107,7 @@ def _summary_row(
     trained_epoch_s: float | None,
 ) -> SummaryRow:
     epoch = measured.get(item.configuration)
-    trained = (
-        result
-        if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch)
-        else None
-    )
-    return SummaryRow(
+    row = SummaryRow(
         role=role,
         configuration=item.configuration,
         feasible=item.feasible,
@@ -124,46 +118,52 @@ def _summary_row(
         cost=item.cost,
         currency=item.currency,
         peak_memory_bytes=item.peak_memory_bytes,
-        trained_epoch_s=trained_epoch_s if trained else None,
-        test_accuracy=trained.test_accuracy if trained else None,
-        test_loss=trained.test_loss if trained else None,
+    )
+    if not result or (result.nodes, result.global_batch) != (item.nodes, item.global_batch):
+        return row
+    return row._replace(
+        trained_epoch_s=trained_epoch_s,
+        test_accuracy=result.test_accuracy,
+        test_loss=result.test_loss,
     )
 
 
 def summary_cells(row: SummaryRow) -> tuple[str, ...]:
-    """The cells of SUMMARY_COLUMNS, and what training reached after them; a second line in a cell is a remark."""
-    where = f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}"
+    """Return the cells of SUMMARY_COLUMNS and the accuracy; a second line in a cell is a remark."""
+    role = row.role if row.feasible else f"{row.role}, not feasible"
+    measured = format_duration(row.measured_epoch_s)
+    if row.trained_epoch_s is not None:
+        measured += f"\n{format_duration(row.trained_epoch_s)} in training"
+    reached = format_percent(row.test_accuracy)
+    if row.test_accuracy is None and row.test_loss is not None:
+        reached = format_number(row.test_loss, 3)
     return (
-        f"{where}\n{row.role}{'' if row.feasible else ', not feasible'}",
+        f"N = {row.configuration.nodes}, B = {row.configuration.global_batch:,}\n{role}",
         format_interval(row.predicted_epoch_s),
-        _with_remark(format_duration(row.measured_epoch_s), row.trained_epoch_s, "in training"),
+        measured,
         format_percent(row.relative_error, signed=True),
         *_time_and_cost(row.train_time_s, row.cost, row.currency),
         format_bytes(row.peak_memory_bytes),
-        _reached(row),
+        reached,
     )
 
 
 def _time_and_cost(train_time_s: float, cost: float, currency: str) -> tuple[str, str]:
-    """Cells of a training's predicted time and cost; neither where its batch holds more samples than there are."""
+    """Return cells of a predicted time and cost; dashes where no full batch fits into an epoch."""
     if train_time_s <= 0:
         return format_duration(None), format_money(None, currency)
     return format_duration(train_time_s), format_money(cost, currency)
 
 
-def _with_remark(cell: str, seconds: float | None, what: str) -> str:
-    return cell if seconds is None else f"{cell}\n{format_duration(seconds)} {what}"
-
-
 def format_interval(seconds: Interval) -> str:
-    """A duration, and on a second line the ends of its interval, where it has one: "11.6 s – 13.3 s".
+    """Return a duration, and the ends of its interval on a second line: "11.6 s – 13.3 s".
 
-    The dash stands for an epoch into which not even one full batch fits.
+    A dash stands for an epoch into which not even one full batch fits.
     """
     if seconds.low == seconds.high:
         return format_duration(seconds.value or None)
-    low, high = format_duration(seconds.low), format_duration(seconds.high)
-    return f"{format_duration(seconds.value)}\n{low} – {high}"
+    ends = f"{format_duration(seconds.low)} – {format_duration(seconds.high)}"
+    return f"{format_duration(seconds.value)}\n{ends}"
 
 
 class TextTable(NamedTuple):
@@ -174,32 +174,23 @@ class TextTable(NamedTuple):
 
 
 def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
-    """The table of the chosen configuration; the columns of training are there when something was trained."""
-    columns = SUMMARY_COLUMNS + _trained_columns(rows)
+    """Return the table of the chosen configuration, with the accuracy of a training."""
+    columns: tuple[str, ...] = SUMMARY_COLUMNS
+    if any(row.test_accuracy is not None for row in rows):
+        columns = (*columns, "accuracy")
+    elif any(row.test_loss is not None for row in rows):
+        columns = (*columns, "test loss")
     return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
 
 
-def _trained_columns(rows: Sequence[SummaryRow]) -> tuple[str, ...]:
-    if any(row.test_accuracy is not None for row in rows):
-        return ("accuracy",)
-    return ("test loss",) if any(row.test_loss is not None for row in rows) else ()
-
-
-def _reached(row: SummaryRow) -> str:
-    """The cell for it."""
-    if row.test_accuracy is None and row.test_loss is not None:
-        return format_number(row.test_loss, 3)
-    return format_percent(row.test_accuracy)
-
-
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
-    """Every candidate with what the models say of it, partition by partition where there are several."""
+    """Return every candidate with its predictions, by partition."""
     names = sorted({item.partition for item in plan.candidates})
     measured = {
-        name: measured_epochs(of_part(measurements, name), plan.dataset_samples) for name in names
+        name: measured_epochs(of_partition(measurements, name), plan.dataset_samples)
+        for name in names
     }
-    columns = (
-        *(("partition",) if any(names) else ()),
+    columns: tuple[str, ...] = (
         "nodes",
         "batch",
         "step",
@@ -211,14 +202,15 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
         "note",
     )
     ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
-    return TextTable(
-        columns, [_candidate_cells(item, measured[item.partition]) for item in ordered]
-    )
+    rows = [_candidate_cells(item, measured[item.partition]) for item in ordered]
+    if any(names):
+        columns = ("partition", *columns)
+        rows = [(item.partition, *row) for item, row in zip(ordered, rows, strict=True)]
+    return TextTable(columns, rows)
 
 
 def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
     return (
-        *((item.partition,) if item.partition else ()),
         str(item.nodes),
         f"{item.global_batch:,}\n{item.local_batch:,} per worker",
         format_duration(item.step_time_s),
@@ -231,52 +223,45 @@ def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -
 
 
 def fallback_table(plan: Plan) -> TextTable:
-    """What training falls back to when memory runs out, first to be tried first."""
-    columns = ("global batch", "nodes", "steps", "memory per worker")
-    rows: list[tuple[str, ...]] = [
-        (
-            f"{item.global_batch:,}",
-            str(item.nodes),
-            format_duration(item.train_time_s),
-            format_bytes(item.peak_memory_bytes),
-        )
-        for item in plan.fallbacks
-    ]
-    return TextTable(columns, rows)
+    """Return the candidates for when memory runs out, first to be tried first."""
+    rows: list[tuple[str, ...]] = []
+    for item in plan.fallbacks:
+        memory = format_bytes(item.peak_memory_bytes)
+        time = format_duration(item.train_time_s)
+        rows.append((f"{item.global_batch:,}", str(item.nodes), time, memory))
+    return TextTable(("global batch", "nodes", "steps", "memory per worker"), rows)
 
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:
-    """Profiles that ended without times; of very many the first and the last."""
+    """Return profiles that ended without times; of very many the first and the last."""
     failed = [item for item in measurements if item.status != "ok"]
-    left_out = ("", "", "", f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl", "")
-    rows = [_failure_cells(item) if item else left_out for item in ends(failed, None)]
+    rows: list[tuple[str, ...]] = []
+    for item in ends(failed, None):
+        if item is None:
+            left_out = f"{len(failed) - MOST_ROWS:,} more are in profile/*.jsonl"
+            rows.append(("", "", "", left_out, ""))
+            continue
+        reason = str(item.failure or UNKNOWN)
+        configuration = str(item.configuration)
+        rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
 
 
-def _failure_cells(item: Measurement) -> tuple[str, ...]:
-    return (
-        str(item.configuration),
-        item.status,
-        str(item.failure or UNKNOWN),
-        cut(item.detail),
-        item.job_id,
-    )
-
-
 def event_table(events: Sequence[Event]) -> TextTable:
-    """What happened, in order; of very many events the first and the last."""
-    left_out = ("", "", "", f"{len(events) - MOST_ROWS:,} more are in events.jsonl", "")
-    rows = [_event_cells(event) if event else left_out for event in ends(events, None)]
+    """Return the events in order; of very many the first and the last."""
+    rows: list[tuple[str, ...]] = []
+    for event in ends(events, None):
+        if event is None:
+            left_out = f"{len(events) - MOST_ROWS:,} more are in events.jsonl"
+            rows.append(("", "", "", left_out, ""))
+            continue
+        detail = cut(event.detail or str(event.failure or ""))
+        rows.append((format_time(event.time), event.stage, event.event, detail, event.job_id))
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 
-def _event_cells(event: Event) -> tuple[str, ...]:
-    detail = cut(event.detail or str(event.failure or ""))
-    return (format_time(event.time), event.stage, event.event, detail, event.job_id)
-
-
 def format_time(unix_s: float) -> str:
-    """Date and time in UTC, to the second; the dash where the number is no time."""
+    """Return date and time in UTC, to the second; a dash for a number that is no time."""
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
@@ -284,18 +269,19 @@ def format_time(unix_s: float) -> str:
 
 
 def model_tables(models: Mapping[str, Any]) -> list[tuple[str, TextTable]]:
-    """Each model of the plan with its parameters, whatever it is made of; pinned parameters are marked."""
+    """Return each model of the plan with its parameters; pinned parameters are marked."""
     return [(name.replace("_", " "), _model_table(model)) for name, model in models.items()]
 
 
 def _model_table(model: object) -> TextTable:
-    pinned = model.get("pinned", []) if isinstance(model, dict) else []
-    names = {str(name) for name in pinned} if isinstance(pinned, list) else set()
-    rows: list[tuple[str, ...]] = [
-        (key, value, "pinned" if key.split(".")[-1] in names else "")
-        for key, value in _flatten(model)
-        if key != "pinned"
-    ]
+    pinned: object = []
+    if isinstance(model, dict):
+        pinned = model.get("pinned")
+    names = set(map(str, pinned)) if isinstance(pinned, list) else set()
+    rows: list[tuple[str, ...]] = []
+    for key, value in _flatten(model):
+        if key != "pinned":
+            rows.append((key, value, "pinned" if key.split(".")[-1] in names else ""))
     return TextTable(("quantity", "value", ""), rows)
 
 
@@ -308,10 +294,14 @@ def _flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: UNKNOWN}[value]
-    if isinstance(value, int | float):
-        return format_number(float(value)) if isinstance(value, float) else f"{value:,}"
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_number(value)
+    if isinstance(value, int):
+        return f"{value:,}"
     if isinstance(value, list):
         return ", ".join(map(_plain, value)) or "none"
     return str(value)

@@ -23,8 +23,7 @@ from tests.planning_data import (
     times,
 )
 from tula_hpc.analysis.drift import PARTS, expected_parts
-from tula_hpc.analysis.plan import main
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.replan import choose_again, knee_batch
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.analysis.search.profiling_cost import full_search
@@ -158,7 +157,7 @@ def test_a_measurement_that_all_others_contradict_is_named(factor: float, warned
     """Without it the plan shows a step time as "measured" that is far from the measured one."""
     rows = [slowed(row, factor) if row.configuration == (2, 1, 64) else row for row in grid()]
     plan = make_plan(sweep("time"), cluster(), rows)
-    found = [text for text in plan.warnings if "all measurements together" in text]
+    found = [text for text in plan.warnings if "the model of all measurements" in text]
     assert [re.findall(r"N=\d+ b=\d+", text) for text in found] == ([["N=2 b=64"]] if warned else [])
 
 

@@ -31,12 +31,11 @@ from tests.planning_data import (
 from tests.study_factory import SWEEP as STUDY
 from tests.table_factory import Row, hyperbola, table_of
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.plan import main
+from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning import feasibility
 from tula_hpc.analysis.planning import planner as writing
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.partitions import Fitted
-from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.analysis.report.plan_text import sentences
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError

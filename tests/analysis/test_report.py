@@ -372,7 +372,7 @@ def test_candidates_of_several_partitions_say_which(tmp_path: Path) -> None:
 
 def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> None:
     contents = read_run(of_two_partitions(tmp_path / "run"))
-    assert dict(how_measured(contents))["what profiling cost"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
+    assert dict(how_measured(contents))["cost of profiling"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
 
 
 def test_nodes_differ_only_within_a_partition(tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_repeated_measurements_count_by_their_median() -> None:
 def test_profiling_cost_is_node_seconds(finished: Written) -> None:
     contents = read_run(finished.run)
     total = sum(item.elapsed_s * item.nodes for item in contents.measurements)
-    assert dict(how_measured(contents))["what profiling cost"].startswith(f"{round(total):,} node-seconds")
+    assert dict(how_measured(contents))["cost of profiling"].startswith(f"{round(total):,} node-seconds")
 
 
 def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path) -> None:
@@ -530,7 +530,7 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
             append_record(path.with_suffix(".notes"), JobNote.model_validate(told))
     contents = read_run(run)
     assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 3_600.0
-    said = dict(how_measured(contents))["what profiling cost"]
+    said = dict(how_measured(contents))["cost of profiling"]
     assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
 
 

@@ -185,7 +185,7 @@ def test_a_study_of_guesses_has_a_caution(tmp_path: Path, level: float, guessed:
     """Some method is ahead of the others there, too."""
     contents = read_study(make_study(tmp_path / "run", outcome=lambda cell: level if cell.column == "ags" else 0.1))
     said = cautions(contents, make_table(contents.study, contents.outcomes))
-    assert any("No training came out clearly better than guessing" in doubt for doubt in said) == guessed
+    assert any("No training is clearly better than guessing" in doubt for doubt in said) == guessed
 
 
 @pytest.mark.parametrize(

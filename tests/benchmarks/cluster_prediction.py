@@ -45,7 +45,7 @@ from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import Aim

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.planning_data import cluster, ok, sweep, times
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.records import Configuration, Measurement

@@ -24,12 +24,13 @@ from typing import Any
 
 from tests.planning_data import cluster, grid, ok, sweep
 from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import candidate_grid, predict
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.knee import drawn_time, fitted_time
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
-from tula_hpc.analysis.planning.planner import fallback_rows, make_plan, written_records
+from tula_hpc.analysis.planning.planner import fallback_rows, written_records
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Measurement, RunDirectory, append_record
 

@@ -12,7 +12,7 @@ def plan_stage(sweep: Sweep) -> Plan:
     """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `plan_is_good`."""
     if plan_is_good(sweep.run):
         return sweep.run.read_plan()
-    from tula_hpc.analysis.planning.planner import make_plan
+    from tula_hpc.analysis.plan import make_plan
 
     measured = sweep.run.measurements()
     footprints = sweep.run.footprints(sweep.cluster.part_names())

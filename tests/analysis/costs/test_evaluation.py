@@ -18,7 +18,7 @@ from tula_hpc.analysis.costs.evaluation import (
     evaluation_of,
 )
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import EpochMetrics, Event, Measurement, Metrics, Plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning_data import cluster, grid, sweep
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.records import Plan
 
 

@@ -47,7 +47,7 @@ from tula_hpc.analysis.figures.style import (
     value_axis,
 )
 from tula_hpc.analysis.figures.training import training_marks
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import RunContents, find_candidate, predicted, read_run
 from tula_hpc.config import TrainingSpec
 from tula_hpc.formatting import in_percent

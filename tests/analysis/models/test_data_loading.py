@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.planning_data import CORNERS, cluster, ok, sweep, times
 from tula_hpc.analysis.models.data_loading import MOST_PROCESSES, cores_needed, loader_decides, processes_needed
 from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.records import Measurement, StepTimes
 

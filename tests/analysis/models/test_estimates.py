@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
 from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.config import TrainingSpec
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.records import Footprint, RunDirectory
@@ -24,7 +24,7 @@ def footprint(scale: float) -> Footprint:
 def test_the_error_stands_beside_the_memory_model_and_a_large_one_is_a_warning(scale: float, warned: bool) -> None:
     plan = make_plan(sweep(), cluster(), grid(), footprints={"": footprint(scale)})
     assert plan.models["memory"]["estimate_error_median"] == pytest.approx(abs(scale - 1), abs=0.01)
-    assert any("estimate of memory" in text for text in plan.warnings) == warned
+    assert any("memory estimate" in text for text in plan.warnings) == warned
 
 
 BATCHES = (32, 128, 1024)

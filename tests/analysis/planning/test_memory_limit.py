@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import describe_limit, memory_limit_bytes
-from tula_hpc.analysis.planning.planner import make_plan
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB
 from tula_hpc.records import Measurement, Plan
@@ -88,7 +88,7 @@ def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[st
     assert largest(plan) == 128
     reasons = {candidate.why for candidate in plan.candidates if candidate.local_batch == 512}
     assert reasons == {"local batch 256 ran only after the allocator had freed memory"}
-    (warning,) = [text for text in plan.warnings if "freed what it kept" in text]
+    (warning,) = [text for text in plan.warnings if "freed its cache" in text]
     assert "N=1 b=256" in warning
     assert not any("bound is kept" in text for text in plan.warnings)
     wanted = propose(sweep(mode="full", max_batch=8192), cluster(device="cuda"), rows)

@@ -9,7 +9,7 @@ from tests.fuzzing import fuzz
 from tests.planning_data import cluster, compute_time_s, failed, ok, oom, step_time_s, sweep, times
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
-from tula_hpc.analysis.planning.planner import make_plan
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch, cheap_corners, knee_columns
 from tula_hpc.analysis.search.decision import Aim
 from tula_hpc.analysis.search.propose import candidates, propose
