@@ -136,15 +136,15 @@ def _describe_change(before: float, after: float) -> str:
 
 def draw_variability(run: RunContents) -> Drawing | Missing:
     """Draw Δ(G) beside test accuracy, or beside the loss on the test set where there is none."""
-    training = next((item for item in run.trainings if _has_both(item)), None)
+    training = next(filter(_has_both, run.trainings), None)
     if training is None:
         why = "training logged no Δ(G) yet, or no epoch"
         return Missing("variability", "gradient variability beside accuracy", why, optional=True)
     curve = _curve(training.metrics.steps, "sensitivity")
     epochs = training.metrics.epochs
     name, score, unit = "test_accuracy_percent", "test accuracy", " %"
-    reached = [100 * (row.test_accuracy or 0.0) for row in epochs]
-    if any(row.test_accuracy is None for row in epochs):
+    reached = [100 * row.test_accuracy for row in epochs if row.test_accuracy is not None]
+    if len(reached) < len(epochs):
         name, score, unit = "test_loss", "test loss", ""
         reached = [row.test_loss for row in epochs]
     ended = f"{format_number(reached[-1], 3)}{unit}"

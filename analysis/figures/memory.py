@@ -76,7 +76,8 @@ class Usage(NamedTuple):
     def batches(self) -> list[int]:
         """Every local batch that occurs."""
         known = {configuration.local_batch for configuration, _ in self.measured}
-        known.update(*(line.predicted for line in self.lines))
+        for line in self.lines:
+            known.update(line.predicted)
         return sorted(known.union(item.local_batch for item in self.out_of_memory))
 
     @property
@@ -86,10 +87,17 @@ class Usage(NamedTuple):
         return max(measured + [interval.high for interval in self.predicted])
 
     @property
+    def bounded(self) -> bool:
+        """Whether a candidate does not fit."""
+        return any(line.largest is not None for line in self.lines)
+
+    @property
     def largest(self) -> int | None:
         """The largest local batch that fits at all, where larger ones were candidates."""
-        fitting = max((line.fitting for line in self.lines), default=0)
-        tried = max((max(line.predicted, default=0) for line in self.lines), default=0)
+        fitting = tried = 0
+        for line in self.lines:
+            fitting = max(fitting, line.fitting)
+            tried = max(tried, *line.predicted, 0)
         return fitting if 0 < fitting < tried else None
 
 
@@ -244,7 +252,7 @@ def _draw_limit(axes: Axes, limit: int, allowed: int | None, unit_bytes: int) ->
 
 
 def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
-    beyond = min((batch for batch in batches if batch > largest), default=largest * 2)
+    beyond = batches[batches.index(largest) + 1]
     start = (largest * beyond) ** 0.5
     axes.axvspan(start, axes.get_xlim()[1], color=style.SHADE.light, zorder=0)
     text = f"b = {largest:,} is the\nlargest that fits "
@@ -277,7 +285,7 @@ def _keys(usage: Usage, sizes: list[int]) -> Iterable[style.Key]:
             yield style.Key(name, line="-", colour=colour)
     if any(interval.low < interval.high for interval in usage.predicted):
         yield style.Key("90 % interval", line="-", band=True)
-    if any(line.largest is not None for line in usage.lines):
+    if usage.bounded:
         yield style.Key("does not fit", line=":", colour=style.INK.light)
     if usage.out_of_memory:
         yield style.Key("ran out of memory", marker="x")
@@ -291,7 +299,7 @@ def _title(usage: Usage) -> str:
         if growth[1:] and growth[-1]:
             title += f", a single one {format_bytes(growth[-1])}"
     lines = [line for line in usage.lines if line.predicted]
-    if not lines or (usage.limit is None and all(line.largest is None for line in lines)):
+    if not lines or (usage.limit is None and not usage.bounded):
         return title
     first, last = _describe_fit(lines[0]), _describe_fit(lines[-1])
     if first != last:
@@ -317,7 +325,7 @@ def _caption(usage: Usage, kinds: str) -> str:
             f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
             "red). The rest is a margin, and room for what training holds beside its steps."
         )
-    if any(line.largest is not None for line in usage.lines):
+    if usage.bounded:
         text += " Batches do not fit where their line is dotted."
     if usage.largest is not None:
         text += " Batches in the grey region do not fit."
@@ -330,22 +338,21 @@ def _caption(usage: Usage, kinds: str) -> str:
 
 
 def _describe_marks(usage: Usage) -> str:
-    text = ""
-    one = len(usage.lines) == 1
-    if usage.measured:
-        text += " Markers are measured; the number of nodes hardly matters, "
-        text += "so that they " if one else "but a single worker's "
-        text += "lie on one curve." if one else "lie on a curve of their own."
-    if not one:
-        text += (
+    curve = "so that they lie on one curve"
+    lines = "The line is the model's prediction"
+    alone = ""
+    if len(usage.lines) > 1:
+        curve = "but a single worker's lie on a curve of their own"
+        lines = "Lines are the model's predictions"
+        alone = (
             f" It takes its batch in {usage.parts} parts, one after another, and holds the "
             "activations of one of them."
         )
+    text = alone
+    if usage.measured:
+        text = f" Markers are measured; the number of nodes hardly matters, {curve}.{alone}"
     if usage.predicted:
-        text += (
-            " The line is the model's prediction" if one else " Lines are the model's predictions"
-        )
-        text += ", straight in b, which this axis bends."
+        text += f" {lines}, straight in b, which this axis bends."
     return text
 
 

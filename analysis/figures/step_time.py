@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -92,25 +92,26 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     keys = []
     for name, colour in zip(PART_NAMES, PART_COLOURS, strict=True):
         keys.append(style.Key(name, marker="s", colour=colour.light))
-    if any(bar.allreduce_s for bar in bars):
+    exchanged = any(bar.allreduce_s for bar in bars)
+    if exchanged:
         keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
     rows = _with_gaps(bars)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 1.25 + ROW_IN * len(rows))
         _draw_bars(axes, rows, run.cluster_sizes)
         style.legend(axes, keys, columns=3, left=-0.22)
-    table = _breakdown_table(bars)
-    return Drawing("step_breakdown", title, _breakdown_caption(bars), figure, table)
+    caption = _breakdown_caption(exchanged=exchanged)
+    return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 
 
-def _breakdown_caption(bars: Sequence[Bar]) -> str:
+def _breakdown_caption(*, exchanged: bool) -> str:
     text = (
         "One bar per profiled configuration, as shares of its step; the step's time stands at the "
         "right. The wait for data is that of the timed steps. Forward and backward, optimizer and "
         "the bare all-reduce of the gradients are measured apart; the rest is what remains of the "
         "whole step, with several workers mostly synchronization that is not hidden. "
     )
-    if any(bar.allreduce_s for bar in bars):
+    if exchanged:
         text += (
             "The diamond adds to the other parts, in place of the rest, the bare all-reduce: there "
             "the step would end if none of it were hidden behind the backward pass and nothing "
@@ -133,11 +134,15 @@ def _with_gaps(bars: Sequence[Bar]) -> list[Bar | None]:
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None:
-    placed = [(y, bar) for y, bar in enumerate(rows) if bar is not None]
+    names = {}
+    colours = []
     widest = 1.0
-    for y, bar in placed:
-        _draw_bar(axes, y, bar)
-        widest = max(widest, sum(bar.parts) / bar.step_s, bar.unhidden_s / bar.step_s)
+    for y, bar in enumerate(rows):
+        if bar is not None:
+            _draw_bar(axes, y, bar)
+            widest = max(widest, sum(bar.parts) / bar.step_s, bar.unhidden_s / bar.step_s)
+            names[y] = bar.name
+            colours.append(style.size_style(sizes, bar.configuration.nodes).colour)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.16)
     style.named_ticks(axes, [0.0, 0.25, 0.5, 0.75, 1.0], lambda share: f"{100 * share:.0f} %")
@@ -145,9 +150,9 @@ def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.set_yticks([y for y, _ in placed], [bar.name for _, bar in placed])
-    for label, (_, bar) in zip(axes.get_yticklabels(), placed, strict=True):
-        label.set_color(style.size_style(sizes, bar.configuration.nodes).colour)
+    axes.set_yticks(list(names), list(names.values()))
+    for label, colour in zip(axes.get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
 
 
 def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
@@ -168,9 +173,8 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
 
     The rest of a single worker's step has no name: it shares nothing.
     """
-    slow = [bar for bar in bars if bar.loader_decides]
-    if slow:
-        worst = max(slow, key=lambda bar: bar.share(DATA))
+    worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
+    if worst.loader_decides:
         waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
         return f"The data loader decides: {waiting} at {worst.name}"
     named = []
@@ -211,20 +215,25 @@ def _calm_title(bars: Sequence[Bar], share: str) -> str:
 
 
 def _breakdown_table(bars: Sequence[Bar]) -> Table:
-    parts = ("data_wait", "forward_backward", "optimizer", "exposed_synchronization")
     columns = (
         *CONFIGURATION_COLUMNS,
         "step_time_s",
-        *(f"{part}_s" for part in parts),
+        "data_wait_s",
+        "forward_backward_s",
+        "optimizer_s",
+        "exposed_synchronization_s",
         "bare_allreduce_s",
-        *(f"{part}_percent" for part in parts),
+        "data_wait_percent",
+        "forward_backward_percent",
+        "optimizer_percent",
+        "exposed_synchronization_percent",
         "step_without_overlap_percent",
     )
     rows: list[tuple[Cell, ...]] = []
     for bar in bars:
         configuration = bar.configuration
         seconds = (bar.step_s, *bar.parts, bar.allreduce_s)
-        shares = [100 * bar.share(part) for part in range(len(parts))]
+        shares = [100 * bar.share(part) for part in range(len(PART_NAMES))]
         unhidden = 100 * bar.unhidden_s / bar.step_s
         rows.append((*configuration, configuration.global_batch, *seconds, *shares, unhidden))
     return Table(columns, rows)
@@ -324,9 +333,7 @@ def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyl
         box.set(alpha=0.16, zorder=1)
     middle = statistics.median(errors)
     axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=colour, linewidth=2, zorder=2)
-    places = [float(x)]
-    if len(errors) > 1:
-        places = [x + i / (len(errors) - 1) * 0.5 - 0.25 for i in range(len(errors))]
+    places = np.linspace(x - 0.25, x + 0.25, len(errors)) if len(errors) > 1 else [float(x)]
     (marks,) = axes.plot(places, errors, look.marker, color=colour, markersize=6)
     marks.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
 
@@ -432,11 +439,12 @@ def _draw_point(axes: Axes, point: Point, sizes: list[int]) -> None:
 
 def _by_batch(points: Sequence[Point]) -> dict[int, float]:
     """Return each batch's median speed, on the number of nodes with most batches."""
-    batches = {(p.configuration.nodes, p.configuration.local_batch) for p in points}
-    count = Counter(nodes for nodes, _ in batches)
-    where = min(count, key=lambda nodes: (-count[nodes], nodes), default=0)
-    mine = [point for point in points if point.configuration.nodes == where]
-    return medians_by_batch((p.configuration.local_batch, p.samples_per_second) for p in mine)
+    speeds: dict[int, list[tuple[int, float]]] = {}
+    for point in points:
+        speed = (point.configuration.local_batch, point.samples_per_second)
+        speeds.setdefault(point.configuration.nodes, []).append(speed)
+    medians = [medians_by_batch(speeds[nodes]) for nodes in sorted(speeds)]
+    return max(medians, key=len, default={})
 
 
 def _keys(points: Sequence[Point], sizes: list[int]) -> list[style.Key]:

@@ -204,15 +204,16 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     """Draw mean test accuracy after each evaluated epoch, a panel for each of three batches."""
     panels_of: dict[int, dict[str, EpochCurve]] = {}
     for batch in _spread_out(table.batches):
-        curves = {name: _mean_curve(contents, name, batch) for name in table.columns}
-        if any(curves.values()):
-            panels_of[batch] = {name: curve for name, curve in curves.items() if curve}
+        for name in table.columns:
+            curve = _mean_curve(contents, name, batch)
+            if curve:
+                panels_of.setdefault(batch, {})[name] = curve
     if not panels_of:
         under_way = any(entry.missing for entry in table.entries.values())
         why = "no training has finished an epoch yet" if under_way else no_result(table)
         return Missing("study_epochs", "accuracy over the epochs", why)
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
-    names = [name for name in table.columns if any(name in curves for curves in panels_of.values())]
+    names = sorted(set().union(*panels_of.values()), key=table.columns.index)
     keys = column_keys(table.columns, names)
     if small:
         keys.append(style.Key("small batch", line="--", colour=style.INK.light))
@@ -313,13 +314,7 @@ def _all_but_delta(spec: SweepSpec) -> str:
 
 def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw mean test accuracy against δ, a line for each batch and set of columns."""
-    lines: list[list[Point]] = []
-    for group in delta_groups(contents):
-        for batch in table.batches:
-            line = [Point(delta, table.entries[name, batch]) for delta, name in group.items()]
-            line = sorted(point for point in line if point.entry.test)
-            if len(line) > 1:
-                lines.append(line)
+    lines = _delta_lines(contents, table)
     if not lines:
         why = "no two columns with results differ in training.delta alone"
         return Missing("study_delta", "ablation of δ", why)
@@ -329,13 +324,13 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
         axes.set_xscale("log")
-        beside = labels.have_room([f"B = {line[0].entry.batch:,}" for line in lines])
+        ends = [_draw_delta_line(axes, line, table) for line in lines]
+        beside = labels.have_room([end.text for end in ends])
         for_names = (deltas[-1] / deltas[0]) ** 0.22 if beside else 1.0
         axes.set_xlim(deltas[0] / 1.15, deltas[-1] * for_names * 1.1)
         style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
         accuracy_axis(axes, [point.entry for point in points])
-        ends = [_draw_delta_line(axes, line, table) for line in lines]
         if beside:
             labels.label_ends(axes, ends)
         else:
@@ -346,6 +341,20 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         "differ in nothing else. Bars: one standard deviation over the seeds to each side."
     )
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
+
+
+def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[Point]]:
+    lines = []
+    for group in delta_groups(contents):
+        for batch in table.batches:
+            line = []
+            for delta, name in sorted(group.items()):
+                entry = table.entries[name, batch]
+                if entry.test:
+                    line.append(Point(delta, entry))
+            if len(line) > 1:
+                lines.append(line)
+    return lines
 
 
 def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> labels.EndLabel:
@@ -392,9 +401,11 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         return Missing("study_scale", "density of the scale used", why)
     title = _scale_title(scales)
     count = len(scales)
-    names = [name for name in table.columns if any(name in here for here in scales.values())]
-    # 1: where nothing is scaled
-    everything = np.concatenate([*(v for here in scales.values() for v in here.values()), [1.0]])
+    names = sorted(set().union(*scales.values()), key=table.columns.index)
+    # where nothing is scaled
+    everything = np.ones(1)
+    for here in scales.values():
+        everything = np.concatenate([everything, *here.values()])
     # a factor of 0 has no logarithm
     wide = bool(0 < everything.min() < everything.max() / style.LOG_RATIO)
     label = "factor on the gradient, mean over parameters"
@@ -451,9 +462,13 @@ def density(values: Values, at: Values) -> Values:
 def _draw_scales_of_batch(
     axes: Axes, scales: Mapping[str, Values], columns: Sequence[str], *, wide: bool
 ) -> None:
-    drawn = {name: np.log(values) if wide else values for name, values in scales.items()}
+    drawn = dict(scales)
     # where nothing is scaled
-    everything = np.concatenate([*drawn.values(), [0.0 if wide else 1.0]])
+    unscaled = 1.0
+    if wide:
+        drawn = {name: np.log(values) for name, values in scales.items()}
+        unscaled = 0.0
+    everything = np.concatenate([*drawn.values(), [unscaled]])
     margin = 0.2 * max(float(np.ptp(everything)), 0.1)
     least = everything.min() - margin
     at = np.linspace(least if wide else max(0.0, least), everything.max() + margin, POINTS)
@@ -616,13 +631,15 @@ def _write_cell(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) ->
     text = "diverged" if entry.diverged else "no result"
     if entry.test:
         text = percent(entry.test)
-    colour = style.ALERT.light if entry.mark == "worst" else style.INK.light
-    weight = "bold" if entry.mark == "best" else "normal"
     lines = [*_achieved(entry), *_counts(entry)]
     if roomy:
         lines = list(filter(None, (", ".join(_achieved(entry)), ", ".join(_counts(entry)))))
     head, first, pitch = _line_heights(len(lines))
-    accuracy = axes.text(x, y + head, text, ha="center", va="center", color=colour, weight=weight)
+    accuracy = axes.text(x, y + head, text, ha="center", va="center", color=style.INK.light)
+    if entry.mark == "worst":
+        accuracy.set_color(style.ALERT.light)
+    elif entry.mark == "best":
+        accuracy.set_fontweight("bold")
     if not roomy:
         accuracy.set_fontsize(8)
     size = 7 if roomy else 6

@@ -310,15 +310,17 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
 
 def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
     """Set eight ticks at most: of these, if any lie within the limits, or else round numbers."""
-    first, last = (math.floor(math.log10(limit)) for limit in limits)
-    within: list[float] = []
-    for more in (ticks, _decades(first, last, _ROUND)):
-        within = within or [tick for tick in more if limits[0] <= tick <= limits[1]]
+    first = math.floor(math.log10(limits[0]))
+    last = math.floor(math.log10(limits[1]))
+    within = _within(limits, ticks) or _within(limits, _decades(first, last, _ROUND))
     if len(within) < 3:
-        finer = _decades(first, last, _FINE)
-        within = [tick for tick in finer if limits[0] <= tick <= limits[1]]
+        within = _within(limits, _decades(first, last, _FINE))
     axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
     axis.set_minor_locator(NullLocator())
+
+
+def _within(limits: tuple[float, float], ticks: Iterable[float]) -> list[float]:
+    return [tick for tick in ticks if limits[0] <= tick <= limits[1]]
 
 
 class Key(NamedTuple):
@@ -339,9 +341,9 @@ def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -
         handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")
         handle.set_marker(key.marker or "None")
         handle.set_linestyle(key.line or "none")
-        handle.set_linewidth(7 if key.band else 1.6)
-        handle.set_alpha(0.25 if key.band else 1)
-        handle.set_fillstyle("none" if key.hollow else "full")
+        handle.set(linewidth=1.6, alpha=1, fillstyle="none" if key.hollow else "full")
+        if key.band:
+            handle.set(linewidth=7, alpha=0.25)
         handles.append(handle)
     axes.legend(
         handles,

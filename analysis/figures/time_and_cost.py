@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis.costs.pricing import FOREVER_S
@@ -56,6 +57,11 @@ class Curves(NamedTuple):
     chosen: Candidate | None
     out_of_memory: list[Configuration]
     knee: Knee | None = None
+
+    @property
+    def has_infeasible(self) -> bool:
+        """Whether a prediction is infeasible."""
+        return not all(point.feasible for point in self.predicted)
 
     @property
     def hopeless(self) -> list[int]:
@@ -177,31 +183,30 @@ def _draw(
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
 
+def _columns(points: list[Point]) -> labels.Points:
+    """Return batches, values, and the ends of their intervals, (4, points)."""
+    rows = [(point.configuration.global_batch, *point.interval) for point in points]
+    return np.array(rows, dtype=np.float64).reshape(-1, 4).T
+
+
 def _draw_predicted(axes: Axes, line: list[Point], colour: str) -> None:
-    batches = [point.configuration.global_batch for point in line]
+    batches, values, low, high = _columns(line)
     if line:
-        low = [point.interval.low for point in line]
-        high = [point.interval.high for point in line]
         axes.fill_between(batches, low, high, color=colour, alpha=0.16, linewidth=0)
-    values = [point.interval.value for point in line]
     # shows through where it is infeasible
     axes.plot(batches, values, ":", color=colour, linewidth=1.1, zorder=2)
-    feasible = [point.interval.value if point.feasible else math.nan for point in line]
-    axes.plot(batches, feasible, "-", color=colour, zorder=3)
+    feasible = np.array([point.feasible for point in line], dtype=bool)
+    axes.plot(batches, np.where(feasible, values, np.nan), "-", color=colour, zorder=3)
 
 
 def _draw_measured(axes: Axes, points: list[Point], look: style.SizeStyle) -> None:
     if not points:
         return
-    below, above = [], []
-    for point in points:
-        value, low, high = point.interval
-        below.append(max(0.0, value - low))
-        above.append(max(0.0, high - value))
+    batches, values, low, high = _columns(points)
     axes.errorbar(
-        [point.configuration.global_batch for point in points],
-        [point.interval.value for point in points],
-        yerr=[below, above],
+        batches,
+        values,
+        yerr=np.maximum(0.0, [values - low, high - values]),
         fmt=look.marker,
         color=look.colour,
         markeredgecolor=style.PAPER.light,
@@ -237,9 +242,11 @@ def _draw_knee(axes: Axes, knee: Knee | None) -> None:
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
     """Draw crosses on the predicted line, or at the upper edge where there is no prediction."""
-    known = {point.configuration: point.interval.value for point in curves.predicted}
+    known = dict(point[:2] for point in curves.predicted)
     for configuration in curves.out_of_memory:
-        y = known.get(configuration, axes.get_ylim()[1])
+        y = axes.get_ylim()[1]
+        if configuration in known:
+            y = known[configuration].value
         colour = style.size_style(sizes, configuration.nodes).colour
         (cross,) = axes.plot([configuration.global_batch], [y], "x", color=colour, zorder=5)
         cross.set(markersize=7, markeredgewidth=2, clip_on=False)
@@ -251,10 +258,11 @@ def _mark_chosen(axes: Axes, curves: Curves, quantity: Quantity, taken: labels.P
         return
     lines: list[list[tuple[float, float]]] = []
     for nodes in {point.configuration.nodes for point in curves.predicted}:
-        line = _on(nodes, curves.predicted)
-        lines.append([(point.configuration.global_batch, point.interval.value) for point in line])
+        batches, values, *_ = _columns(_on(nodes, curves.predicted)).tolist()
+        lines.append(list(zip(batches, values, strict=True)))
     if curves.knee_batch is not None:
-        lines.append([(curves.knee_batch, end) for end in axes.get_ylim()])
+        low, high = axes.get_ylim()
+        lines.append([(curves.knee_batch, low), (curves.knee_batch, high)])
     value = float(getattr(chosen, quantity.field))
     text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}\n{quantity.write(value)}"
     labels.mark_chosen(axes, (chosen.global_batch, value), text, lines=lines, taken=taken)
@@ -275,7 +283,7 @@ def _keys(curves: Curves) -> list[style.Key]:
         keys.append(style.Key("measured", marker="o"))
     if curves.predicted:
         keys += [style.Key("predicted", line="-"), style.Key("90 % interval", line="-", band=True)]
-    if any(not point.feasible for point in curves.predicted):
+    if curves.has_infeasible:
         keys.append(style.Key("not feasible", line=":"))
     if curves.out_of_memory:
         keys.append(style.Key("ran out of memory", marker="x"))
@@ -295,7 +303,7 @@ def _explain_marks(curves: Curves) -> Iterable[str]:
             "Lines are the model's predictions, the bands its 90 % intervals; the ring marks the "
             "chosen point."
         )
-    if any(not point.feasible for point in curves.predicted):
+    if curves.has_infeasible:
         yield "Dotted parts do not fit in memory or are ruled out otherwise."
     if curves.hopeless:
         yield "In the grey region that holds for every N."
@@ -404,19 +412,21 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     title = _title(plan)
     drawn = _near_the_front(plan)
     marks: dict[tuple[str, int], list[Candidate]] = {}
+    costs, times = [], []
+    front = [(item.cost, item.expected_time_s) for item in plan.pareto]
+    lines = [front]
     for item in drawn:
         marks.setdefault((item.partition, item.nodes), []).append(item)
-    lines = [[(item.cost, item.expected_time_s) for item in plan.pareto]]
-    lines += [[(item.cost, item.expected_time_s)] for item in drawn]
+        costs.append(item.cost)
+        times.append(item.expected_time_s)
+        lines.append([(item.cost, item.expected_time_s)])
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
-        times = [item.expected_time_s for item in drawn]
         style.value_axis(axes, times, label="expected time of the training", durations=True)
-        costs = [item.cost for item in drawn]
         style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
         for _, alike in sorted(marks.items(), key=lambda entry: entry[0]):
             _draw_alike(axes, alike, _look(run, plan, alike[0]))
-        axes.plot(*zip(*lines[0], strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
+        axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
         text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}"
         if chosen.partition:
             text += f"\non {chosen.partition}"
@@ -432,7 +442,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
 
 def _near_the_front(plan: Plan) -> list[Candidate]:
     """Return the candidates to draw; one far from the front would press all else into a corner."""
-    slowest = TALLEST * max(item.expected_time_s for item in plan.pareto)
+    slowest = TALLEST * plan.pareto[-1].expected_time_s
     # a front that is free bounds nothing
     dearest = TALLEST * max(item.cost for item in plan.pareto) or math.inf
     near = []
@@ -459,11 +469,12 @@ def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
 
 def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
     for feasible in (True, False):
-        costs = [item.cost for item in items if item.feasible == feasible]
-        times = [item.expected_time_s for item in items if item.feasible == feasible]
+        mine = [(item.cost, item.expected_time_s) for item in items if item.feasible == feasible]
+        costs, times = np.array(mine).reshape(-1, 2).T
         (marks,) = axes.plot(costs, times, look.marker, color=look.colour, markersize=5.5, zorder=3)
-        marks.set_alpha(1.0 if feasible else 0.6)
-        marks.set_fillstyle("full" if feasible else "none")
+        marks.set_alpha(1.0)
+        if not feasible:
+            marks.set(alpha=0.6, fillstyle="none")
 
 
 def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[style.Key]:
@@ -507,7 +518,8 @@ def _title(plan: Plan) -> str:
 
 def _caption(plan: Plan) -> str:
     chosen = plan.chosen
-    shape = ", its shape that of its partition" if _partitions(plan) else ""
+    several = _partitions(plan)
+    shape = ", its shape that of its partition" if several else ""
     verb = "is" if len(plan.pareto) == 1 else "are"
     text = (
         "What the whole training costs and how long it is expected to last, one mark for each "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -260,19 +260,17 @@ def _scaled_steps(training: Training) -> list[StepMetrics]:
     return [row for row in training.metrics.steps if row.scale_mean is not None]
 
 
-def _column(steps: Sequence[StepMetrics], field: str) -> list[float]:
+def _column(steps: Sequence[StepMetrics], field: str) -> npt.NDArray[np.float64]:
     """Return a column of the log; NaN, which matplotlib leaves out, where it has no value."""
-    values = [getattr(row, field) for row in steps]
-    return [math.nan if value is None else float(value) for value in values]
+    return np.array([getattr(row, field) for row in steps], dtype=np.float64)
 
 
 def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
     values = _column(steps, "sensitivity")
-    at = [row.step for row in steps]
+    at = _column(steps, "step")
     blue, red = style.SIZES[0].light, style.ALERT.light
     axes.plot(at, values, "o", color=blue, markersize=3, markeredgewidth=0, alpha=0.7)
-    known = [value for value in values if math.isfinite(value)]
-    style.value_axis(axes, [*known, delta or 1.0], label="sensitivity Δ(G)")
+    style.value_axis(axes, [*values, delta or 1.0], label="sensitivity Δ(G)")
     if delta is not None:
         axes.axhline(delta, color=red, linewidth=1.2, linestyle=(0, (5, 3)))
         right = {"xycoords": ("axes fraction", "data"), "va": "center"}
@@ -282,11 +280,11 @@ def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | N
 
 
 def _draw_scale(axes: Axes, steps: Sequence[StepMetrics]) -> None:
-    at = [row.step for row in steps]
+    at = _column(steps, "step")
     colour = style.SIZES[2].light
-    low, mean, high = (_column(steps, f"scale_{kind}") for kind in ("min", "mean", "max"))
-    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(at, mean, "-", color=colour)
+    ends_of_band = _column(steps, "scale_min"), _column(steps, "scale_max")
+    axes.fill_between(at, *ends_of_band, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(at, _column(steps, "scale_mean"), "-", color=colour)
     applied = _column(steps, "applied_scale")
     axes.plot(at, applied, "-", color=style.SIZES[0].light, linewidth=1)
     axes.axhline(1, color=style.MUTED.light, linewidth=1)
@@ -311,9 +309,8 @@ def _scaled_percent(row: StepMetrics) -> float | None:
 
 
 def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
-    shares = [_scaled_percent(row) for row in steps]
-    percent = [math.nan if share is None else share for share in shares]
-    axes.plot([row.step for row in steps], percent, "-", color=style.MUTED.light, linewidth=1.2)
+    percent = np.array([_scaled_percent(row) for row in steps], dtype=np.float64)
+    axes.plot(_column(steps, "step"), percent, "-", color=style.MUTED.light, linewidth=1.2)
     axes.set_ylim(0, 104)
     axes.set_ylabel("scaled steps, %")
     axes.set_yticks([0, 50, 100])
