@@ -261,7 +261,7 @@ def draw_scale_density(run: RunContents) -> Drawing | Missing:
     """Draw the density of the scale applied, one curve per training."""
     found = []
     for training in run.trainings:
-        used = used_scales(training.label, training.metrics.steps)
+        used = sum_histograms(training.label, training.metrics.steps)
         if used is not None:
             found.append(used)
     if not found:
@@ -288,7 +288,7 @@ def draw_used(found: Sequence[Used], name: str) -> Drawing:
     return Drawing(name, title, _caption(found), figure, _table(found))
 
 
-def used_scales(label: str, steps: Iterable[StepMetrics]) -> Used | None:
+def sum_histograms(label: str, steps: Iterable[StepMetrics]) -> Used | None:
     """Add up the histograms in these lines of the log; None where there is none."""
     total = np.zeros(BINS + 2)
     for row in steps:

@@ -88,7 +88,7 @@ class Usage(NamedTuple):
 
     @property
     def bounded(self) -> bool:
-        """Whether a candidate does not fit."""
+        """Tell whether a candidate does not fit."""
         return any(line.largest is not None for line in self.lines)
 
     @property
@@ -189,9 +189,12 @@ def _line(
     candidates: Sequence[Candidate],
     fitting: Collection[Configuration],
 ) -> Line:
-    line = {item.local_batch: predicted(item, "peak_memory_bytes") for item in candidates}
-    fits = [item.local_batch for item in candidates if item.configuration in fitting]
-    largest = max(fits, default=0)
+    line = {}
+    largest = 0
+    for item in candidates:
+        line[item.local_batch] = predicted(item, "peak_memory_bytes")
+        if item.configuration in fitting:
+            largest = max(largest, item.local_batch)
     too_large = [batch for batch in line if batch > largest]
     if not too_large:
         return Line(measured, line, None)
@@ -224,7 +227,10 @@ def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]
 
 def _colours(usage: Usage, sizes: list[int]) -> list[str]:
     """Return the colour of each line; the second, of a single worker, has that of its markers."""
-    return [style.INK.light, *(style.size_style(sizes, 1).colour for _ in usage.lines[1:])]
+    colours = [style.INK.light]
+    if len(usage.lines) > 1:
+        colours.append(style.size_style(sizes, 1).colour)
+    return colours
 
 
 def _draw_measured(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:

@@ -269,10 +269,10 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         figure, (axes,) = style.new_figure(title, 3.4)
         _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
-        "Predicted over measured time of a step, minus one: above zero the model is too slow, below "
-        "too fast. One marker per profiled configuration, from the smallest batch (left) to the "
-        "largest within each number of nodes; the bar is the median, the box holds the middle half. "
-        "The model was fitted to these very measurements."
+        "Predicted over measured time of a step, minus one: above zero the model is too slow, "
+        "below too fast. One marker per profiled configuration, from the smallest batch (left) to "
+        "the largest within each number of nodes; the bar is the median, the box holds the middle "
+        "half. The model was fitted to these very measurements."
     )
     if trainings:
         caption += (
@@ -476,8 +476,8 @@ def _caption(points: Sequence[Point]) -> str:
     )
     if any(point.beside for point in points):
         text += (
-            " Hollow markers were timed beside a profile with a larger batch, which costs no job of "
-            "their own."
+            " Hollow markers were timed beside a profile with a larger batch, which costs no job "
+            "of their own."
         )
     if len({point.configuration.nodes for point in points}) > 1:
         text += (

@@ -17,8 +17,7 @@ from scipy.stats import gaussian_kde
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.gradients import draw_used
-from tula_hpc.analysis.figures.gradients import used_scales as histogram_of
+from tula_hpc.analysis.figures.gradients import draw_used, sum_histograms
 from tula_hpc.analysis.study_results import (
     CSV_COLUMNS,
     Entry,
@@ -87,13 +86,15 @@ def legend_columns(names: Sequence[str]) -> int:
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw mean test accuracy against the global batch, in a band of one standard deviation."""
     lines: dict[str, list[Entry]] = {}
+    shown: list[Entry] = []
     for name in table.columns:
-        entries = [table.entries[name, batch] for batch in table.batches]
-        if known := [entry for entry in entries if entry.test]:
-            lines[name] = known
+        for batch in table.batches:
+            entry = table.entries[name, batch]
+            if entry.test:
+                lines.setdefault(name, []).append(entry)
+                shown.append(entry)
     if not lines:
         return Missing("study_accuracy", "accuracy against batch", no_result(table))
-    shown = [entry for entries in lines.values() for entry in entries]
     small = table.reference if table.reference and table.reference.test else None
     names = list(lines)
     beside = labels.have_room(names)
@@ -111,10 +112,10 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
             keys = [end.key for end in ends]
             style.legend(axes, keys, columns=legend_columns(names), left=-0.02)
     caption = (
-        "Test accuracy at the end of training against the global batch; the mean over the seeds, in "
-        "a band (or bar) of one standard deviation to each side. The dashed line is plain training "
-        "with the small batch. All have seen equally many epochs. Hollow marks: some of the runs "
-        "diverged and are not in the mean."
+        "Test accuracy at the end of training against the global batch; the mean over the seeds, "
+        "in a band (or bar) of one standard deviation to each side. The dashed line is plain "
+        "training with the small batch. All have seen equally many epochs. Hollow marks: some of "
+        "the runs diverged and are not in the mean."
     )
     numbers = _accuracy_table([small, *shown] if small else shown)
     return Drawing("study_accuracy", title, caption, figure, numbers)
@@ -217,7 +218,8 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     keys = column_keys(table.columns, names)
     if small:
         keys.append(style.Key("small batch", line="--", colour=style.INK.light))
-    title = "Test accuracy over the epochs: whether the trainings were long enough to compare their ends"
+    purpose = "whether the trainings were long enough to compare their ends"
+    title = f"Test accuracy over the epochs: {purpose}"
     count = len(panels_of)
     with style.styled():
         figure, panels = style.new_figure(title, 0.6 + 2.1 * count, ratios=[1] * count)
@@ -360,8 +362,8 @@ def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[Point]
 def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> labels.EndLabel:
     batch = line[0].entry.batch
     colour, marker = style.size_style(table.batches, batch)
-    means, bars = zip(*(_in_percent(point.entry.test) for point in line), strict=True)
-    deltas = [point.delta for point in line]
+    rows = [(point.delta, *_in_percent(point.entry.test)) for point in line]
+    deltas, means, bars = zip(*rows, strict=True)
     axes.errorbar(deltas, means, bars, fmt=f"{marker}-", color=colour, capsize=3, elinewidth=1)
     return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", colour, marker)
 
@@ -389,8 +391,13 @@ Values = NDArray[np.float64]
 
 def used_scales(runs: Iterable[Metrics]) -> Values:
     """Return the mean factors on the gradient in all lines of all runs, (lines,)."""
-    found = (row.applied_scale for run in runs for row in run.steps)
-    return np.array([value for value in found if value is not None and np.isfinite(value)])
+    found = []
+    for run in runs:
+        for row in run.steps:
+            scale = row.applied_scale
+            if scale is not None and math.isfinite(scale):
+                found.append(scale)
+    return np.array(found)
 
 
 def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
@@ -425,11 +432,11 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
 
 def _scale_caption(*, wide: bool) -> str:
     caption = (
-        "How often gradients were multiplied by which factor, over all logged steps of all seeds (a "
-        "Gaussian kernel density): the mean factor over all parameters and over the steps between "
-        "two lines of the log, of which those that the gate left alone count as 1, and those that "
-        "used a part of the scale, as in its warm-up, by that part. The vertical line is 1, no "
-        "scaling."
+        "How often gradients were multiplied by which factor, over all logged steps of all seeds "
+        "(a Gaussian kernel density): the mean factor over all parameters and over the steps "
+        "between two lines of the log, of which those that the gate left alone count as 1, and "
+        "those that used a part of the scale, as in its warm-up, by that part. The vertical line "
+        "is 1, no scaling."
     )
     if wide:
         caption += " Densities are those of the factor's natural logarithm."
@@ -471,7 +478,9 @@ def _draw_scales_of_batch(
     everything = np.concatenate([*drawn.values(), [unscaled]])
     margin = 0.2 * max(float(np.ptp(everything)), 0.1)
     least = everything.min() - margin
-    at = np.linspace(least if wide else max(0.0, least), everything.max() + margin, POINTS)
+    if not wide:
+        least = max(0.0, least)
+    at = np.linspace(least, everything.max() + margin, POINTS)
     x = np.exp(at) if wide else at
     for name, values in drawn.items():
         colour = column_style(columns, name).colour
@@ -512,7 +521,7 @@ def draw_study_scale_elements(contents: StudyContents, table: StudyTable) -> Dra
         steps: list[StepMetrics] = []
         for run in contents.of(name, batch):
             steps += run.steps
-        used = histogram_of(name, steps)
+        used = sum_histograms(name, steps)
         if used is not None:
             found.append(used)
     if not found:
@@ -640,11 +649,12 @@ def _write_cell(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) ->
         accuracy.set_color(style.ALERT.light)
     elif entry.mark == "best":
         accuracy.set_fontweight("bold")
-    if not roomy:
-        accuracy.set_fontsize(8)
-    size = 7 if roomy else 6
+    size, small_size = (9, 7) if roomy else (8, 6)
+    accuracy.set_fontsize(size)
     for i, line in enumerate(lines):
-        remark = axes.text(x, y + first + pitch * i, line, ha="center", va="center", size=size)
+        remark = axes.text(
+            x, y + first + pitch * i, line, ha="center", va="center", size=small_size
+        )
         remark.set_color(style.MUTED.light)
 
 
@@ -667,13 +677,15 @@ def _achieved(entry: Entry) -> list[str]:
 
 def _counts(entry: Entry) -> list[str]:
     counts = {"diverged": entry.diverged, "failed": entry.failed, "missing": entry.missing}
-    runs = sum(counts.values()) + (entry.test.runs if entry.test else 0)
+    runs = sum(counts.values())
+    if entry.test:
+        runs += entry.test.runs
     return [f"{count} of {runs} {name}" for name, count in counts.items() if count]
 
 
 def _draw_reference(axes: Axes, small: Entry, y: float) -> None:
-    train = f", train {100 * small.train.mean:.1f}" if small.train else ""
-    text = f"small batch: {small.column} at B = {small.batch:,}: {percent(small.test)}{train}"
+    text = f"small batch: {small.column} at B = {small.batch:,}: {percent(small.test)}"
+    text = ", ".join([text, *_achieved(small)])
     axes.text(0, y, text, va="center", color=style.INK.light)
 
 
@@ -686,6 +698,7 @@ def _caption(contents: StudyContents) -> str:
         f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
         "and how much of what plain large-batch training (lbt) lost against the small batch came "
         "back; below 0 % more was lost. The darker, the higher the mean among those of its batch. "
-        "Framed dark: best of the batch (bold), or within one standard deviation of it; framed red: "
-        "worst. Runs that diverged are counted and not in the means; for the frames they count as 0."
+        "Framed dark: best of the batch (bold), or within one standard deviation of it; framed "
+        "red: worst. Runs that diverged are counted and not in the means; for the frames they "
+        "count as 0."
     )

@@ -60,7 +60,7 @@ class Curves(NamedTuple):
 
     @property
     def has_infeasible(self) -> bool:
-        """Whether a prediction is infeasible."""
+        """Tell whether a prediction is infeasible."""
         return not all(point.feasible for point in self.predicted)
 
     @property
@@ -114,7 +114,9 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
     """Draw the cost of the whole training against the global batch, a line per cluster size."""
     if run.plan is None:
         return Missing("cost", "cost", "prices come with the plan, and there is none yet")
-    measured = [point for item in run.ok for point in _measured_cost(run.plan, item)]
+    measured: list[Point] = []
+    for item in run.ok:
+        measured += _measured_cost(run.plan, item)
     currency = run.plan.chosen.currency
     quantity = Quantity(
         "cost",
@@ -295,8 +297,8 @@ def _keys(curves: Curves) -> list[style.Key]:
 def _explain_marks(curves: Curves) -> Iterable[str]:
     if curves.measured:
         yield (
-            "Markers are measured, their bars the 95 % interval of the measurement (often hidden by "
-            "the marker)."
+            "Markers are measured, their bars the 95 % interval of the measurement (often hidden "
+            "by the marker)."
         )
     if curves.predicted:
         yield (

@@ -45,14 +45,14 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         return Missing("training", "training", f"training has not {progress} yet")
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
     marks = list(training_marks(trainings[0].metrics, run.events))
-    judged = all(_accuracies(training) for training in trainings)
+    has_accuracy = all(_accuracies(training) for training in trainings)
     ends_of_lines = []
     with style.styled():
-        height, ratios = (5.0, (1, 1)) if judged else (3.2, (1,))
+        height, ratios = (5.0, (1, 1)) if has_accuracy else (3.2, (1,))
         figure, panels = style.new_figure(title, height, ratios=ratios)
         for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
             end = _draw_losses(panels[-1], training, colour.light)
-            if judged:
+            if has_accuracy:
                 end = _draw_accuracy(panels[0], training, colour.light)
             if len(trainings) > 1:
                 end = end._replace(text=f"{end.text} {training.label}")
@@ -60,10 +60,10 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         _dress(panels, marks)
         labels.label_ends(panels[0], ends_of_lines)
     caption = "Loss "
-    if judged:
+    if has_accuracy:
         caption = (
-            "Above: share of the test samples that the model gets right after each epoch (higher is "
-            "better). Below: loss "
+            "Above: share of the test samples that the model gets right after each epoch (higher "
+            "is better). Below: loss "
         )
     caption += (
         "on the test samples (solid) and on the training samples (dashed), lower is better; a "
@@ -122,12 +122,11 @@ def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLab
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
     """Draw two curves; return a label for the one of the test samples."""
-    rows = training.metrics.epochs
-    epochs = [row.epoch for row in rows]
-    axes.plot(epochs, [row.test_loss for row in rows], "o-", color=colour, markersize=3.5)
-    axes.plot(epochs, [row.train_loss for row in rows], "--", color=colour)
-    last = rows[-1].test_loss
-    return labels.EndLabel(epochs[-1], last, format_number(last, 3), colour)
+    rows = [(row.epoch, row.test_loss, row.train_loss) for row in training.metrics.epochs]
+    epochs, test, train = zip(*rows, strict=True)
+    axes.plot(epochs, test, "o-", color=colour, markersize=3.5)
+    axes.plot(epochs, train, "--", color=colour)
+    return labels.EndLabel(epochs[-1], test[-1], format_number(test[-1], 3), colour)
 
 
 def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
