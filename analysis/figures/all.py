@@ -1,12 +1,7 @@
-"""All figures of the report. This and its `figures_*` neighbours are the only users of matplotlib.
-
-Figures of a study: the table, accuracy against batch, over epochs, against δ, and the scales that
-were used.
-"""
+"""Figures of a run's report and of a study's report, in the order of their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, attempt
@@ -34,7 +29,7 @@ from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
-# in the order of the report: file stem and what draws it
+# by the stem of their files
 FIGURES = {
     "epoch_time": draw_epoch_time,
     "cost": draw_cost,
@@ -49,48 +44,6 @@ FIGURES = {
     "gradient_norm": draw_gradient_norm,
     "scale_density": draw_scale_density,
 }
-# those that the nodes of another partition would change
-OF_NODES = ("epoch_time", "cost", "memory", "step_breakdown", "computation", "prediction_error")
-
-
-class Figures(NamedTuple):
-    """What could be drawn, and what was asked for and not yet could."""
-
-    drawings: list[Drawing]
-    missing: list[Missing]
-
-    @classmethod
-    def of(cls, results: Iterable[Drawing | Missing]) -> Figures:
-        """The results apart; nothing of what nobody asked for."""
-        drawings, missing = [], []
-        for result in results:
-            if isinstance(result, Drawing):
-                drawings.append(result)
-            elif not result.optional:
-                missing.append(result)
-        return cls(drawings, missing)
-
-
-def draw_all(run: RunContents) -> Figures:
-    """Draw every figure that has data; of a run over several partitions all but the front show the chosen one alone."""
-    run = run.in_figures()
-    alone, partition = run.of_chosen_partition(), run.plan.chosen.partition if run.plan else ""
-    results = (
-        attempt(name, draw, run if draw is draw_pareto else alone) for name, draw in FIGURES.items()
-    )
-    return Figures.of(_told(result, partition) for result in results)
-
-
-def _told(result: Drawing | Missing, partition: str) -> Drawing | Missing:
-    """With a caption that says which partition is shown, where there are any."""
-    if isinstance(result, Missing) or result.name not in OF_NODES or not partition:
-        return result
-    return result._replace(
-        caption=f"Shown is partition {partition}, the chosen one. {result.caption}"
-    )
-
-
-# in the order of the report: file stem and what draws it
 STUDY_FIGURES = {
     "study_table": draw_study_table,
     "study_accuracy": draw_study_accuracy,
@@ -99,8 +52,45 @@ STUDY_FIGURES = {
     "study_scale": draw_study_scale,
     "study_scale_elements": draw_study_scale_elements,
 }
+# the nodes of another partition would change these
+OF_NODES = ("epoch_time", "cost", "memory", "step_breakdown", "computation", "prediction_error")
+
+
+class Figures(NamedTuple):
+    """Figures that could be drawn, and those that lack data."""
+
+    drawings: list[Drawing]
+    missing: list[Missing]
+
+    def add(self, result: Drawing | Missing) -> None:
+        """File a result; an optional figure without data is not mentioned."""
+        if isinstance(result, Drawing):
+            self.drawings.append(result)
+        elif not result.optional:
+            self.missing.append(result)
+
+
+def draw_all(run: RunContents) -> Figures:
+    """Draw every figure that has data.
+
+    Of several partitions only the Pareto front shows all; the others show the chosen one.
+    """
+    run = run.in_figures()
+    chosen_only = run.of_chosen_partition()
+    partition = run.plan.chosen.partition if run.plan else ""
+    figures = Figures([], [])
+    for name, draw in FIGURES.items():
+        result = attempt(name, draw, run if draw is draw_pareto else chosen_only)
+        if partition and name in OF_NODES and isinstance(result, Drawing):
+            shown = f"Shown is partition {partition}, the chosen one."
+            result = result._replace(caption=f"{shown} {result.caption}")
+        figures.add(result)
+    return figures
 
 
 def draw_study(contents: StudyContents, table: StudyTable) -> Figures:
-    """Draw every figure that has data."""
-    return Figures.of(attempt(name, draw, contents, table) for name, draw in STUDY_FIGURES.items())
+    """Draw every figure of a study that has data."""
+    figures = Figures([], [])
+    for name, draw in STUDY_FIGURES.items():
+        figures.add(attempt(name, draw, contents, table))
+    return figures

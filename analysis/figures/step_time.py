@@ -1,21 +1,17 @@
-"""Where the time of a step goes, and how well the model predicts it.
-
-How many samples a worker computes in a second, against its local batch, where it takes that at
-once.
-"""
+"""Time of a step: its breakdown, the model's error, and the speed of computing by local batch."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import style
-from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
 from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import medians_by_batch
 from tula_hpc.analysis.run_contents import RunContents, find_candidate, trained_candidate
@@ -31,7 +27,7 @@ EXCHANGE = 4.0
 
 
 class Parts(NamedTuple):
-    """A step taken apart, seconds. The first three are measured; synchronization is what is left of the step."""
+    """Parts of a step, seconds: three that are measured, and the rest of the step."""
 
     data_s: float
     compute_s: float
@@ -41,17 +37,17 @@ class Parts(NamedTuple):
 
 PART_NAMES = ("data wait", "forward + backward", "optimizer", "rest (N > 1: synchronization)")
 PART_COLOURS = (style.DATA, style.COMPUTE, style.OPTIMIZER, style.SYNC)
+DATA, _, OPTIMIZER, REST = range(len(PART_NAMES))
 
 
 def parts_of(times: StepTimes) -> Parts:
-    """Exposed synchronization = step − data − compute − optimizer, at least 0: what overlap does not hide."""
-    known = times.data_time_s + times.compute_time_s + times.optimizer_time_s
-    return Parts(
-        times.data_time_s,
-        times.compute_time_s,
-        times.optimizer_time_s,
-        max(0.0, times.step_time_s - known),
-    )
+    """Take a step apart.
+
+    Exposed synchronization = step − data − compute − optimizer, at least 0: the share of it that
+    does not overlap with the backward pass.
+    """
+    measured = (times.data_time_s, times.compute_time_s, times.optimizer_time_s)
+    return Parts(*measured, max(0.0, times.step_time_s - sum(measured)))
 
 
 class Bar(NamedTuple):
@@ -63,61 +59,71 @@ class Bar(NamedTuple):
     allreduce_s: float
     loader_decides: bool
 
+    @property
+    def name(self) -> str:
+        """Nodes and global batch."""
+        return _short(self.configuration)
+
     def share(self, part: int) -> float:
-        """Share of the step that one part takes."""
+        """Return the share of the step that one part takes."""
         return self.parts[part] / self.step_s
 
     @property
     def unhidden_s(self) -> float:
-        """When the step would end if none of the all-reduce were hidden behind the backward pass."""
+        """Time of the step if none of the all-reduce were hidden behind the backward pass."""
         return sum(self.parts) - self.parts.exposed_sync_s + self.allreduce_s
 
 
+def _short(configuration: Configuration) -> str:
+    return f"N = {configuration.nodes}, B = {configuration.global_batch:,}"
+
+
 def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
-    """Shares of a step per profiled configuration, as stacked bars."""
-    bars = [_bar(item.configuration, item.times) for item in run.ok if item.times is not None]
+    """Draw the shares of a step per profiled configuration, as stacked bars."""
+    bars = []
+    for item in run.ok:
+        if item.times is not None:
+            spent = item.times.step_time_s, item.times.allreduce_time_s
+            slow = loader_decides(item.times)
+            bars.append(Bar(item.configuration, parts_of(item.times), *spent, slow))
     if not bars:
         return Missing("step_breakdown", "step breakdown", "no configuration has been measured yet")
     title = _breakdown_title(bars)
+    keys = []
+    for name, colour in zip(PART_NAMES, PART_COLOURS, strict=True):
+        keys.append(style.Key(name, marker="s", colour=colour.light))
+    exchanged = any(bar.allreduce_s for bar in bars)
+    if exchanged:
+        keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
+    rows = _with_gaps(bars)
     with style.styled():
-        figure, (axes,) = style.new_figure(title, 1.25 + ROW_IN * len(_rows(bars)))
-        _draw_bars(axes, bars, run.cluster_sizes)
-        keys = [
-            style.Key(name, marker="s", colour=colour.light)
-            for name, colour in zip(PART_NAMES, PART_COLOURS, strict=True)
-        ]
-        if any(bar.allreduce_s for bar in bars):
-            keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
+        figure, (axes,) = style.new_figure(title, 1.25 + ROW_IN * len(rows))
+        _draw_bars(axes, rows, run.cluster_sizes)
         style.legend(axes, keys, columns=3, left=-0.22)
-    return Drawing(
-        "step_breakdown", title, _breakdown_caption(bars), figure, _breakdown_table(bars)
-    )
+    caption = _breakdown_caption(exchanged=exchanged)
+    return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 
 
-def _breakdown_caption(bars: Sequence[Bar]) -> str:
+def _breakdown_caption(*, exchanged: bool) -> str:
     text = (
-        "One bar per profiled configuration, as shares of its step; the step's time stands at the right. The wait "
-        "for data is that of the timed steps. Forward and backward, optimizer and the bare all-reduce of the "
-        "gradients are measured apart; the rest is what remains of the whole step, with several workers mostly "
-        "synchronization that is not hidden. "
+        "One bar per profiled configuration, as shares of its step; the step's time stands at the "
+        "right. The wait for data is that of the timed steps. Forward and backward, optimizer and "
+        "the bare all-reduce of the gradients are measured apart; the rest is what remains of the "
+        "whole step, with several workers mostly synchronization that is not hidden. "
     )
-    if any(bar.allreduce_s for bar in bars):
+    if exchanged:
         text += (
-            "The diamond adds to the other parts, in place of the rest, the bare all-reduce: there the step would end "
-            "if none of it were hidden behind the backward pass and nothing else held the step up. Right of its bar's "
-            "end, that much is hidden; left of it, the step takes longer than its parts and the all-reduce together, "
-            "as where workers wait for the slowest. "
+            "The diamond adds to the other parts, in place of the rest, the bare all-reduce: there "
+            "the step would end if none of it were hidden behind the backward pass and nothing "
+            "else held the step up. Right of its bar's end, that much is hidden; left of it, the "
+            "step takes longer than its parts and the all-reduce together, as where workers wait "
+            "for the slowest. "
         )
     return f"{text}Bars may end beyond 100 %, as their parts are measured apart."
 
 
-def _bar(configuration: Configuration, times: StepTimes) -> Bar:
-    decides = loader_decides(times)
-    return Bar(configuration, parts_of(times), times.step_time_s, times.allreduce_time_s, decides)
-
-
-def _rows(bars: Sequence[Bar]) -> list[Bar | None]:
-    """Bars from the top down, with an empty row between cluster sizes."""
+def _with_gaps(bars: Sequence[Bar]) -> list[Bar | None]:
+    """Return the bars from the top down, with an empty row between cluster sizes."""
     rows: list[Bar | None] = []
     for bar in bars:
         previous = rows[-1] if rows else None
@@ -127,28 +133,26 @@ def _rows(bars: Sequence[Bar]) -> list[Bar | None]:
     return rows
 
 
-def _draw_bars(axes: Axes, bars: Sequence[Bar], sizes: list[int]) -> None:
-    rows = _rows(bars)
-    placed = [(y, bar) for y, bar in enumerate(rows) if bar is not None]
-    for y, bar in placed:
-        _draw_bar(axes, y, bar)
+def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None:
+    names = {}
+    colours = []
+    widest = 1.0
+    for y, bar in enumerate(rows):
+        if bar is not None:
+            _draw_bar(axes, y, bar)
+            widest = max(widest, sum(bar.parts) / bar.step_s, bar.unhidden_s / bar.step_s)
+            names[y] = bar.name
+            colours.append(style.size_style(sizes, bar.configuration.nodes).colour)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    widest = max(max(sum(bar.parts), bar.unhidden_s) / bar.step_s for bar in bars)
-    axes.set_xlim(0, max(1.0, widest) * 1.16)
+    axes.set_xlim(0, widest * 1.16)
     style.named_ticks(axes, [0.0, 0.25, 0.5, 0.75, 1.0], lambda share: f"{100 * share:.0f} %")
     axes.set_xlabel("share of a step's time")
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.set_yticks(
-        [y for y, _ in placed],
-        [
-            f"N = {bar.configuration.nodes}, B = {bar.configuration.global_batch:,}"
-            for _, bar in placed
-        ],
-    )
-    for label, (_, bar) in zip(axes.get_yticklabels(), placed, strict=True):
-        label.set_color(style.size_style(sizes, bar.configuration.nodes).colour)
+    axes.set_yticks(list(names), list(names.values()))
+    for label, colour in zip(axes.get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
 
 
 def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
@@ -157,82 +161,62 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
         axes.barh(y, seconds / bar.step_s, left=left, height=0.74, color=colour.light, linewidth=0)
         left += seconds / bar.step_s
     if bar.allreduce_s > 0:
-        axes.plot(
-            [bar.unhidden_s / bar.step_s],
-            [y],
-            "D",
-            color=style.INK.light,
-            markersize=4.2,
-            markeredgecolor=style.PAPER.light,
-            markeredgewidth=0.7,
-        )
-    axes.annotate(
-        format_duration(bar.step_s),
-        (1, y),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="center",
-        size=8,
-    )
+        (diamond,) = axes.plot([bar.unhidden_s / bar.step_s], [y], "D", color=style.INK.light)
+        diamond.set(markersize=4.2, markeredgecolor=style.PAPER.light, markeredgewidth=0.7)
+    right = ("axes fraction", "data")
+    time = format_duration(bar.step_s)
+    axes.annotate(time, (1, y), xycoords=right, ha="right", va="center", size=8)
 
 
 def _breakdown_title(bars: Sequence[Bar]) -> str:
-    """Name the part, other than computing, that costs most somewhere. One worker's rest has no name: it shares none."""
-    slow = [bar for bar in bars if bar.loader_decides]
-    if slow:
-        worst = max(slow, key=lambda bar: bar.share(0))
-        share = format_percent(worst.share(0))
-        return f"The data loader decides: waiting for data takes {share} of a step at {_short(worst.configuration)}"
-    named = [(part, bar) for bar in bars for part in _named_parts(bar)]
+    """Name the part, other than computing, that costs most somewhere.
+
+    The rest of a single worker's step has no name: it shares nothing.
+    """
+    worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
+    if worst.loader_decides:
+        waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
+        return f"The data loader decides: {waiting} at {worst.name}"
+    named = []
+    for bar in bars:
+        named += [(DATA, bar), (OPTIMIZER, bar)]
+        if bar.configuration.world_size > 1:
+            named.append((REST, bar))
     part, worst = max(named, key=lambda item: item[1].share(item[0]))
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
         return _calm_title(bars, share)
-    title = f"{_subject(part, worst)} takes {share} of a step at {_short(worst.configuration)}"
-    least = min((bar for other, bar in named if other == part), key=lambda bar: bar.share(part))
+    title = f"{_subject(part, worst)} takes {share} of a step at {worst.name}"
+    others = [bar for other, bar in named if other == part]
+    least = min(others, key=lambda bar: bar.share(part))
     if least.share(part) > 0.8 * worst.share(part):
         return title
     share = format_percent(least.share(part)) if least.share(part) >= 0.005 else "hardly any"
-    return f"{title}, but {share} at {_short(least.configuration)}"
+    return f"{title}, but {share} at {least.name}"
 
 
 def _subject(part: int, bar: Bar) -> str:
-    """The part of a step in words."""
-    return ("Waiting for data", "", "The optimizer", _rest(bar))[part]
-
-
-def _rest(bar: Bar) -> str:
-    """What is left of a step of several workers; what the all-reduce cannot explain is no exchange."""
+    if part != REST:
+        return "Waiting for data" if part == DATA else "The optimizer"
     if bar.allreduce_s <= 0:
         return "Synchronization"
+    # the all-reduce cannot explain a longer rest
     exchanged = bar.parts.exposed_sync_s <= EXCHANGE * bar.allreduce_s
     return "Exchanging gradients" if exchanged else "Waiting for other workers"
 
 
-def _named_parts(bar: Bar) -> tuple[int, ...]:
-    return (0, 2, 3) if bar.configuration.world_size > 1 else (0, 2)
-
-
 def _calm_title(bars: Sequence[Bar], share: str) -> str:
-    """Where no named part takes more than that share of a step."""
-    if all(bar.share(3) < NOTABLE for bar in bars):
+    """Return the title where no named part takes more than that share of a step."""
+    if all(bar.share(REST) < NOTABLE for bar in bars):
         return f"Computing fills every step: no other part takes more than {share}"
-    exchange = (
-        " nor exchanging gradients" if any(bar.configuration.world_size > 1 for bar in bars) else ""
-    )
+    several = any(bar.configuration.world_size > 1 for bar in bars)
+    exchange = " nor exchanging gradients" if several else ""
     return f"Neither data nor the optimizer{exchange} takes more than {share} of a step"
-
-
-def _short(configuration: Configuration) -> str:
-    return f"N = {configuration.nodes}, B = {configuration.global_batch:,}"
 
 
 def _breakdown_table(bars: Sequence[Bar]) -> Table:
     columns = (
-        "nodes",
-        "workers_per_node",
-        "local_batch_samples",
-        "global_batch_samples",
+        *CONFIGURATION_COLUMNS,
         "step_time_s",
         "data_wait_s",
         "forward_backward_s",
@@ -245,27 +229,23 @@ def _breakdown_table(bars: Sequence[Bar]) -> Table:
         "exposed_synchronization_percent",
         "step_without_overlap_percent",
     )
-    rows: list[tuple[Cell, ...]] = [
-        (
-            *bar.configuration,
-            bar.configuration.global_batch,
-            bar.step_s,
-            *bar.parts,
-            bar.allreduce_s,
-            *(100 * bar.share(part) for part in range(len(PART_NAMES))),
-            100 * bar.unhidden_s / bar.step_s,
-        )
-        for bar in bars
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for bar in bars:
+        configuration = bar.configuration
+        seconds = (bar.step_s, *bar.parts, bar.allreduce_s)
+        shares = [100 * bar.share(part) for part in range(len(PART_NAMES))]
+        unhidden = 100 * bar.unhidden_s / bar.step_s
+        rows.append((*configuration, configuration.global_batch, *seconds, *shares, unhidden))
     return Table(columns, rows)
 
 
 class Error(NamedTuple):
-    """Prediction against measurement of one configuration, or of a training's epochs (`training` is its label)."""
+    """Prediction against measurement, of a profiled step or of a training's epoch."""
 
     configuration: Configuration
     predicted_s: float
     measured_s: float
+    # label, where it is one
     training: str = ""
 
     @property
@@ -275,31 +255,32 @@ class Error(NamedTuple):
 
 
 def draw_prediction_error(run: RunContents) -> Drawing | Missing:
-    """Relative error of the predicted step time per configuration, by cluster size, and of the training's epochs."""
+    """Draw relative errors of predicted step times by cluster size, and of trainings' epochs."""
     if run.plan is None:
-        return Missing(
-            "prediction_error", "prediction error", "there are no predictions before the plan"
-        )
+        why = "there are no predictions before the plan"
+        return Missing("prediction_error", "prediction error", why)
     steps = list(_step_errors(run))
     trainings = list(_training_errors(run))
     if not steps and not trainings:
-        return Missing(
-            "prediction_error", "prediction error", "no candidate of the plan has been measured"
-        )
+        why = "no candidate of the plan has been measured"
+        return Missing("prediction_error", "prediction error", why)
     title = _error_title(steps, trainings)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.4)
         _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
-        "Predicted over measured time of a step, minus one: above zero the model is too slow, below too fast. One "
-        "marker per profiled configuration, from the smallest batch (left) to the largest within each number of nodes; "
-        "the bar is the median, the box holds the middle half. The model was fitted to these very measurements. "
+        "Predicted over measured time of a step, minus one: above zero the model is too slow, "
+        "below too fast. One marker per profiled configuration, from the smallest batch (left) to "
+        "the largest within each number of nodes; the bar is the median, the box holds the middle "
+        "half. The model was fitted to these very measurements."
     )
     if trainings:
-        caption += "The star compares an epoch of the real training, which the model has not seen, with its prediction."
-    return Drawing(
-        "prediction_error", title, caption.strip(), figure, _error_table(steps, trainings)
-    )
+        caption += (
+            " The star compares an epoch of the real training, which the model has not seen, with "
+            "its prediction."
+        )
+    table = _error_table([*steps, *trainings])
+    return Drawing("prediction_error", title, caption, figure, table)
 
 
 def _step_errors(run: RunContents) -> Iterable[Error]:
@@ -313,26 +294,25 @@ def _training_errors(run: RunContents) -> Iterable[Error]:
     for training in run.trainings:
         candidate = trained_candidate(run, training)
         if candidate is not None and training.epoch_time_s:
-            yield Error(
-                candidate.configuration,
-                candidate.epoch_time_s,
-                training.epoch_time_s,
-                training.label,
-            )
+            times = candidate.epoch_time_s, training.epoch_time_s
+            yield Error(candidate.configuration, *times, training.label)
 
 
 def _draw_errors(
     axes: Axes, steps: Sequence[Error], trainings: Sequence[Error], sizes: list[int]
 ) -> None:
-    groups = [[error for error in steps if error.configuration.nodes == nodes] for nodes in sizes]
-    groups = [group for group in groups if group]
     axes.axhline(0, color=style.MUTED.light, linewidth=1)
-    for x, group in enumerate(groups):
-        _draw_group(axes, x, group, style.size_style(sizes, group[0].configuration.nodes))
-    for x, error in enumerate(trainings, start=len(groups)):
-        _draw_training(axes, x, error, style.size_style(sizes, error.configuration.nodes))
-    names = [f"N = {group[0].configuration.nodes}" for group in groups]
-    names += [_training_name(error, named=len(trainings) > 1) for error in trainings]
+    names: list[str] = []
+    for nodes in sizes:
+        group = [error for error in steps if error.configuration.nodes == nodes]
+        if group:
+            _draw_group(axes, len(names), group, style.size_style(sizes, nodes))
+            names.append(f"N = {nodes}")
+    for error in trainings:
+        look = style.size_style(sizes, error.configuration.nodes)
+        _draw_training(axes, len(names), error, look)
+        name = f"training {error.training}" if len(trainings) > 1 else "training"
+        names.append("\n".join([name, *_short(error.configuration).split(", ")]))
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.5, len(names) - 0.5)
     widest = 100 * max(abs(error.relative) for error in (*steps, *trainings))
@@ -344,103 +324,59 @@ def _draw_errors(
     axes.set_ylabel("error of the predicted time")
 
 
-def _training_name(error: Error, *, named: bool) -> str:
-    name = f"training {error.training}" if named else "training"
-    return "\n".join([name, *_short(error.configuration).split(", ")])
-
-
 def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyle) -> None:
     errors = [100 * error.relative for error in group]
+    colour = look.colour
     if len(errors) >= 4:
         low, _, high = statistics.quantiles(errors, n=4, method="inclusive")
-        axes.bar(
-            x,
-            high - low,
-            bottom=low,
-            width=0.62,
-            color=look.colour,
-            alpha=0.16,
-            linewidth=0,
-            zorder=1,
-        )
+        (box,) = axes.bar(x, high - low, bottom=low, width=0.62, color=colour, linewidth=0)
+        box.set(alpha=0.16, zorder=1)
     middle = statistics.median(errors)
-    axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=look.colour, linewidth=2, zorder=2)
-    spread = [
-        x + (0.5 if len(errors) == 1 else place / (len(errors) - 1)) * 0.5 - 0.25
-        for place in range(len(errors))
-    ]
-    axes.plot(
-        spread,
-        errors,
-        look.marker,
-        color=look.colour,
-        markeredgecolor=style.PAPER.light,
-        markeredgewidth=0.6,
-        markersize=6,
-    )
+    axes.plot([x - 0.31, x + 0.31], [middle, middle], "-", color=colour, linewidth=2, zorder=2)
+    places = np.linspace(x - 0.25, x + 0.25, len(errors)) if len(errors) > 1 else [float(x)]
+    (marks,) = axes.plot(places, errors, look.marker, color=colour, markersize=6)
+    marks.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
 
 
 def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> None:
     value = 100 * error.relative
-    axes.plot(
-        [x],
-        [value],
-        "*",
-        color=look.colour,
-        markeredgecolor=style.INK.light,
-        markeredgewidth=0.7,
-        markersize=13,
-    )
-    axes.annotate(
-        format_percent(error.relative, signed=True),
-        (x, value),
-        xytext=(9, 0),
-        textcoords="offset points",
-        va="center",
-        size=8.5,
-    )
+    (star,) = axes.plot([x], [value], "*", color=look.colour, markersize=13)
+    star.set(markeredgecolor=style.INK.light, markeredgewidth=0.7)
+    text = format_percent(error.relative, signed=True)
+    style.write_beside(axes, text, (x, value), (9, 0), va="center", size=8.5)
 
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
-    sizes = (
-        f"{format_percent(abs(item.relative))} too {'long' if item.relative >= 0 else 'short'}"
-        for item in trainings
-    )
-    training = f"the training's epochs were predicted {' and '.join(sizes)}" if trainings else ""
+    sizes = []
+    for item in trainings:
+        direction = "long" if item.relative >= 0 else "short"
+        sizes.append(f"{format_percent(abs(item.relative))} too {direction}")
+    epochs = f"training's epochs were predicted {' and '.join(sizes)}"
     if not steps:
-        return training[:1].upper() + training[1:]
-    worst = max(steps, key=lambda error: abs(error.relative))
+        return f"The {epochs}"
     middle = format_percent(statistics.median(abs(error.relative) for error in steps))
     title = f"Predicted step times are {middle} off in the median"
-    return (
-        f"{title}; {training}"
-        if training
-        else f"{title}, {format_percent(abs(worst.relative))} at most ({_short(worst.configuration)})"
-    )
+    if trainings:
+        return f"{title}; the {epochs}"
+    worst = max(steps, key=lambda error: abs(error.relative))
+    where = _short(worst.configuration)
+    return f"{title}, {format_percent(abs(worst.relative))} at most ({where})"
 
 
-def _error_table(steps: Sequence[Error], trainings: Sequence[Error]) -> Table:
+def _error_table(errors: Sequence[Error]) -> Table:
     columns = (
         "quantity",
-        "nodes",
-        "workers_per_node",
-        "local_batch_samples",
-        "global_batch_samples",
+        *CONFIGURATION_COLUMNS,
         "predicted_s",
         "measured_s",
         "relative_error_percent",
     )
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"training_epoch {error.training}" if error.training else "profiled_step",
-            *error.configuration,
-            error.configuration.global_batch,
-            error.predicted_s,
-            error.measured_s,
-            100 * error.relative,
-        )
-        for error in (*steps, *trainings)
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for error in errors:
+        quantity = f"training_epoch {error.training}" if error.training else "profiled_step"
+        where = (*error.configuration, error.configuration.global_batch)
+        times = (error.predicted_s, error.measured_s, 100 * error.relative)
+        rows.append((quantity, *where, *times))
     return Table(columns, rows)
 
 
@@ -451,20 +387,20 @@ NEARLY = 0.9
 class Point(NamedTuple):
     """Forward and backward of one batch, timed without synchronization."""
 
-    # the batch is the one that was computed
+    # with the batch that was computed
     configuration: Configuration
     seconds: float
-    # it was timed beside a profile with a larger batch
+    # timed in the profile of a larger batch
     beside: bool
 
     @property
     def samples_per_second(self) -> float:
-        """Of one worker."""
+        """Speed of one worker."""
         return self.configuration.local_batch / self.seconds
 
 
 def draw_computation(run: RunContents) -> Drawing | Missing:
-    """Samples per second of forward and backward, measured, over the local batch."""
+    """Draw measured samples per second of forward and backward against the local batch."""
     points = [point for item in run.ok for point in _points(item)]
     speeds = _by_batch(points)
     if len(speeds) < 2:
@@ -474,19 +410,13 @@ def draw_computation(run: RunContents) -> Drawing | Missing:
         figure, (axes,) = style.new_figure(title, 3.4)
         batches = [point.configuration.local_batch for point in points]
         style.batch_axis(axes, batches, "local batch b (samples per step and worker)")
-        style.value_axis(
-            axes, [p.samples_per_second for p in points], label="samples per second and worker"
-        )
-        axes.plot(
-            list(speeds),
-            list(speeds.values()),
-            "-",
-            color=style.MUTED.light,
-            linewidth=1.2,
-            zorder=1,
-        )
-        _draw(axes, points, run.cluster_sizes)
-        style.legend(axes, list(_keys(points, run.cluster_sizes)), columns=6)
+        measured = [point.samples_per_second for point in points]
+        style.value_axis(axes, measured, label="samples per second and worker")
+        line = list(speeds), list(speeds.values())
+        axes.plot(*line, "-", color=style.MUTED.light, linewidth=1.2, zorder=1)
+        for point in points:
+            _draw_point(axes, point, run.cluster_sizes)
+        style.legend(axes, _keys(points, run.cluster_sizes), columns=6)
     return Drawing("computation", title, _caption(points), figure, _table(points))
 
 
@@ -497,40 +427,34 @@ def _points(item: Measurement) -> Iterable[Point]:
         yield Point(item.configuration._replace(local_batch=batch), seconds, beside=True)
 
 
-def _draw(axes: Axes, points: Sequence[Point], sizes: list[int]) -> None:
-    for point in points:
-        look = style.size_style(sizes, point.configuration.nodes)
-        axes.plot(
-            [point.configuration.local_batch],
-            [point.samples_per_second],
-            look.marker,
-            color=look.colour,
-            fillstyle="none" if point.beside else "full",
-            markeredgecolor=look.colour if point.beside else style.PAPER.light,
-            markeredgewidth=1.4 if point.beside else 0.6,
-            markersize=6.5,
-        )
+def _draw_point(axes: Axes, point: Point, sizes: list[int]) -> None:
+    look = style.size_style(sizes, point.configuration.nodes)
+    x, y = point.configuration.local_batch, point.samples_per_second
+    (mark,) = axes.plot([x], [y], look.marker, color=look.colour, markersize=6.5)
+    if point.beside:
+        mark.set(fillstyle="none", markeredgecolor=look.colour, markeredgewidth=1.4)
+    else:
+        mark.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
 
 
 def _by_batch(points: Sequence[Point]) -> dict[int, float]:
-    """Median speed of each batch, samples per second, on as many nodes as most batches were computed on."""
-    batches = {(p.configuration.nodes, p.configuration.local_batch) for p in points}
-    count = Counter(nodes for nodes, _ in batches)
-    where = min(count, key=lambda nodes: (-count[nodes], nodes), default=0)
-    return medians_by_batch(
-        (p.configuration.local_batch, p.samples_per_second)
-        for p in points
-        if p.configuration.nodes == where
-    )
+    """Return each batch's median speed, on the number of nodes with most batches."""
+    speeds: dict[int, list[tuple[int, float]]] = {}
+    for point in points:
+        speed = (point.configuration.local_batch, point.samples_per_second)
+        speeds.setdefault(point.configuration.nodes, []).append(speed)
+    medians = [medians_by_batch(speeds[nodes]) for nodes in sorted(speeds)]
+    return max(medians, key=len, default={})
 
 
-def _keys(points: Sequence[Point], sizes: list[int]) -> Iterable[style.Key]:
+def _keys(points: Sequence[Point], sizes: list[int]) -> list[style.Key]:
+    keys = []
     for nodes in sorted({point.configuration.nodes for point in points}):
         look = style.size_style(sizes, nodes)
-        yield style.Key(f"N = {nodes}", marker=look.marker, colour=look.colour)
+        keys.append(style.Key(f"N = {nodes}", marker=look.marker, colour=look.colour))
     if any(point.beside for point in points):
-        yield style.Key("beside a larger batch", marker="o", hollow=True)
-    yield style.Key("median", line="-")
+        keys.append(style.Key("beside a larger batch", marker="o", hollow=True))
+    return [*keys, style.Key("median", line="-")]
 
 
 def _title(speeds: Mapping[int, float]) -> str:
@@ -540,34 +464,37 @@ def _title(speeds: Mapping[int, float]) -> str:
     smallest = min(speeds)
     if enough == smallest:
         return f"{title}, at every batch nearly as many"
-    share = 100 * speeds[smallest] / best
-    return f"{title}, nearly as many from b = {enough:,} on; at b = {smallest:,} it is {share:.0f} % of that"
+    least = f"at b = {smallest:,} it is {100 * speeds[smallest] / best:.0f} % of that"
+    return f"{title}, nearly as many from b = {enough:,} on; {least}"
 
 
 def _caption(points: Sequence[Point]) -> str:
     text = (
-        "Samples that one worker takes forward and backward in a second, without synchronization, over the samples "
-        "that it gets per step. Where the line is low, the device waits for its kernels to start, and more nodes, with "
-        "a smaller batch each, compute no faster. "
+        "Samples that one worker takes forward and backward in a second, without synchronization, "
+        "over the samples that it gets per step. Where the line is low, the device waits for its "
+        "kernels to start, and more nodes, with a smaller batch each, compute no faster."
     )
     if any(point.beside for point in points):
-        text += "Hollow markers were timed beside a profile with a larger batch, which costs no job of their own. "
+        text += (
+            " Hollow markers were timed beside a profile with a larger batch, which costs no job "
+            "of their own."
+        )
     if len({point.configuration.nodes for point in points}) > 1:
-        text += "Of several workers it is the slowest; the line is the number of nodes with most batches."
-    return text.strip()
+        text += (
+            " Of several workers it is the slowest; the line is the number of nodes with most "
+            "batches."
+        )
+    return text
 
 
 def _table(points: Sequence[Point]) -> Table:
     columns = (
-        "nodes",
-        "workers_per_node",
-        "local_batch_samples",
+        *CONFIGURATION_COLUMNS[:-1],
         "forward_backward_s",
         "samples_per_second",
         "beside_a_larger_batch",
     )
-    rows: list[tuple[Cell, ...]] = [
-        (*point.configuration, point.seconds, point.samples_per_second, point.beside)
-        for point in points
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for point in points:
+        rows.append((*point.configuration, point.seconds, point.samples_per_second, point.beside))
     return Table(columns, rows)

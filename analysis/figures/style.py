@@ -1,4 +1,4 @@
-"""How every figure looks: colours, axes, titles. matplotlib's object-oriented API; its settings are untouched."""
+"""Colours, axes, titles and legends of all figures; matplotlib's global settings stay untouched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -111,7 +112,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save inside this: matplotlib's defaults and ours instead of the user's matplotlibrc, for a while."""
+    """Draw and save inside this: the user's matplotlibrc does not count meanwhile."""
     with mpl.rc_context(), warnings.catch_warnings():
         # a name in a script that the font lacks shows as boxes
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
@@ -121,74 +122,83 @@ def styled() -> Iterator[None]:
 
 
 class SizeStyle(NamedTuple):
-    """How one cluster size looks in every figure."""
+    """Colour and marker of one cluster size in every figure."""
 
     colour: str
     marker: str
 
 
 def size_style(sizes: Sequence[int], nodes: int) -> SizeStyle:
-    """Colour and marker of a cluster size: by its place among all sizes of the run."""
-    place = list(sizes).index(nodes)
-    return SizeStyle(SIZES[place % len(SIZES)].light, MARKERS[place % len(MARKERS)])
+    """Return the style of a cluster size, by its position among all sizes of the run."""
+    index = list(sizes).index(nodes)
+    return SizeStyle(SIZES[index % len(SIZES)].light, MARKERS[index % len(MARKERS)])
 
 
-def partition_marker(place: int) -> str:
-    """Shape of a partition by its place among those of the plan; never a circle, which stands for all of them."""
+def partition_marker(index: int) -> str:
+    """Return the shape of a partition of the plan; never a circle, which stands for all of them."""
     others = MARKERS[1:]
-    return others[place % len(others)]
+    return others[index % len(others)]
 
 
 def title_band_in(title: str) -> float:
-    """Height of the title above a figure, inches."""
+    """Return the height of the title above a figure, inches."""
     return 2 * EDGE_IN + TITLE_LINE_IN * len(_title_lines(title))
 
 
 def _title_lines(title: str) -> list[str]:
-    """The title in as few lines as it needs, of about equal length."""
+    """Break the title into as few lines as it needs, of about equal length."""
     title = keep_units(title)
     wide = textwrap.wrap(title, TITLE_CHARACTERS) or [""]
-    widths = range(TITLE_CHARACTERS // 2, TITLE_CHARACTERS)
-    return next(
-        (even for width in widths if len(even := textwrap.wrap(title, width)) == len(wide)), wide
-    )
+    for width in range(TITLE_CHARACTERS // 2, TITLE_CHARACTERS):
+        even = textwrap.wrap(title, width)
+        if len(even) == len(wide):
+            return even
+    return wide
 
 
 def new_figure(
     title: str, body_in: float, ratios: Sequence[float] = (1,)
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and, `body_in` inches high, panels one below the other that share the x axis."""
-    band = title_band_in(title)
-    layout = ConstrainedLayoutEngine(
-        rect=(0, 0, 1, body_in / (body_in + band)), h_pad=0.06, w_pad=EDGE_IN
-    )
-    figure = Figure(figsize=(WIDTH_IN, body_in + band), layout=layout, facecolor=PAPER.light)
+    """Return a figure with a title, and panels one below the other that share the x axis.
+
+    Args:
+        title: The finding.
+        body_in: Height of all panels together, inches.
+        ratios: Heights of the panels, relative.
+    """
+    height = body_in + title_band_in(title)
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / height), h_pad=0.06, w_pad=EDGE_IN)
+    figure = Figure(figsize=(WIDTH_IN, height), layout=layout, facecolor=PAPER.light)
     FigureCanvasAgg(figure)
     top_left = figure.transFigure + ScaledTranslation(EDGE_IN, -EDGE_IN, figure.dpi_scale_trans)
     text = "\n".join(_title_lines(title))
-    label = figure.text(
-        0, 1, text, transform=top_left, va="top", size=10.5, weight="bold", linespacing=1.25
-    )
+    label = figure.text(0, 1, text, transform=top_left, va="top", size=10.5, weight="bold")
+    label.set_linespacing(1.25)
     # the report removes it where the title stands in the page's own text
     label.set_gid("title")
     label.set_in_layout(False)
-    panels = figure.subplots(
-        len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(ratios)}
-    )
-    return figure, [_bare(axes) for axes in panels[:, 0]]
-
-
-def _bare(axes: Axes) -> Axes:
-    axes.set_facecolor("none")
-    axes.grid(axis="y")
-    return axes
+    heights = {"height_ratios": list(ratios)}
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw=heights)
+    panels = list(grid[:, 0])
+    for axes in panels:
+        axes.set_facecolor("none")
+        axes.grid(axis="y")
+    return figure, panels
 
 
 def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
-    """A log2 axis with plain batch numbers; `right` is the share of it left free on the right, for labels of lines."""
+    """Set a log2 x axis with plain batch numbers.
+
+    Args:
+        axes: The panel.
+        batches: All that occur.
+        label: Name of the axis.
+        right: Share of it left free on the right, for labels of lines.
+    """
     ticks = sorted(set(batches))
+    left = 0.05
     # half an octave more: one batch alone has a width too
-    left, octaves = 0.05, math.log2(ticks[-1] / ticks[0]) + 0.5
+    octaves = math.log2(ticks[-1] / ticks[0]) + 0.5
     width = octaves / (1 - left - right)
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 2 ** (left * width), ticks[-1] * 2 ** (right * width))
@@ -204,65 +214,59 @@ def named_ticks(
     *,
     first: Sequence[float] = (),
 ) -> None:
-    """Ticks of the x axis, ascending, as far as their names keep clear of one another; the last one before others.
+    """Set ticks of the x axis, ascending, as far as their names keep clear of one another.
 
-    All of `first` and no other, if they do. Call when the axis has its scale and limits.
+    Later ones come before earlier ones; but if all of `first` keep clear, it is they and no other.
+    Call it when the axis has its scale and limits.
     """
-    even = _apart(axes, first, write)
-    axes.xaxis.set_major_locator(
-        FixedLocator(even if first and len(even) == len(first) else _apart(axes, ticks, write))
-    )
+    shown = _apart(axes, first, write)
+    if not first or len(shown) < len(first):
+        shown = _apart(axes, ticks, write)
+    axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
 
 
 def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) -> list[float]:
-    """From the right, those whose names begin a letter's width or more after the end of the one before."""
+    """Select, from the right, ticks with a letter's width at least between their names."""
+    to_axis = axes.xaxis.get_transform().transform
+    left, right = to_axis(axes.get_xlim())
     kept: list[float] = []
     end = math.inf
     for tick in reversed(ticks):
         half = TICK_LETTER_SHARE * len(write(tick)) / 2
-        centre = _across(axes, tick)
+        centre = float((to_axis([tick])[0] - left) / (right - left))
         if centre + half + TICK_LETTER_SHARE <= end:
             kept.append(tick)
             end = centre - half
     return kept[::-1]
 
 
-def _across(axes: Axes, value: float) -> float:
-    """Where a value lies on the x axis, as a share of its width."""
-    left, value, right = axes.xaxis.get_transform().transform(
-        [axes.get_xlim()[0], value, axes.get_xlim()[1]]
-    )
-    return float((value - left) / (right - left))
+def _decades(first: int, last: int, steps: Sequence[float]) -> list[float]:
+    """Return these multiples of the powers of ten from `first` to `last`."""
+    return [step * 10.0**power for power in range(first, last + 1) for step in steps]
 
 
-def _seconds_ticks() -> list[float]:
-    under_a_minute = [
-        *(step * 10.0**power for power in range(-6, 1) for step in (1, 2, 5)),
-        10.0,
-        20.0,
-        30.0,
-    ]
-    minutes = [MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)]
-    hours = [HOUR_S * step for step in (1, 2, 5, 10)]
-    days = [DAY_S * step * 10**power for power in range(4) for step in (1, 2, 5)]
-    return [*under_a_minute, *(float(tick) for tick in (*minutes, *hours, *days))]
-
-
-_DURATIONS = _seconds_ticks()
 # of each power of ten
 _ROUND = (1, 2, 5)
 _FINE = (1, 1.5, 2, 3, 4, 5, 7)
+# seconds
+_DURATIONS = (
+    *_decades(-6, 0, _ROUND),
+    *(10.0, 20.0, 30.0),
+    *(MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)),
+    *(HOUR_S * step for step in (1, 2, 5, 10)),
+    *(DAY_S * step for step in _decades(0, 3, _ROUND)),
+)
 
 
 def duration_tick(seconds: float) -> str:
-    """A short tick label: "20 s", "5 min"."""
+    """Return a short tick label: "20 s", "5 min"."""
     return "0" if seconds == 0 else format_duration(seconds).replace(".0 ", " ")
 
 
 def number_tick(value: float) -> str:
-    """A plain tick label."""
+    """Return a plain tick label."""
     return format_number(value, 6).replace("-", "−")
 
 
@@ -273,7 +277,7 @@ def from_zero(axes: Axes) -> None:
 
 
 def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bool = False) -> None:
-    """A y axis for positive quantities: from zero where they are of one size, else logarithmic with round numbers."""
+    """Set a y axis for positive quantities: logarithmic if they span more than `LOG_RATIO`."""
     numbers = [value for value in values if math.isfinite(value) and value > 0]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if high / low <= LOG_RATIO:
@@ -289,12 +293,12 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
 
 
 def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
-    """An x axis for amounts, as `value_axis`; one that holds nothing at all has no logarithm."""
+    """Set an x axis for amounts, as `value_axis`; an amount of zero has no logarithm."""
     known = [value for value in values if math.isfinite(value)]
-    numbers, free = [value for value in known if value > 0], 0 in known
+    numbers = [value for value in known if value > 0]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
-    if free or high / low <= LOG_RATIO:
-        axes.set_xlim(-BELOW_ZERO * high if free else 0, high * 1.08)
+    if 0 in known or high / low <= LOG_RATIO:
+        axes.set_xlim(-BELOW_ZERO * high if 0 in known else 0, high * 1.08)
         axes.xaxis.set_major_locator(MaxNLocator(7))
     else:
         axes.set_xscale("log")
@@ -305,10 +309,12 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
 
 
 def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
-    """Some of these that lie within the limits, else round numbers."""
-    within = _within(limits, ticks) or _within(limits, _decades(limits, _ROUND))
+    """Set eight ticks at most: of these, if any lie within the limits, or else round numbers."""
+    first = math.floor(math.log10(limits[0]))
+    last = math.floor(math.log10(limits[1]))
+    within = _within(limits, ticks) or _within(limits, _decades(first, last, _ROUND))
     if len(within) < 3:
-        within = _within(limits, _decades(limits, _FINE))
+        within = _within(limits, _decades(first, last, _FINE))
     axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
     axis.set_minor_locator(NullLocator())
 
@@ -317,14 +323,8 @@ def _within(limits: tuple[float, float], ticks: Iterable[float]) -> list[float]:
     return [tick for tick in ticks if limits[0] <= tick <= limits[1]]
 
 
-def _decades(limits: tuple[float, float], steps: Sequence[float]) -> Iterator[float]:
-    """These multiples of every power of ten from the lower limit's to the upper one's."""
-    low, high = (math.floor(math.log10(limit)) for limit in limits)
-    return (step * 10.0**power for power in range(low, high + 1) for step in steps)
-
-
 class Key(NamedTuple):
-    """One entry of the legend: what a mark means, whatever its colour."""
+    """One entry of the legend."""
 
     text: str
     marker: str = ""
@@ -335,22 +335,16 @@ class Key(NamedTuple):
 
 
 def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -0.09) -> None:
-    """What the marks mean, in rows above the panel, from `left` (a share of its width) on."""
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=key.colour,
-            marker=key.marker or None,
-            linestyle=key.line or "none",
-            linewidth=7 if key.band else 1.6,
-            alpha=0.25 if key.band else 1,
-            solid_capstyle="butt",
-            fillstyle="none" if key.hollow else "full",
-            markersize=5,
-        )
-        for key in keys
-    ]
+    """Explain the marks in rows above the panel, from `left` (a share of its width) on."""
+    handles = []
+    for key in keys:
+        handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")
+        handle.set_marker(key.marker or "None")
+        handle.set_linestyle(key.line or "none")
+        handle.set(linewidth=1.6, alpha=1, fillstyle="none" if key.hollow else "full")
+        if key.band:
+            handle.set(linewidth=7, alpha=0.25)
+        handles.append(handle)
     axes.legend(
         handles,
         [key.text for key in keys],
@@ -361,3 +355,10 @@ def legend(axes: Axes, keys: Sequence[Key], *, columns: int = 5, left: float = -
         borderpad=0.2,
         handletextpad=0.5,
     )
+
+
+def write_beside(
+    axes: Axes, text: str, place: tuple[float, float], offset_pt: tuple[float, float], **look: Any
+) -> Annotation:
+    """Write text beside a place in the panel, `offset_pt` points away from it."""
+    return axes.annotate(text, place, xytext=offset_pt, textcoords="offset points", **look)
