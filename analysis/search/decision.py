@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.pricing import NodePower
-from tula_hpc.analysis.models.fitted import models_of
+from tula_hpc.analysis.models.fitted import with_step_time
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.candidates import (
@@ -112,7 +112,7 @@ class Aim(NamedTuple):
 
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
     part = part_of(
-        "", sweep, cluster, summary, models_of(summary, fitting_limit(cluster, summary), model)
+        "", sweep, cluster, summary, with_step_time(summary, fitting_limit(cluster, summary), model)
     )
     return part._replace(power=part.power or SOME_POWER)
 

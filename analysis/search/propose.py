@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.analysis.models.profiles import as_large, is_out_of_memory, is_short_of_memory
+from tula_hpc.analysis.models.profiles import (
+    equivalent_batches,
+    is_out_of_memory,
+    is_short_of_memory,
+)
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.errors import Failure
@@ -112,7 +116,8 @@ def _below_bound(
     ]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
     bounds = {
-        alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)
+        alone: min(equivalent_batches(out, parts, alone=alone), default=math.inf)
+        for alone in (True, False)
     }
     return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
 
