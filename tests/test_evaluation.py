@@ -79,7 +79,7 @@ def test_a_timed_forward_pass_goes_before_the_share(forward_s: float, data_s: fl
     found = of_rows(timed(128, forward_s, data_s), workload=workload)
     assert predicted(1, 128, found) == pytest.approx(512 / 128 * (forward_s + data_s))
     assert "timed at profiling" in found.describe()
-    assert "is reckoned as" in of_rows(*grid()).describe()
+    assert "is assumed to take" in of_rows(*grid()).describe()
 
 
 @given(st.integers(1, 64), st.integers(1, 1000), st.integers(1, 1000))

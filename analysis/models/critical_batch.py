@@ -76,7 +76,7 @@ def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
         if step.noise_gradient_square is not None and step.noise_trace is not None
     ]
     later = [row[1:] for row in rows if row[0] >= rows[-1][0] / 2]
-    return _estimate(later, [1.0] * len(later), "training", 0)
+    return _estimate(np.array(later).reshape(-1, 2), np.ones(len(later)), "training", 0)
 
 
 def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | None:
@@ -89,25 +89,16 @@ def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | N
             # passes over more samples scatter less
             weights += [row.noise_samples / len(row.noise_terms)] * len(row.noise_terms)
             samples += row.noise_samples
-    return _estimate(terms, weights, "profile", samples)
+    return _estimate(np.array(terms).reshape(-1, 2), np.array(weights), "profile", samples)
 
 
 def _estimate(
-    pairs: list[tuple[float, float]],
-    pair_weights: list[float],
-    source: Literal["training", "profile"],
-    samples: int,
+    terms: Array, weights: Array, source: Literal["training", "profile"], samples: int
 ) -> CriticalBatch | None:
     """Return the ratio of weighted means with the bootstrap's percentile interval.
 
-    Args:
-        pairs: |G|² and tr(Σ).
-        pair_weights: One for each pair.
-        source: Where they were measured.
-        samples: Behind all of them.
+    `terms` are (n, 2): |G|² and tr(Σ).
     """
-    terms = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    weights = np.array(pair_weights, dtype=np.float64)
     known = np.isfinite(terms).all(axis=1)
     terms, weights = terms[known], weights[known]
     if len(terms) < MIN_TERMS:
