@@ -90,14 +90,12 @@ class SaveCost(NamedTuple):
 
 def measured_cost(events: Iterable[Event]) -> SaveCost | None:
     """Return the cost that the run's trainings measured last; None before the first save."""
-    latest: tuple[float, float] | None = None
+    costs = []
     for event in events:
-        cost = event.data.get("cost_s")
-        if event.event != "checkpoint" or not isinstance(cost, int | float):
-            continue
-        if 0.0 <= cost < CREDIBLE_S:
-            latest = max(latest or (event.time, float(cost)), (event.time, float(cost)))
-    return SaveCost(latest[1]) if latest else None
+        cost = event.data.get("cost_s") if event.event == "checkpoint" else None
+        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S:
+            costs.append((event.time, float(cost)))
+    return SaveCost(max(costs)[1]) if costs else None
 
 
 def describe(save: SaveCost | None, pricing: PricingSpec) -> str:
