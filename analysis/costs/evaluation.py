@@ -116,14 +116,7 @@ class Evaluation(NamedTuple):
 def evaluation_of(
     profiles: Sequence[Profile], workload: WorkloadSpec, train_samples: int, test_samples: int = 0
 ) -> Evaluation:
-    """Fit the model to profiles.
-
-    Args:
-        profiles: At least one.
-        workload: Gives the test set, unless profiles counted it.
-        train_samples: D.
-        test_samples: As profiles counted them; 0: they did not.
-    """
+    """Fit the model to at least one profile; see `evaluated_on` for the samples."""
     shares = []
     for row in profiles:
         forward_s = _forward_time_s(row.times)
@@ -151,7 +144,7 @@ def _forward_time_s(times: StepTimes) -> float | None:
 
 
 def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
-    """Return the test samples: counted by profiles, held out, known of the data set, or assumed."""
+    """Return the test samples: counted by profiles (0: not), held out, known, or assumed."""
     if test_samples > 0:
         return EvaluatedOn(float(test_samples), known=True)
     if workload.holdout:
@@ -171,12 +164,7 @@ def with_start(cluster: ClusterSpec, measured_s: float | None) -> ClusterSpec:
 
 
 def describe(measured_s: float | None, pricing: PricingSpec) -> str:
-    """Return a sentence on the time of a start and its source.
-
-    Args:
-        measured_s: As profile jobs measured it.
-        pricing: As `with_start` left it.
-    """
+    """Return a sentence on the time of a start and its source; prices are from `with_start`."""
     duration = format_duration(pricing.start_s)
     if measured_s is not None and pricing.restart_s == measured_s:
         return f"a job takes {duration} to its first step, as profile jobs of this run measured"

@@ -46,12 +46,7 @@ MAX_SHARE = 0.03
 
 
 def best_interval_s(write_s: float, between_s: Array) -> Array:
-    """Return the seconds of work between checkpoints of least expected time (Daly, equation 37).
-
-    Args:
-        write_s: δ, seconds to write a checkpoint, 0 or more.
-        between_s: M, mean seconds between two preemptions of the job, positive.
-    """
+    """Return τ, seconds of work between checkpoints, for δ and M (Daly, equation 37)."""
     ratio = write_s / (2.0 * between_s)
     first_order = np.sqrt(2.0 * write_s * between_s)
     higher_order = first_order * (1.0 + np.sqrt(ratio) / 3.0 + ratio / 9.0) - write_s
@@ -68,11 +63,11 @@ def expected_time_s(
     all work, see `pricing.bill`.
 
     Args:
-        work_s: T_s, seconds without preemptions and checkpoints, 0 or more.
-        interval_s: τ, seconds of work between two checkpoints, positive.
-        between_s: M, as above.
+        work_s: T_s, without preemptions and checkpoints.
+        interval_s: τ, of work between two checkpoints.
+        between_s: M, between two preemptions of the job.
         write_s: δ.
-        restart_s: R, seconds from the start of a job to its first step.
+        restart_s: R, from the start of a job to its first step.
     """
     segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
     saved_s = segment_s * (1.0 + write_s / interval_s)
@@ -111,12 +106,7 @@ def describe(save: SaveCost | None, pricing: PricingSpec) -> str:
 
 
 def interval_s(cost_s: float, between_s: Array) -> Array:
-    """Return T, seconds of training steps between two saves; see the module.
-
-    Args:
-        cost_s: δ, 0 or more.
-        between_s: M, positive.
-    """
+    """Return T, seconds of training steps between two saves, for δ and M; see the module."""
     bounded_s = np.minimum(best_interval_s(cost_s, between_s), MOST_S)
     return np.maximum(bounded_s, least_interval_s(cost_s))
 
@@ -178,10 +168,10 @@ def under_time_limit(
     repeated.
 
     Args:
-        work_s: T, seconds without interruption, checkpoints included.
+        work_s: T, without interruption, checkpoints included.
         limit_s: L, from the start of a job to that warning: its time limit less `signal_delay_s`.
-        interval_s: τ, seconds between two checkpoints.
-        restart_s: R, seconds from the start of a job to its first step.
+        interval_s: τ, between two checkpoints.
+        restart_s: R, from the start of a job to its first step.
     """
     repeated = restart_s + interval_s / 2.0
     usable = limit_s - repeated

@@ -110,13 +110,6 @@ def train_cost_usd(
 
     All arguments after the first are numbers, or arrays of one shape.
 
-    Args:
-        pricing: Basis and prices.
-        nodes: N.
-        train_time_s: T.
-        workers_per_node: Workers on each node.
-        peak_memory_bytes: M, per worker; counts only for the basis "memory".
-
     Raises:
         ValueError: The basis needs more than this; see `bill`.
     """
@@ -139,13 +132,8 @@ def bill(
 ) -> Bill:
     """Return expected wall time and cost of trainings on one kind of nodes.
 
-    Args:
-        usage: The trainings.
-        cluster: Prices, time limit and its warning, and the resources of a node; without
-            partitions (see `ClusterSpec.parts`).
-        training: `checkpoint_minutes`, where the user sets it.
-        power: Of a node; None where unknown.
-        save: Cost of a checkpoint; None: as the prices state.
+    The cluster has no partitions (see `ClusterSpec.parts`). Without `save` a checkpoint costs as
+    the prices state.
 
     Raises:
         InputError: The basis is energy, and no power is known.

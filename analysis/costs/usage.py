@@ -134,10 +134,6 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     A run lasts from its first event ("started", "resumed"; for the first run the beginning in the
     result) to its last ("preempted", "requeued", "finished", …). The start of Python, before the
     first event, is not included.
-
-    Args:
-        events: Of the run directory.
-        result: Of the training.
     """
     train = sorted((e for e in events if e.stage == "train"), key=lambda event: event.time)
     end = max((event.time for event in train if event.event == "finished"), default=None)

@@ -120,18 +120,14 @@ class MemoryModel:
 
         Args:
             local_batch: (n,), samples per worker.
-            peak_bytes: (n,), what counts against a limit: reserved on CUDA, resident on CPU.
+            peak_bytes: (n,), counted against a limit: reserved on CUDA, resident on CPU.
             oom_local_batch: (m,), local batches that ran out of memory.
-            oom_limit_bytes: (m,), the memory that there was then. Without it the smallest such
-                batch only bounds `max_batch`.
-            static_bytes: (n,), baseline, parameters and optimizer states that every worker has
-                whole.
-            sharded_bytes: (n,), this worker's share of the optimizer states that are divided over
-                all workers.
+            oom_limit_bytes: (m,), memory available then; None: they only bound `max_batch`.
+            static_bytes: (n,), baseline, parameters and optimizer states that are not divided.
+            sharded_bytes: (n,), this worker's share of optimizer states divided over all.
             gradient_bytes: (n,).
             workers: (n,), W.
-            allocated_bytes: (n,), bytes of `peak_bytes` that tensors held, where the allocator
-                reserves more.
+            allocated_bytes: (n,), held by tensors, where the allocator reserves more.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -160,9 +156,8 @@ class MemoryModel:
         self._gradients = float(np.max(gradients))
         self._some_distributed = bool(np.any(world > 1))
         self._reserve = fit_reserve(allocated, peak) if reserves else Reserve(1.0, 0.0, 1.0)
-        self._fit_line(
-            Rows(batch, allocated, static + sharded, gradients, (world > 1).astype(np.float64))
-        )
+        distributed = (world > 1).astype(np.float64)
+        self._fit_line(Rows(batch, allocated, static + sharded, gradients, distributed))
         residuals = self._predicted(batch, world) / peak - 1.0
         self._fit = self._fit._replace(residuals=residuals)
         self.residual_median_ = float(np.median(np.abs(residuals)))
@@ -374,11 +369,7 @@ def _problem(rows: Rows, weights: Array) -> Problem:
 
 
 def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:
-    """Fit the plain line, or one with a kink where that is clearly better.
-
-    Returns:
-        The fit, and which coefficients are free.
-    """
+    """Return the plain line, or a clearly better one with a kink, and its free coefficients."""
     relative = _design(rows.local_batch, rows.distributed) / rows.peak_bytes[:, None]
     order = [PER_SAMPLE, OVERHEAD]
     if rows.distributed.any() and not rows.distributed.all():
@@ -495,10 +486,6 @@ def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> 
     since the latter are gathered there first, and copied then. Only the first node holds it. On
     CPUs it comes on top of a step's peak; on GPUs the step's peak is the device's, and this the
     host's.
-
-    Args:
-        uses: As measured.
-        workers: For each of them.
     """
     largest = 0
     for use, world in zip(uses, workers, strict=True):

@@ -91,11 +91,7 @@ def as_columns(*values: ArrayLike) -> list[Array]:
 
 
 def check_positive(**columns: Array) -> None:
-    """Check that columns, named by keyword, are not empty and hold positive finite numbers.
-
-    Raises:
-        ValueError: With the name of the column.
-    """
+    """Raise ValueError for a column that is empty or holds other than positive finite numbers."""
     for name, column in columns.items():
         if column.size == 0:
             raise ValueError(f"{name}: expected at least one value")
@@ -104,10 +100,7 @@ def check_positive(**columns: Array) -> None:
 
 
 def identified(gradients: Array, order: Iterable[int]) -> NDArray[np.bool_]:
-    """Mark the coefficients, columns of an (n, p) matrix, that the rows can tell apart.
-
-    Of columns that explain each other, the one that comes first in `order` is marked.
-    """
+    """Mark columns of an (n, p) matrix that the others do not explain, earlier in `order` first."""
     free = np.zeros(gradients.shape[1], dtype=bool)
     for column in order:
         free[column] = _unexplained(gradients[:, column], gradients[:, free]) > IDENTIFIED_FROM
@@ -142,11 +135,7 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
 
 
 def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[Array, Array, float]:
-    """Find a local minimum.
-
-    Returns:
-        Coefficients (p,), robust Jacobian (n + beliefs, free p), cost.
-    """
+    """Return coefficients (p,), robust Jacobian (n + beliefs, free p), cost of a local minimum."""
     scale = _scales(problem, start)[free]
     rows = problem.weights / problem.observed
     beliefs = _Beliefs(problem, free)
@@ -220,10 +209,7 @@ class _Beliefs:
 
 
 def _soft_l1(robust: int, squares: Array) -> Array:
-    """Return the loss and two derivatives by squared residuals in units of ROBUST_FROM.
-
-    Soft L1 for the first `robust` rows, plain squares after them.
-    """
+    """Return loss and two derivatives: soft L1 for the first `robust` rows, then plain squares."""
     root = np.sqrt(1.0 + squares)
     loss = np.stack([2.0 * (root - 1.0), 1.0 / root, -0.5 / root**3])
     loss[0, robust:] = squares[robust:]
@@ -233,10 +219,7 @@ def _soft_l1(robust: int, squares: Array) -> Array:
 
 
 def _scales(problem: Problem, start: Array) -> Array:
-    """Return the size of each coefficient that alone would explain a typical row.
-
-    In these units all coefficients are of order one during the search.
-    """
+    """Return the size of each coefficient that alone would explain a typical row."""
     gradients = problem.evaluate(start)[1]
     largest = np.max(np.abs(gradients) / problem.observed[:, None], axis=0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)

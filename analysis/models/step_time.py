@@ -106,14 +106,15 @@ class StepTimeModel:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
                 finite.
         """
-        rows = _collect(
-            nodes=nodes,
-            local_batch=local_batch,
-            step_time_s=step_time_s,
-            workers_per_node=workers_per_node,
-            compute_time_s=np.nan if compute_time_s is None else compute_time_s,
-            allreduce_time_s=np.nan if allreduce_time_s is None else allreduce_time_s,
+        columns = as_columns(
+            nodes,
+            workers_per_node,
+            local_batch,
+            step_time_s,
+            np.nan if compute_time_s is None else compute_time_s,
+            np.nan if allreduce_time_s is None else allreduce_time_s,
         )
+        rows = _rows(columns)
         fitted = choose_form(rows, self.form, BELIEFS[self.backend])
         self._fitted = fitted
         self._steps = rows.kind == STEP
@@ -266,24 +267,12 @@ def _points(
     return Rows(np.full(batch.shape, STEP), count, per_node, batch, batch), shape
 
 
-def _collect(
-    *,
-    nodes: ArrayLike,
-    local_batch: ArrayLike,
-    step_time_s: ArrayLike,
-    workers_per_node: ArrayLike,
-    compute_time_s: ArrayLike,
-    allreduce_time_s: ArrayLike,
-) -> Rows:
+def _rows(columns: Sequence[Array]) -> Rows:
     """Return all observations as rows, in an order that does not depend on that of the input."""
-    count, batch, steps, per_node, computes, allreduces = as_columns(
-        nodes, local_batch, step_time_s, workers_per_node, compute_time_s, allreduce_time_s
-    )
+    count, per_node, batch, steps, computes, allreduces = columns
+    known_steps = steps[~np.isnan(steps)]
     check_positive(
-        nodes=count,
-        local_batch=batch,
-        step_time_s=steps[~np.isnan(steps)],
-        workers_per_node=per_node,
+        nodes=count, local_batch=batch, step_time_s=known_steps, workers_per_node=per_node
     )
     kind = np.repeat([STEP, COMPUTE, ALLREDUCE], len(steps))
     seconds = np.concatenate([steps, computes, allreduces])

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from tula_hpc.analysis.models import step_time_law as terms
 from tula_hpc.analysis.models.regression import (
     Array,
     Fit,
@@ -37,23 +38,11 @@ from tula_hpc.analysis.models.regression import (
 )
 from tula_hpc.analysis.models.step_time_law import (
     ALLREDUCE,
-    ALONE,
     COMPUTE,
-    CONTENTION,
-    FIXED,
-    FLOOR,
     FORMS,
-    LATENCY,
     NAMES,
-    NODE_SYNC,
-    OVERHEAD,
-    OVERLAP,
     PAPER,
-    PER_SAMPLE,
-    SHARING,
     STEP,
-    STRAGGLING,
-    SYNC,
     Knots,
     Law,
     Rows,
@@ -77,9 +66,9 @@ class Belief(NamedTuple):
     def spreads(self) -> dict[int, float]:
         """Prior standard deviations by coefficient."""
         return {
-            OVERLAP: self.overlap_spread,
-            CONTENTION: CONTENTION_SPREAD,
-            STRAGGLING: STRAGGLING_SPREAD,
+            terms.OVERLAP: self.overlap_spread,
+            terms.CONTENTION: CONTENTION_SPREAD,
+            terms.STRAGGLING: STRAGGLING_SPREAD,
         }
 
 
@@ -128,12 +117,8 @@ class Fitted(NamedTuple):
     def form_departures(self, rows: Rows) -> Array:
         """Return how much more t_sync would grow with each form than with this one, as a logarithm.
 
-        From the only size that was measured on, where all agree, by the bandwidth terms, which
-        differ most. Where the data or the user chose the form, and on a single node, nothing is
-        open: 0.
-
-        Returns:
-            (forms, n).
+        (forms, n), from the only size that was measured, where all agree, by the bandwidth terms,
+        which differ most. Where the data or the user chose the form, and on a single node: 0.
         """
         if self.only_size is None:
             return np.zeros((1, len(rows.batch)))
@@ -183,7 +168,7 @@ class Fitted(NamedTuple):
             absent.add("straggling")
         if not np.any(rows.per_node > 1.0):
             absent |= {"contention", "sharing_s", "node_sync_s"}
-        if not self.free[FLOOR]:
+        if not self.free[terms.FLOOR]:
             absent.add("compute_floor_s")
         if self.law.form.latency is None:
             absent.add("latency_s")
@@ -222,10 +207,8 @@ def _clearly_best(first: Fitted, others: list[Fitted]) -> Fitted:
 
 
 def _only_size(rows: Rows) -> float | None:
-    """Return the workers if at most one size above a single node was measured.
-
-    Forms differ between such sizes alone.
-    """
+    """Return the workers if at most one size above a single node was measured."""
+    # forms differ between such sizes alone
     between = rows.nodes > 1.0
     if len(np.unique(rows.nodes[between])) > 1:
         return None
@@ -282,20 +265,20 @@ def _knots(rows: Rows) -> Knots:
 
 def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.bool_]:
     """Mark the coefficients that the data determine, and those with a prior that any row shows."""
-    order = [PER_SAMPLE, FIXED, SYNC, NODE_SYNC, LATENCY]
+    order = [terms.PER_SAMPLE, terms.FIXED, terms.SYNC, terms.NODE_SYNC, terms.LATENCY]
     if np.any(rows.kind == ALLREDUCE) and not law.additive:
-        order.append(OVERHEAD)
-    order.append(SHARING)
+        order.append(terms.OVERHEAD)
+    order.append(terms.SHARING)
     if _times_alone(rows) and not law.additive:
-        order.append(ALONE)
+        order.append(terms.ALONE)
     free = identified(linear, order)
     # where only several nodes were measured, overlap tells a constant from the computation
-    free[SYNC] |= free[LATENCY]
-    together = bool(free[SYNC] or free[NODE_SYNC])
-    free[OVERLAP] = together and not law.additive
-    free[CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive
-    free[STRAGGLING] = len(np.unique(rows.workers)) > 1 and not law.additive
-    free[FLOOR] = floor and bool(free[FIXED]) and not law.additive
+    free[terms.SYNC] |= free[terms.LATENCY]
+    together = bool(free[terms.SYNC] or free[terms.NODE_SYNC])
+    free[terms.OVERLAP] = together and not law.additive
+    free[terms.CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive
+    free[terms.STRAGGLING] = len(np.unique(rows.workers)) > 1 and not law.additive
+    free[terms.FLOOR] = floor and bool(free[terms.FIXED]) and not law.additive
     first_size = len(NAMES) + len(law.knots.batches)
     free[len(NAMES) : first_size] = True
     free[first_size:] = together
@@ -305,7 +288,7 @@ def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.boo
 def _bounds(law: Law) -> tuple[Array, Array]:
     lower = np.zeros(law.coefficients)
     upper = np.full(law.coefficients, np.inf)
-    upper[[OVERLAP, CONTENTION, STRAGGLING]] = 1.0
+    upper[[terms.OVERLAP, terms.CONTENTION, terms.STRAGGLING]] = 1.0
     lower[len(NAMES) :] = -1.0
     upper[len(NAMES) :] = 1.0
     return lower, upper
@@ -313,7 +296,7 @@ def _bounds(law: Law) -> tuple[Array, Array]:
 
 def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
     believed = np.zeros(law.coefficients)
-    believed[OVERLAP] = 0.0 if law.additive else belief.overlap_share
+    believed[terms.OVERLAP] = 0.0 if law.additive else belief.overlap_share
     firmness = np.zeros(law.coefficients)
     for index, prior_spread in belief.spreads.items():
         firmness[index] = noise / prior_spread
@@ -322,18 +305,15 @@ def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
 
 
 def _starts(linear: Array, weights: Array, free: NDArray[np.bool_], believed: Array) -> list[Array]:
-    """Return least-squares fits of the plain sum, with little and with much overlap.
-
-    The error has several minima.
-    """
+    """Return least-squares fits of the plain sum; with two overlaps, as there are several minima."""
     columns = free & np.any(linear != 0.0, axis=0)
     length = np.linalg.norm(linear[:, columns], axis=0)
     start = believed.copy()
     start[columns] = nnls(linear[:, columns] / length, weights)[0] / length
-    start[FLOOR] = 0.5 * start[FIXED] if free[FLOOR] else 0.0
-    if not free[OVERLAP]:
+    start[terms.FLOOR] = 0.5 * start[terms.FIXED] if free[terms.FLOOR] else 0.0
+    if not free[terms.OVERLAP]:
         return [start]
     little, much = start, start.copy()
-    little[OVERLAP] = 0.1
-    much[OVERLAP] = 0.8
+    little[terms.OVERLAP] = 0.1
+    much[terms.OVERLAP] = 0.8
     return [little, much]

@@ -85,12 +85,7 @@ class AdaptiveSearch:
     def propose(
         self, measurements: Sequence[Measurement], given_up: frozenset[Configuration] = frozenset()
     ) -> list[Configuration]:
-        """Return the configurations to profile next, the first one first; none at the end.
-
-        Args:
-            measurements: All so far, in any order.
-            given_up: Configurations that failed and are not to be tried again.
-        """
+        """Return the configurations to profile next, the first one first; none at the end."""
         usable = [row for row in measurements if is_usable(row)]
         measured = {row.configuration for row in usable}
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]

@@ -40,7 +40,7 @@ class ProfilingCost(NamedTuple):
 
 
 class FullSearch(NamedTuple):
-    """Estimated cost of a full search, one job for each configuration."""
+    """Estimated cost of a full search."""
 
     jobs: int
     node_seconds: float
@@ -69,11 +69,7 @@ def full_search(
 ) -> FullSearch | None:
     """Estimate a full search over all candidates that memory allows; None without a measurement.
 
-    Args:
-        sweep: Bounds of the search.
-        cluster: Its partitions are added up.
-        measurements: All of the run.
-        notes: Of the run's profile jobs, for the time that a job takes to start.
+    The partitions are added up.
     """
     startups = [run.startup_s for run in job_runs(notes, measurements)]
     startup_s = median(startups) if startups else 0.0
@@ -128,14 +124,7 @@ def describe(
     measurements: Sequence[Measurement],
     notes: Sequence[JobNote],
 ) -> str:
-    """Compare profiling with a full search in one sentence; empty where no job left notes.
-
-    Args:
-        sweep: The run's sweep.
-        cluster: The run's cluster.
-        measurements: `RunDirectory.measurements().records`.
-        notes: `RunDirectory.job_notes()`.
-    """
+    """Compare profiling with a full search in one sentence; empty where no job left notes."""
     cost = profiling_cost(measurements, notes)
     if not cost.jobs:
         return ""

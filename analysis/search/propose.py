@@ -54,14 +54,8 @@ def propose(
     nodes, so a local batch that ran out of memory rules out itself and all larger ones everywhere,
     and corners move to the next smaller one. So do batches that surely need more memory than there
     is, judging by smaller ones, as each would cost a job. A configuration that failed for another
-    reason is proposed once more, then given up.
-
-    Args:
-        sweep: Bounds and mode.
-        cluster: Workers on each node, and their memory.
-        measurements: All so far, in any order.
-        trusted_batch: Largest local batch that an estimate lets fit before anything was measured;
-            None: any.
+    reason is proposed once more, then given up. Before anything was measured, batches up to
+    `trusted_batch` fit by an estimate; None: any.
     """
     search = sweep.search
     fitting = believed_to_fit(search, cluster, measurements)
@@ -109,11 +103,7 @@ def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
 def _below_bound(
     wanted: Iterable[Configuration], measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    out = [
-        row.configuration
-        for row in measurements
-        if is_out_of_memory(row) or is_short_of_memory(row)
-    ]
+    out = [m.configuration for m in measurements if is_out_of_memory(m) or is_short_of_memory(m)]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
     bounds = {
         alone: min(equivalent_batches(out, parts, alone=alone), default=math.inf)
