@@ -13,10 +13,10 @@ Records of former versions have no forward_time. It is then a share of compute_t
 backward as they were profiled: the share that other records of the run have, or `FORWARD_SHARE`. By
 operations the forward pass is a third: the backward pass multiplies for the gradients of
 activations and of weights (D. Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021, appendix). An evaluation keeps nothing for a backward pass and
-has no statistics to reduce; measured shares are from 0.15 (depthwise convolutions) to 0.45 (a large
-head), the median 0.25 to 0.27 by the run (the same command), which puts predictions off by -40 to
-76 %. A recomputing backward pass adds another forward pass.
+GPU Clusters Using Megatron-LM", 2021, appendix). An evaluation keeps nothing for a backward pass
+and has no statistics to reduce; measured shares are from 0.15 (depthwise convolutions) to 0.45 (a
+large head), the median 0.25 to 0.27 by the run (the same command), which puts predictions off by
+-40 to 76 %. A recomputing backward pass adds another forward pass.
 
 The correction is the ratio of the evaluations that trainings of the same run measured to their
 predictions, on the kind of nodes where they ran, or 1. It is the same for all kinds.

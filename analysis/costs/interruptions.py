@@ -1,6 +1,6 @@
 """Checkpoint intervals and the time that interruptions add, for the plan and for training itself.
 
-Between two saves lie so many seconds of training steps:
+Seconds of training steps between two saves:
 
     T = max(min(τ(δ, M), `MOST_S`), δ / `MAX_SHARE`)
 
@@ -157,15 +157,15 @@ class Requeued(NamedTuple):
 def under_time_limit(
     work_s: Array, limit_s: float, interval_s: Array, restart_s: float
 ) -> Requeued:
-    """Return the expected time of a training with a requeue at the warning before each time limit.
+    """Return the expected time of a training that is requeued before each time limit.
 
-    The first job takes R to start. Each requeue repeats that, and the work since the last
-    checkpoint, on average half an interval τ:
+    The job ends at the warning before the limit. The first one takes R to start. Each requeue
+    repeats that, and the work since the last checkpoint, on average half an interval τ:
 
-        requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0;    time = T + R + k (R + τ/2)
+        requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0
+        time       = T + R + k (R + τ/2)
 
-    Where the warning comes through, training saves before it ends, and the half interval is not
-    repeated.
+    Where training gets the warning, it saves before it ends, and the half interval is not repeated.
 
     Args:
         work_s: T, without interruption, checkpoints included.

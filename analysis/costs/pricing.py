@@ -5,9 +5,9 @@ of the job, checkpoints, and the work that preemptions of spot nodes and requeue
 repeat (`interruptions`). Waiting in the queue is not paid for.
 
 Energy is E = N × P × T × PUE, in kilowatt-hours of the site. P, the power of a node, is the figure
-of the cluster file, or else what was measured during the profiled steps. That is less than a node
-draws: processors and GPUs, as far as they can be read, without power supplies, memory and fans. PUE
-(power usage effectiveness) is the site's power over that of its nodes: cooling, losses.
+of the cluster file, or else measured during the profiled steps. That is less than a node draws:
+processors and GPUs, as far as they can be read, without power supplies, memory and fans. PUE (power
+usage effectiveness) is the site's power over that of its nodes: cooling, losses.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _checkpoint_s(
 
 
 def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
-    """Return notes for the user on what the prices of one kind of nodes assume."""
+    """Return notes for the user on the assumptions behind the prices of one kind of nodes."""
     pricing = cluster.pricing
     found: list[str] = []
     if pricing.basis == "tres":

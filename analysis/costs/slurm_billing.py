@@ -1,7 +1,10 @@
 """Slurm's billing of a node by its trackable resources (TRES), each with its weight.
 
-    billing = Σ weight × count                       over the TRES of the job (slurm.conf(5), TRESBillingWeights)
-    billing = max(weight × count of cpu, mem, node, gres) + Σ of the others          with PriorityFlags=MAX_TRES
+    billing = Σ weight × count
+    billing = max(weight × count of cpu, mem, node, gres) + Σ of the others
+
+over the TRES of the job (slurm.conf(5), TRESBillingWeights); the latter with
+PriorityFlags=MAX_TRES.
 
 Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair
 share does not; here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is
@@ -49,7 +52,7 @@ class NodeResources(NamedTuple):
 def node_resources(cluster: ClusterSpec) -> NodeResources:
     """Return a job's resources on each node; an exclusive job holds all cores and GPUs.
 
-    Memory is what the job asks for, also on exclusive nodes (sbatch(1), --exclusive); without
+    The memory is that asked for, also on exclusive nodes (sbatch(1), --exclusive); without
     `memory_gb` the whole node's.
     """
     pricing, workers = cluster.pricing, cluster.workers_per_node
@@ -120,14 +123,15 @@ def _gres(cluster: ClusterSpec) -> dict[str, float]:
 
 
 def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
-    """Return name, type and count of each generic resource; options for GPUs replace those of gres."""
+    """Return name, type and count of each generic resource; GPU options replace those of gres."""
     options = _options(cluster)
     items = list(requested_gres(options.get("gres", cluster.gres or "")))
     for option, times in (("gpus-per-task", cluster.workers_per_node), ("gpus-per-node", 1)):
         if option in options:
             gpus = requested_gres(",".join(f"gpu:{gpu}" for gpu in options[option].split(",")))
             items = [item for item in items if item[0] != "gpu"]
-            items += [(name, kind, times * count) for name, kind, count in gpus]
+            for name, kind, count in gpus:
+                items.append((name, kind, times * count))
     return items
 
 

@@ -41,7 +41,7 @@ class CriticalBatch(NamedTuple):
     low: float
     high: float
     source: Literal["training", "profile"]
-    # gradients of so many samples went into it; 0: not recorded
+    # with a measured gradient; 0: not recorded
     samples: int
 
     def extra_samples(self, global_batch: float) -> float:

@@ -50,7 +50,7 @@ class Models(NamedTuple):
     def train_time_s(
         self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array
     ) -> Array:
-        """Predict the seconds to see so many samples; steps need not be whole.
+        """Predict the seconds of training over samples; steps need not be whole.
 
         `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula").
         """
@@ -98,8 +98,8 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and the loader's batch memory to all configurations that ran.
 
-    `reserved_bytes` is what counts against a memory limit: on CUDA what the allocator reserved on
-    the device, on CPU the resident set of the whole process, interpreter and libraries included
+    `reserved_bytes` count against a memory limit: on CUDA those that the allocator reserved on the
+    device, on CPU the resident set of the whole process, interpreter and libraries included
     (baseline + peak).
 
     Args:

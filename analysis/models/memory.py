@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import ge, gt
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -176,7 +175,7 @@ class MemoryModel:
             self._bounds = list(zip(*as_columns(batches, limits), strict=True))
 
     def _fit_line(self, rows: Rows) -> None:
-        """Fit the line, with a kink if the data show one, above the out-of-memory bounds if possible."""
+        """Fit the line, with a kink if the data show one, above all bounds if possible."""
         fit, free = _best_fit(rows)
         self._use(fit, free, rows)
         self.oom_contradicts_ = False
@@ -263,7 +262,7 @@ class MemoryModel:
         return np.asarray(np.maximum(line, known + self._gradients + lift))
 
     def max_batch(self, limit_bytes: float, workers: int | None = None) -> int:
-        """Return the largest local batch within the limit and below the out-of-memory bound, or 0."""
+        """Return the largest local batch within the limit and the out-of-memory bound, or 0."""
 
         def fits(batch: int) -> bool:
             return float(self.predict(batch, workers)) <= limit_bytes
@@ -417,8 +416,8 @@ def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) ->
 def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryModel:
     """Fit to the memory that a summary's profiles used, and to the configurations that ran out.
 
-    On CUDA `reserved_bytes` is what the allocator took and `peak_bytes` what tensors held of it; on
-    CPU it is the process with interpreter and libraries, whose smallest baseline counts as known.
+    On CUDA the allocator took `reserved_bytes`, of which tensors held `peak_bytes`; on CPU it is the
+    process with interpreter and libraries, of which the smallest baseline counts as known.
 
     A single worker that takes its batch in micro-batches holds the activations of one of them.
     Several workers do not, so for them its profiles count as those of a micro-batch; for itself it
@@ -441,26 +440,35 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
 def _fit_profiles(
     profiles: Sequence[Profile], out: list[float], limit_bytes: float | None
 ) -> MemoryModel:
-    uses = [row.memory for row in profiles]
-    baseline = min(use.baseline_bytes for use in uses)
-    counted = [baseline + use.parameter_bytes + use.optimizer_bytes for use in uses]
-    floors = [known + use.gradient_bytes for known, use in zip(counted, uses, strict=True)]
-    held = [use.baseline_bytes + use.peak_bytes for use in uses]
-    reserved = [use.reserved_bytes for use in uses]
-    batches = [row.part_batch for row in profiles]
-    reserves = any(map(gt, reserved, held)) and all(map(ge, held, floors))
+    baseline = min(row.memory.baseline_bytes for row in profiles)
+    columns: list[tuple[float, ...]] = []
+    for row in profiles:
+        use = row.memory
+        sizes = (
+            row.part_batch,
+            row.configuration.world_size,
+            use.reserved_bytes,
+            use.baseline_bytes + use.peak_bytes,
+            baseline + use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes,
+            use.sharded_bytes,
+            use.gradient_bytes,
+        )
+        columns.append(sizes)
+    batch, workers, reserved, held, static, sharded, gradients = np.array(columns, dtype=float).T
+    floor = static + sharded + gradients
     # less than the counts is impossible: they are then of something else
-    if not all(map(ge, reserved, floors)):
-        return MemoryModel().fit(batches, reserved, out, oom_limit_bytes=limit_bytes)
+    if np.any(reserved < floor):
+        return MemoryModel().fit(batch, reserved, out, oom_limit_bytes=limit_bytes)
+    reserves = np.any(reserved > held) and np.all(held >= floor)
     return MemoryModel().fit(
-        batches,
+        batch,
         reserved,
         out,
         oom_limit_bytes=limit_bytes,
-        static_bytes=[known - use.sharded_bytes for known, use in zip(counted, uses, strict=True)],
-        sharded_bytes=[use.sharded_bytes for use in uses],
-        gradient_bytes=[use.gradient_bytes for use in uses],
-        workers=[row.configuration.world_size for row in profiles],
+        static_bytes=static,
+        sharded_bytes=sharded,
+        gradient_bytes=gradients,
+        workers=workers,
         allocated_bytes=held if reserves else None,
     )
 

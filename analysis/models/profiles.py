@@ -144,11 +144,10 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)
     starts_s = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
-    failed = {
-        configuration: _last_reason(other[configuration])
-        for configuration in sorted(other)
-        if configuration not in usable and configuration not in out
-    }
+    failed = {}
+    for configuration in sorted(other):
+        if configuration not in usable and configuration not in out:
+            failed[configuration] = _last_reason(other[configuration])
     summary = Summary(
         profiles=tuple(_profile(key, usable[key]) for key in sorted(usable)),
         out_of_memory=tuple(sorted(out)),
@@ -258,9 +257,13 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
 
 def _contradictions(summary: Summary) -> list[str]:
     """Warn of configurations that ran although as many samples at once lacked memory elsewhere."""
-    bounds = {alone: summary.oom_bound(alone=alone) for alone in (True, False)}
-    ran = [row.configuration for row in summary.profiles if not row.memory.ran_short]
-    beyond = [str(where) for where in ran if where.local_batch >= bounds[where.world_size == 1]]
+    bound_alone = summary.oom_bound(alone=True)
+    bound_of_several = summary.oom_bound(alone=False)
+    beyond = []
+    for row in summary.profiles:
+        bound = bound_alone if row.configuration.world_size == 1 else bound_of_several
+        if row.configuration.local_batch >= bound and not row.memory.ran_short:
+            beyond.append(str(row.configuration))
     if not beyond:
         return []
     return [

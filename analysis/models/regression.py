@@ -38,7 +38,7 @@ class Scatter(NamedTuple):
 
     # standard deviation
     error: float
-    # weighs as much as so many measurements
+    # measurements that weigh as much
     rows: float
 
 
@@ -118,7 +118,7 @@ def _unexplained(column: Array, others: Array) -> float:
 
 
 def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.bool_]) -> Fit:
-    """Minimize the robust relative error over the free coefficients, from the best of the starts."""
+    """Minimize the robust relative error over the free coefficients; the best start wins."""
     problem = problem._replace(evaluate=_Cached(problem.evaluate))
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
@@ -179,7 +179,7 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
 
 
 class _Cached:
-    """Model with its last result: a search evaluates residuals, then gradients at the same point."""
+    """Model with its last result: residuals and gradients are asked for at the same point."""
 
     def __init__(self, evaluate: Callable[[Array], tuple[Array, Array]]) -> None:
         self.evaluate = evaluate

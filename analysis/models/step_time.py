@@ -51,7 +51,7 @@ class StepTimeModel:
     Args:
         form: The collective, see `step_time_law`. "auto" takes the one with the least information
             criterion; the backend's own unless another is clearly better. "paper" is the paper's
-            plain sum, without what was added.
+            plain sum.
         backend: Sets the prior belief: which collective, and how much of it the computation hides.
 
     Attributes:
@@ -80,7 +80,7 @@ class StepTimeModel:
         self.form: FormName = form
         self.backend: Backend = backend
 
-    def fit(  # noqa: PLR0917 - the columns of one table, in the order of their use, as in scikit-learn
+    def fit(  # noqa: PLR0917 - the columns of one table, in the order of their use
         self,
         nodes: ArrayLike,
         local_batch: ArrayLike,
@@ -189,7 +189,7 @@ class StepTimeModel:
         return np.asarray(together + same_size * np.sqrt(np.outer(unseen_size, unseen_size)))
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
-        """Return the variances (m,) from departures of batches and of sizes that were not measured."""
+        """Return variances (m,) from the departures of unmeasured batches, and of sizes."""
         if self._fitted.law.additive:
             return np.zeros(len(rows.batch)), np.zeros(len(rows.batch))
         at_batches, at_sizes = self._fitted.law.knots.weights(rows)
@@ -198,7 +198,7 @@ class StepTimeModel:
         return of_batch, found.by_size_effect**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
     def _open_form(self, rows: Rows, found: Evaluation) -> Array:
-        """Return the change (forms, m) of the prediction's logarithm by each form still possible."""
+        """Return the change (forms, m) of a prediction's logarithm with each possible form."""
         _, at_sizes = self._fitted.law.knots.weights(rows)
         relative = found.by_size_effect / np.maximum(found.seconds, TINY_S)
         effect = relative * (1.0 - np.sum(at_sizes**2, axis=1))

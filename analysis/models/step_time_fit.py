@@ -138,7 +138,7 @@ class Fitted(NamedTuple):
     def unidentified(self) -> list[str]:
         """Return the coefficients that are not free, or little narrower than their prior."""
         spreads = np.sqrt(np.maximum(np.diag(self.fit.covariance), 0.0)) * self.noise
-        pinned = [not free for free in self.free[: len(NAMES)]]
+        pinned = ~self.free[: len(NAMES)]
         for index, prior_spread in self.belief.spreads.items():
             if spreads[index] > PINNED_SPREAD * prior_spread:
                 pinned[index] = True
@@ -305,7 +305,7 @@ def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
 
 
 def _starts(linear: Array, weights: Array, free: NDArray[np.bool_], believed: Array) -> list[Array]:
-    """Return least-squares fits of the plain sum; with two overlaps, as there are several minima."""
+    """Return least-squares fits of the plain sum, with two overlaps: there are several minima."""
     columns = free & np.any(linear != 0.0, axis=0)
     length = np.linalg.norm(linear[:, columns], axis=0)
     start = believed.copy()

@@ -5,7 +5,8 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
     t_step    = (1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N)
     t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈
                 × (1 + contention × (r − 1)) × (1 + straggling × log₂ N) × e^u(b)
-    t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1) + node_sync_s × f(r)) × e^v(K, r)
+    t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1)
+                 + node_sync_s × f(r)) × e^v(K, r)
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
 For one worker t_step = t_compute + alone_s. On one node only the last term of t_sync, the
@@ -13,8 +14,8 @@ collective inside a node, is left.
 
 - Sum and shapes f, g: S. Tyagi, F. Wang, "Tula" (parameter server, ring, tree); bandwidth and
   latency terms: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
-  Operations in MPICH" (2005); double binary trees, whose bandwidth term does not grow and whose
-  latency is logarithmic, as NCCL uses between nodes: P. Sanders, J. Speck, J. Träff, "Two-Tree
+  Operations in MPICH" (2005); double binary trees, as NCCL uses between nodes, with a bandwidth
+  term that does not grow and logarithmic latency: P. Sanders, J. Speck, J. Träff, "Two-Tree
   Algorithms for Full Bandwidth Broadcast, Reduction and Scan" (2009).
 - Overlap: gradients are reduced while the backward pass still runs. The norm is a smooth maximum
   (A. Qiao et al., "Pollux", OSDI 2021, for the whole of t_compute); `overlap_share` is the part of
@@ -231,7 +232,7 @@ class Law(NamedTuple):
         return u, v
 
     def _compute(self, coefficients: Array, rows: Rows, u: Array | float) -> tuple[Array, Array]:
-        """Return t_compute and its gradient over fixed, per sample, floor, contention, straggling."""
+        """Return t_compute, and its gradient (n, 5) in the order of the columns below."""
         line = coefficients[FIXED] + coefficients[PER_SAMPLE] * rows.batch
         base, by_line, by_floor = _norm(line, coefficients[FLOOR], FLOOR_NORM)
         others = rows.per_node - 1.0
@@ -308,7 +309,7 @@ def _sync_columns(form: Collective, rows: Rows) -> Array:
 
 
 def _norm(left: Array, right: Array | float, doublings: int) -> tuple[Array, Array, Array]:
-    """Return (left^p + right^p)^(1/p) for p = 2^doublings, and its derivatives by left and right."""
+    """Return (left^p + right^p)^(1/p), p = 2^doublings, and its derivatives by left and right."""
     largest = np.maximum(np.maximum(left, right), TINY_S)
     root = _power(left / largest, doublings) + _power(right / largest, doublings)
     for _ in range(doublings):

@@ -7,13 +7,14 @@ functions for active data selection", 1992): each candidate that was not measure
 much its measurement would narrow the predictions that matter, over its cost in node-seconds. With Σ
 the covariance of all predictions, in units of a measurement's variance,
 
-    gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)        cost_j = N_j × (steps × t_j + start, on other nodes)
+    gain(j) = Σ_i w_i Σ_ij² / (1 + Σ_jj) / sqrt(cost_j)
+    cost_j  = N_j × (steps × t_j + start, on other nodes)
 
 w_i is the share of predictions drawn from that uncertainty in which candidate i belongs to the
-decision, plus a little for all. The decision is the plan's own (`decision`): candidates that memory,
-the largest batch, deadline and budget rule out in every draw weigh nothing and are not measured.
-The search ends when the draws agree on the decision and the chosen step time is known well enough,
-or when `max_profiles` configurations were measured.
+decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
+batch, deadline and budget rule out in every draw weigh nothing and are not measured. The search
+ends when the draws agree on the decision and the chosen step time is known well enough, or when
+`max_profiles` configurations were measured.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
 the same again.
@@ -40,7 +41,7 @@ START_S = 20.0
 STEPS = 80.0
 DRAWS = 200
 SEED = 0
-# measurements, where there are so many candidates
+# measurements, if there are as many candidates
 AT_LEAST = 3
 # mean loss over the draws below which the decision stands: of time or cost, in spreads of a
 # measurement
@@ -118,10 +119,11 @@ def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
     """Return the smallest and largest batch on the fewest nodes and the smallest on the most."""
     if not candidates:
         return []
-    sizes = sorted({c.nodes for c in candidates})
-    few = sorted(c for c in candidates if c.nodes == sizes[0])
-    many = sorted(c for c in candidates if c.nodes == sizes[-1])
-    return sorted({few[0], few[-1], many[0]})
+    by_nodes: dict[int, list[Configuration]] = {}
+    for configuration in sorted(candidates):
+        by_nodes.setdefault(configuration.nodes, []).append(configuration)
+    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    return sorted({fewest[0], fewest[-1], most[0]})
 
 
 class _Predictions:
@@ -239,7 +241,7 @@ def _draws(covariance: Array) -> Array:
 
 
 def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
-    """Return the nodes of the last measurement, whose job may still be running."""
+    """Return the nodes of the last measurement; its job may still be running."""
     latest = max(usable, key=lambda row: row.finished_at)
     return float(latest.nodes) if latest.finished_at > 0.0 else None
 

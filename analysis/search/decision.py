@@ -1,4 +1,4 @@
-"""The plan's decision, evaluated under many predictions at once: the nominal one and draws around it.
+"""The plan's decision under many predictions at once: the nominal one and draws around it.
 
 Prices and constraints are the plan's own (`planning.candidates.priced`, `planning.constraints`).
 """

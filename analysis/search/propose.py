@@ -89,13 +89,14 @@ def _adaptive(
 
 def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
     """Return the configurations that are measured or given up."""
-    attempts = Counter(row.configuration for row in measurements)
-    settled = {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
+    attempts: Counter[Configuration] = Counter()
+    settled: set[Configuration] = set()
     for row in measurements:
+        attempts[row.configuration] += 1
         failure = row.failure
         # a broken device is only recorded after the last attempt, see `records.broken_hosts`
         is_final = failure is Failure.DEVICE_FAILED or (failure and failure.is_the_users)
-        if is_usable(row) or is_final:
+        if is_usable(row) or is_final or attempts[row.configuration] >= ATTEMPTS:
             settled.add(row.configuration)
     return settled
 
@@ -105,17 +106,15 @@ def _below_bound(
 ) -> list[Configuration]:
     out = [m.configuration for m in measurements if is_out_of_memory(m) or is_short_of_memory(m)]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
-    bounds = {
-        alone: min(equivalent_batches(out, parts, alone=alone), default=math.inf)
-        for alone in (True, False)
-    }
-    return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
+    alone = min(equivalent_batches(out, parts, alone=True), default=math.inf)
+    several = min(equivalent_batches(out, parts, alone=False), default=math.inf)
+    return [c for c in wanted if c.local_batch < (alone if c.world_size == 1 else several)]
 
 
 def _within_memory(
     wanted: list[Configuration], cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    """Leave out candidates with the lower end of the 90 % interval above the limit, if it is known."""
+    """Leave out candidates with all of the 90 % interval above the limit, if it is known."""
     usable = [row for row in measurements if is_usable(row)]
     measured = {row.local_batch for row in usable}
     limit = memory_limit_bytes(cluster, (row.memory for row in usable if row.memory))
@@ -137,9 +136,10 @@ def _within_memory(
 
 def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:
     """Return the smallest and largest batch on the fewest and on the most nodes, ascending."""
-    corners: set[Configuration] = set()
-    sizes = sorted({c.nodes for c in fitting})
-    for nodes in sizes[:1] + sizes[-1:]:
-        of_size = [c for c in fitting if c.nodes == nodes]
-        corners |= {of_size[0], of_size[-1]}
-    return sorted(corners)
+    if not fitting:
+        return []
+    by_nodes: dict[int, list[Configuration]] = {}
+    for configuration in fitting:
+        by_nodes.setdefault(configuration.nodes, []).append(configuration)
+    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    return sorted({fewest[0], fewest[-1], most[0], most[-1]})
