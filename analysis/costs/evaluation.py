@@ -71,6 +71,8 @@ class Evaluation(NamedTuple):
     seconds_per_batch: Array
     # profiling timed forward passes
     timed: bool = False
+    # of the measured computation
+    forward_share: float = FORWARD_SHARE
     correction: float = 1.0
     # evaluations that the correction comes from
     measured: int = 0
@@ -106,7 +108,7 @@ class Evaluation(NamedTuple):
         elif self.timed:
             source = "forward passes were timed at profiling"
         else:
-            share = format_percent(FORWARD_SHARE)
+            share = format_percent(self.forward_share)
             source = f"a forward pass is assumed to take {share} of the measured computation"
         assumed = "" if self.samples.known else " (assumed)"
         samples = f"{self.samples.samples:,.0f} test samples{assumed}"
@@ -135,6 +137,7 @@ def evaluation_of(
         np.array(batches, dtype=np.float64),
         np.array([median(by_batch[batch]) for batch in batches]),
         timed=bool(shares),
+        forward_share=share,
     )
 
 
