@@ -1,18 +1,14 @@
-"""How often a training saves, and what a save costs it: for the plan beforehand, and for the training itself.
+"""Checkpoint intervals and the time that interruptions add, for the plan and for training itself.
 
-Between two saves lie so many seconds of training steps:
+Seconds of training steps between two saves:
 
     T = max(min(τ(δ, M), `MOST_S`), δ / `MAX_SHARE`)
 
-τ is the interval of Young and Daly (`spot.best_interval_s`), δ what one save costs the training, M
-the mean time between two interruptions that leave no time to save. At most `MOST_S` of work are
-lost, unless saving so often would cost more than `MAX_SHARE` of the training: the bound on the cost
-goes first.
-
-Training also saves at the end of an epoch, if the last save is δ / `MAX_SHARE` ago; always, where
-the user has set T.
-
-Nodes that may be taken away: how often to checkpoint, and what a training then takes.
+τ is the interval of Young and Daly, δ the cost of one save, M the mean time between two
+interruptions that leave no time to save. At most `MOST_S` of work are lost, unless saving so often
+would cost more than `MAX_SHARE` of the training: the bound on the cost goes first. Training also
+saves at the end of an epoch, if the last save is δ / `MAX_SHARE` ago; always, where the user has
+set T.
 
 Preemptions are taken as a Poisson process with mean time M between them. With a checkpoint of δ
 seconds after every τ seconds of work and R seconds to restart, work of T_s seconds takes on average
@@ -24,8 +20,8 @@ Generation Computer Systems 22, 2006, equations 20 and 37)
 
 The first term of τ alone is the older estimate of J. W. Young (Communications of the ACM 17, 1974).
 A job of N nodes ends with the first of them: where M is known per node, the job has M/N. Waiting
-for new nodes is not in T: it is not paid for. Nor is the first start of the job, which `requeue`
-adds whatever the price.
+for new nodes is not in T, as it is not paid for, nor is the first start of the job, which
+`under_time_limit` adds.
 """
 
 from __future__ import annotations
@@ -42,38 +38,36 @@ from tula_hpc.records import CREDIBLE_S, Event
 
 Array = NDArray[np.float64]
 
-# training asks about once a second whether it should save; below this nothing is gained
+# training checks about once a second whether to save; a shorter interval gains nothing
 MIN_INTERVAL_S = 10.0
+MOST_S = 60.0 * CHECKPOINT_MINUTES
+# of training time
+MAX_SHARE = 0.03
 
 
 def best_interval_s(write_s: float, between_s: Array) -> Array:
-    """Seconds of work between two checkpoints that make the expected time least (Daly, equation 37).
-
-    Args:
-        write_s: δ, seconds to write a checkpoint, 0 or more.
-        between_s: M, mean seconds between two preemptions of the job, positive.
-    """
+    """Return τ, seconds of work between checkpoints, for δ and M (Daly, equation 37)."""
     ratio = write_s / (2.0 * between_s)
-    higher_order = (
-        np.sqrt(2.0 * write_s * between_s) * (1.0 + np.sqrt(ratio) / 3.0 + ratio / 9.0) - write_s
-    )
+    first_order = np.sqrt(2.0 * write_s * between_s)
+    higher_order = first_order * (1.0 + np.sqrt(ratio) / 3.0 + ratio / 9.0) - write_s
     return np.maximum(np.where(ratio < 1.0, higher_order, between_s), MIN_INTERVAL_S)
 
 
 def expected_time_s(
     work_s: Array, interval_s: Array, between_s: Array, *, write_s: float, restart_s: float
 ) -> Array:
-    """Expected seconds for so much work, preemptions included (Daly, equation 20); infinite where none gets through.
+    """Return the expected seconds of work with preemptions (Daly, equation 20).
 
-    Work shorter than an interval is one segment, with as large a share of a checkpoint as it is of
-    the interval: what is spent on checkpoints is the same share of all work, see `pricing.bill`.
+    Infinite where preemptions leave no progress. Work shorter than an interval is one segment, with
+    as large a share of a checkpoint as it is of the interval: checkpoints cost the same share of
+    all work, see `pricing.bill`.
 
     Args:
-        work_s: T_s, seconds without preemptions and checkpoints, 0 or more.
-        interval_s: τ, seconds of work between two checkpoints, positive.
-        between_s: M, as above.
+        work_s: T_s, without preemptions and checkpoints.
+        interval_s: τ, of work between two checkpoints.
+        between_s: M, between two preemptions of the job.
         write_s: δ.
-        restart_s: R, seconds from the start of a job to its first step.
+        restart_s: R, from the start of a job to its first step.
     """
     segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
     saved_s = segment_s * (1.0 + write_s / interval_s)
@@ -82,94 +76,78 @@ def expected_time_s(
         return np.asarray(segment * (work_s / segment_s))
 
 
-MOST_S = 60.0 * CHECKPOINT_MINUTES
-# of training time
-MAX_SHARE = 0.03
-
-
 class SaveCost(NamedTuple):
-    """What one save costs a training, as a training of the same run measured."""
+    """Cost of one save, as a training of the same run measured it."""
 
     # δ
     seconds: float
 
 
 def measured_cost(events: Iterable[Event]) -> SaveCost | None:
-    """What the run's trainings measured last; None where none has saved yet."""
-    costs = [
-        (event.time, event.data.get("cost_s")) for event in events if event.event == "checkpoint"
-    ]
-    known = [
-        (time, float(cost))
-        for time, cost in costs
-        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S
-    ]
-    return SaveCost(max(known)[1]) if known else None
+    """Return the cost that the run's trainings measured last; None before the first save."""
+    costs = []
+    for event in events:
+        cost = event.data.get("cost_s") if event.event == "checkpoint" else None
+        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S:
+            costs.append((event.time, float(cost)))
+    return SaveCost(max(costs)[1]) if costs else None
 
 
 def describe(save: SaveCost | None, pricing: PricingSpec) -> str:
-    """What a save is taken to cost, and who says so."""
+    """Return a sentence on the cost of a save and its source."""
     if save is not None:
-        return f"a checkpoint costs {format_duration(save.seconds)} of training, as a training of this run measured"
-    stated = (
-        f"a checkpoint is taken to cost {format_duration(pricing.checkpoint_write_s)} of training"
+        cost = format_duration(save.seconds)
+        return f"a checkpoint costs {cost} of training, as a training of this run measured"
+    cost = format_duration(pricing.checkpoint_write_s)
+    return (
+        f"a checkpoint is assumed to cost {cost} of training (pricing.checkpoint_write_s), "
+        "until a training of this run has measured it"
     )
-    return f"{stated} (pricing.checkpoint_write_s), until a training of this run has measured it"
 
 
 def interval_s(cost_s: float, between_s: Array) -> Array:
-    """T, seconds of training steps between two saves; see the module.
-
-    Args:
-        cost_s: δ, 0 or more.
-        between_s: M, positive.
-    """
-    return np.maximum(
-        np.minimum(best_interval_s(cost_s, between_s), MOST_S), least_interval_s(cost_s)
-    )
+    """Return T, seconds of training steps between two saves, for δ and M; see the module."""
+    bounded_s = np.minimum(best_interval_s(cost_s, between_s), MOST_S)
+    return np.maximum(bounded_s, least_interval_s(cost_s))
 
 
 def least_interval_s(cost_s: float) -> float:
-    """Seconds of training steps of which a save is not more than `MAX_SHARE`."""
+    """Return the seconds of training steps of which a save is `MAX_SHARE`."""
     return cost_s / MAX_SHARE
 
 
 def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
-    """Seconds of training steps between two saves on average, those at ends of epochs included.
+    """Return the mean seconds of training steps between saves, those at ends of epochs included.
 
     Args:
         every_s: T, positive.
         epoch_s: Steps of an epoch, 0 or more.
-        least_s: So long after a save the end of an epoch brings another; 0: each does.
+        least_s: An end of an epoch saves if the last save is so long ago; 0: always.
     """
     epoch_s = np.maximum(epoch_s, 1e-9)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
-    return np.maximum(
-        np.where(
-            epoch_s >= every_s, _several(every_s, epoch_s, least_s), np.minimum(at_ends, every_s)
-        ),
-        least_s,
-    )
+    in_long_epochs = _in_long_epochs_s(every_s, epoch_s, least_s)
+    between_s = np.where(epoch_s >= every_s, in_long_epochs, np.minimum(at_ends, every_s))
+    return np.maximum(between_s, least_s)
 
 
-def _several(every_s: Array, epoch_s: Array, least_s: float) -> Array:
-    """The same for epochs that are longer than T.
+def _in_long_epochs_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
+    """Return the same for epochs longer than T.
 
-    Steps since the last save at the end of an epoch become more from epoch to epoch, until that
-    brings a save.
+    From epoch to epoch more steps lie between the last save and the end of the epoch, until that
+    end saves.
     """
     whole = np.floor(epoch_s / every_s * (1.0 + 1e-9))
     rest_s = np.maximum(epoch_s - whole * every_s, 0.0)
     at_an_end = rest_s > 1e-9 * every_s
-    epochs = np.where(
-        at_an_end, np.maximum(np.ceil(least_s / np.where(at_an_end, rest_s, 1.0)), 1.0), 1.0
-    )
+    until_save = np.ceil(least_s / np.where(at_an_end, rest_s, 1.0))
+    epochs = np.where(at_an_end, np.maximum(until_save, 1.0), 1.0)
     saves = np.floor(epochs * epoch_s / every_s * (1.0 + 1e-9)) + at_an_end
     return np.asarray(epochs * epoch_s / np.maximum(saves, 1.0))
 
 
 class Requeued(NamedTuple):
-    """Expected time of a training under a time limit, and how often it is requeued."""
+    """Expected time and requeues of a training under a time limit."""
 
     # infinite where a limit leaves no time for work
     time_s: Array
@@ -179,21 +157,21 @@ class Requeued(NamedTuple):
 def under_time_limit(
     work_s: Array, limit_s: float, interval_s: Array, restart_s: float
 ) -> Requeued:
-    """Expected seconds of a training whose job ends at the warning before every time limit and is requeued.
+    """Return the expected time of a training that is requeued before each time limit.
 
-    The first job takes R to start. Each requeue repeats that, and the work since the last
-    checkpoint, on average half an interval τ:
+    The job ends at the warning before the limit. The first one takes R to start. Each requeue
+    repeats that, and the work since the last checkpoint, on average half an interval τ:
 
-        requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0;    time = T + R + k (R + τ/2)
+        requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0
+        time       = T + R + k (R + τ/2)
 
-    Where the warning comes through, training saves before it ends, and the half interval is not
-    repeated.
+    Where training gets the warning, it saves before it ends, and the half interval is not repeated.
 
     Args:
-        work_s: T, seconds without interruption, checkpoints included.
+        work_s: T, without interruption, checkpoints included.
         limit_s: L, from the start of a job to that warning: its time limit less `signal_delay_s`.
-        interval_s: τ, seconds between two checkpoints.
-        restart_s: R, seconds from the start of a job to its first step.
+        interval_s: τ, between two checkpoints.
+        restart_s: R, from the start of a job to its first step.
     """
     repeated = restart_s + interval_s / 2.0
     usable = limit_s - repeated

@@ -1,18 +1,21 @@
-"""Slurm's billing of a node: its trackable resources (TRES), each with its weight.
+"""Slurm's billing of a node by its trackable resources (TRES), each with its weight.
 
-    billing = Σ weight × count                       over the TRES of the job (slurm.conf(5), TRESBillingWeights)
-    billing = max(weight × count of cpu, mem, node, gres) + Σ of the others          with PriorityFlags=MAX_TRES
+    billing = Σ weight × count
+    billing = max(weight × count of cpu, mem, node, gres) + Σ of the others
+
+over the TRES of the job (slurm.conf(5), TRESBillingWeights); the latter with
+PriorityFlags=MAX_TRES.
 
 Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair
 share does not; here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is
-billed N times a node. What these jobs do not ask for, as licences, energy and burst buffers, counts
-nothing; where it has a weight, the plan says so. Of the options in `[sbatch]` those that ask for
-generic resources of a node or a task are counted. Where others change what a job holds and that has
-a weight, the plan says so, too.
+billed N times a node. Resources that these jobs do not ask for, as licences, energy and burst
+buffers, count nothing. Of the options in `[sbatch]` those that ask for generic resources of a node
+or a task are counted, others not. The plan warns of both where such a resource has a weight.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, PricingSpec
@@ -20,8 +23,7 @@ from tula_hpc.config.gpus import requested_gres
 from tula_hpc.formatting import plural
 
 MIB_PER_GIB = 1024.0
-# options in [sbatch] that are not counted, with the beginning of the names of the TRES that they
-# change
+# options in [sbatch] that are not counted, with the start of the names of the TRES they change
 _UNCOUNTED = {
     "bb": "bb/",
     "bbf": "bb/",
@@ -39,51 +41,44 @@ _UNCOUNTED = {
 
 
 class NodeResources(NamedTuple):
-    """What a job is billed for on each of its nodes."""
+    """Resources that a job is billed for on each of its nodes."""
 
     # counts by TRES name in lower case: cores, MiB, GPUs, …
     tres: dict[str, float]
-    # what had to be assumed, as sentences without a full stop
+    # notes for the user
     assumed: tuple[str, ...]
 
 
 def node_resources(cluster: ClusterSpec) -> NodeResources:
-    """What a job holds on each node; exclusive jobs hold all cores and GPUs, whatever they asked for.
+    """Return a job's resources on each node; an exclusive job holds all cores and GPUs.
 
-    Memory is what the job asks for, also on exclusive nodes (sbatch(1), --exclusive); without
+    The memory is that asked for, also on exclusive nodes (sbatch(1), --exclusive); without
     `memory_gb` the whole node's.
     """
     pricing, workers = cluster.pricing, cluster.workers_per_node
-    tres = {"cpu": float(workers * cluster.cpus_per_worker), "mem": 0.0, "node": 1.0} | _gres(
-        cluster
-    )
+    weighted = [name for name, weight in pricing.tres_weights.items() if weight]
+    tres = {"cpu": float(workers * cluster.cpus_per_worker), "mem": 0.0, "node": 1.0}
+    tres |= _gres(cluster)
     assumed: list[str] = []
     if cluster.exclusive:
-        _whole_node(tres, pricing, assumed)
+        assumed += _take_whole_node(tres, pricing, weighted)
     memory_gb = cluster.memory_gb or pricing.node_memory_gb
     if memory_gb is not None:
         tres["mem"] = memory_gb * MIB_PER_GIB
-    elif pricing.tres_weights.get("mem"):
+    elif "mem" in weighted:
         assumed.append("billing leaves out memory: set memory_gb or pricing.node_memory_gb")
-    missing = [name for name, weight in pricing.tres_weights.items() if weight and name not in tres]
-    assumed += [f"billing leaves out {name}: jobs ask for nothing of that name" for name in missing]
-    assumed += [
-        f"billing leaves out what {name} in [sbatch] asks for" for name in _uncounted(cluster)
-    ]
+    for name in weighted:
+        if name not in tres:
+            assumed.append(f"billing leaves out {name}: jobs ask for nothing of that name")
+    for name in _options(cluster):
+        start = _UNCOUNTED.get(name)
+        if start is not None and any(tres_name.startswith(start) for tres_name in weighted):
+            assumed.append(f"billing leaves out what {name} in [sbatch] asks for")
     return NodeResources(tres, tuple(assumed))
 
 
-def _uncounted(cluster: ClusterSpec) -> list[str]:
-    """Options of sbatch that change a count that is billed, and are not counted."""
-    weighed = [name for name, weight in cluster.pricing.tres_weights.items() if weight]
-    changed = {name: _UNCOUNTED[name] for name in _options(cluster) if name in _UNCOUNTED}
-    return [
-        name for name, start in changed.items() if any(tres.startswith(start) for tres in weighed)
-    ]
-
-
 def _options(cluster: ClusterSpec) -> dict[str, str]:
-    """What `[sbatch]` asks for, by sbatch's names; switches that are off are left out."""
+    """Return the options of `[sbatch]` by sbatch's names, without switches that are off."""
     return {
         name.replace("_", "-"): str(value)
         for name, value in cluster.sbatch.items()
@@ -91,50 +86,57 @@ def _options(cluster: ClusterSpec) -> dict[str, str]:
     }
 
 
-def _whole_node(tres: dict[str, float], pricing: PricingSpec, assumed: list[str]) -> None:
-    """All of the node's cores and GPUs, where the prices say how many; else what the job asks for."""
-    weighed = [name.partition(":")[0] for name, weight in pricing.tres_weights.items() if weight]
-    for name, key, whole in (
-        ("cpu", "node_cpus", pricing.node_cpus),
-        ("gres/gpu", "node_gpus", pricing.node_gpus),
+def _take_whole_node(
+    tres: dict[str, float], pricing: PricingSpec, weighted: list[str]
+) -> list[str]:
+    """Raise counts to the whole node's cores and GPUs; return notes on counts that are unknown."""
+    assumed = []
+    names = [name.partition(":")[0] for name in weighted]
+    for name, noun, key, whole in (
+        ("cpu", "core", "node_cpus", pricing.node_cpus),
+        ("gres/gpu", "GPU", "node_gpus", pricing.node_gpus),
     ):
-        asked = tres.get(name, 0.0)
         if whole is not None:
-            of_kind = [other for other in tres if other.startswith(f"{name}:")]
-            tres.update(dict.fromkeys([name, *of_kind], float(whole)))
-        elif name in weighed:
-            tres[name] = asked
-            what = plural(round(asked), "core" if name == "cpu" else "GPU")
+            tres[name] = float(whole)
+            for other in tres:
+                if other.startswith(f"{name}:"):
+                    tres[other] = float(whole)
+        elif name in names:
+            asked = tres.setdefault(name, 0.0)
             assumed.append(
-                f"billing assumes nodes of {what}, which is what a job asks for: set pricing.{key}"
+                f"billing assumes nodes of {plural(round(asked), noun)}, "
+                f"which is what a job asks for: set pricing.{key}"
             )
+    return assumed
 
 
 def _gres(cluster: ClusterSpec) -> dict[str, float]:
-    """Counts of generic resources on a node, by name and by name and type, as `gres = "gpu:a100:4"` asks for them."""
-    counts: dict[str, float] = {}
+    """Return counts of generic resources on a node, by name, and by name and type."""
+    counts: defaultdict[str, float] = defaultdict(float)
     for name, kind, count in _requests(cluster):
-        for key in [f"gres/{name}", f"gres/{name}:{kind}"] if kind else [f"gres/{name}"]:
-            counts[key] = counts.get(key, 0.0) + count
+        counts[f"gres/{name}"] += count
+        if kind:
+            counts[f"gres/{name}:{kind}"] += count
     if cluster.device == "cuda" and "gres/gpu" not in counts:
         counts["gres/gpu"] = float(cluster.workers_per_node)
     return counts
 
 
 def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
-    """Name, type and count of each generic resource of a node; options for GPUs take the place of the GPUs in gres."""
+    """Return name, type and count of each generic resource; GPU options replace those of gres."""
     options = _options(cluster)
     items = list(requested_gres(options.get("gres", cluster.gres or "")))
     for option, times in (("gpus-per-task", cluster.workers_per_node), ("gpus-per-node", 1)):
         if option in options:
             gpus = requested_gres(",".join(f"gpu:{gpu}" for gpu in options[option].split(",")))
             items = [item for item in items if item[0] != "gpu"]
-            items += [(name, kind, times * count) for name, kind, count in gpus]
+            for name, kind, count in gpus:
+                items.append((name, kind, times * count))
     return items
 
 
 def billing_per_node(pricing: PricingSpec, tres: dict[str, float]) -> float:
-    """Billing units of a node; see the equations above."""
+    """Return billing units of a node; see the equations above."""
     weighted = {name: weight * tres.get(name, 0.0) for name, weight in pricing.tres_weights.items()}
     if not pricing.max_tres:
         return sum(weighted.values())

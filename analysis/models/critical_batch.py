@@ -1,19 +1,18 @@
-"""How large a batch still pays: the gradient's noise scale, from profiles or from training.
+"""Critical batch size: the gradient's noise scale, from profiles or from training.
 
 The critical batch is taken to be the simple noise scale B_noise = tr(Σ)/|G|² (S. McCandlish et al.,
 "An Empirical Model of Large-Batch Training", 2018, equation 2.9): G is the true gradient, Σ the
 covariance of one sample's gradient. Training with batch B to the same loss needs about (1 +
 B_noise/B) times the fewest possible steps and (1 + B/B_noise) times the fewest possible samples: at
-B = B_noise twice as many of both. Far above it a larger batch buys hardly fewer steps.
+B = B_noise twice as many of both. Far above it a larger batch saves hardly any steps.
 
-It grows in training, often tenfold and more, so that what a profile saw at the first weights is a
-lower guess. It is an
-approximation: momentum, batch normalization and the learning rate are not in it.
+B_noise grows during training, often tenfold and more, so a profile at the first weights gives a
+lower bound. Momentum, batch normalization and the learning rate are not in the approximation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,10 +22,10 @@ from tula_hpc.records import Measurement, Metrics
 
 Array = NDArray[np.float64]
 
-# fewer say nothing about how far they scatter
+# with fewer the scatter is unknown
 MIN_TERMS = 3
 RESAMPLES = 1000
-# go into the interval, or it would take gigabytes; of more it is wider than it need be
+# bounds the bootstrap's memory; with more terms the interval is wider than necessary
 MAX_TERMS = 4_000
 LEVEL = 0.9
 
@@ -34,43 +33,40 @@ LEVEL = 0.9
 class CriticalBatch(NamedTuple):
     """Estimate of the critical batch, in samples of a global batch, with its 90 % interval.
 
-    The interval says how far the estimate scatters with the batches that were drawn; not how the
-    noise scale changes as training goes on. `high` is infinite where the data only bound it from
-    below.
+    The interval covers the scatter of the batches that were drawn, not the change of the noise
+    scale during training. `high` is infinite where the data give no upper bound.
     """
 
     batch: float
     low: float
     high: float
     source: Literal["training", "profile"]
-    # gradients of so many samples went into it (0: not recorded)
+    # with a measured gradient; 0: not recorded
     samples: int
 
     def extra_samples(self, global_batch: float) -> float:
-        """How many times the fewest possible samples a batch needs to reach the same loss, 1 + B/B_noise."""
+        """Return 1 + B/B_noise: samples to a loss with this batch, over the fewest possible."""
         return 1.0 + global_batch / self.batch
 
 
 def critical_batch(
     measurements: Iterable[Measurement], metrics: Metrics | None = None
 ) -> CriticalBatch | None:
-    """Critical batch of a training, from its own metrics where they suffice, else from the profiles.
+    """Estimate a training's critical batch from its metrics if they suffice, else from profiles.
 
     From metrics the later half of the training counts (by samples seen): the noise scale rises
     steeply at first, and most steps are taken after that. Both |G|² and tr(Σ) are averaged before
     they are divided: their single estimates are unbiased, that of their ratio is not.
 
     Args:
-        measurements: Of any configurations; those without an estimate are passed over.
+        measurements: Of any configurations; those without an estimate are ignored.
         metrics: Of a training, finished or not.
 
     Returns:
         None where nothing, too little, or only noise was measured.
     """
     found = None if metrics is None else _from_metrics(metrics)
-    return found or _from_measurements(
-        [m for m in measurements if m.status == "ok" and m.noise_samples > 0]
-    )
+    return found or _from_measurements(measurements)
 
 
 def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
@@ -79,25 +75,30 @@ def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
         for step in metrics.steps
         if step.noise_gradient_square is not None and step.noise_trace is not None
     ]
-    later = [row for row in rows if row[0] >= rows[-1][0] / 2]
-    terms = np.array([row[1:] for row in later], dtype=np.float64).reshape(-1, 2)
-    return _estimate(terms, np.ones(len(terms)), "training", 0)
+    later = [row[1:] for row in rows if row[0] >= rows[-1][0] / 2]
+    return _estimate(np.array(later).reshape(-1, 2), np.ones(len(later)), "training", 0)
 
 
-def _from_measurements(measurements: Sequence[Measurement]) -> CriticalBatch | None:
-    """Passes over more samples scatter less; each counts by its samples."""
-    terms = [term for m in measurements for term in m.noise_terms]
-    weights = [m.noise_samples / len(m.noise_terms) for m in measurements for _ in m.noise_terms]
-    samples = sum(m.noise_samples for m in measurements if m.noise_terms)
-    return _estimate(
-        np.array(terms, dtype=np.float64).reshape(-1, 2), np.array(weights), "profile", samples
-    )
+def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | None:
+    terms: list[tuple[float, float]] = []
+    weights: list[float] = []
+    samples = 0
+    for row in measurements:
+        if row.status == "ok" and row.noise_samples > 0 and row.noise_terms:
+            terms += row.noise_terms
+            # passes over more samples scatter less
+            weights += [row.noise_samples / len(row.noise_terms)] * len(row.noise_terms)
+            samples += row.noise_samples
+    return _estimate(np.array(terms).reshape(-1, 2), np.array(weights), "profile", samples)
 
 
 def _estimate(
     terms: Array, weights: Array, source: Literal["training", "profile"], samples: int
 ) -> CriticalBatch | None:
-    """Ratio of weighted means, with the bootstrap's percentile interval; `terms` are (n, 2): |G|² and tr(Σ)."""
+    """Return the ratio of weighted means with the bootstrap's percentile interval.
+
+    `terms` are (n, 2): |G|² and tr(Σ).
+    """
     known = np.isfinite(terms).all(axis=1)
     terms, weights = terms[known], weights[known]
     if len(terms) < MIN_TERMS:
@@ -117,7 +118,7 @@ def _estimate(
 
 
 def _ratio(sums: Array) -> Array:
-    """tr(Σ)/|G|² of each row of (|G|², tr(Σ)); without a gradient above the noise the scale has no upper bound."""
+    """Return tr(Σ)/|G|² of each row of (|G|², tr(Σ)); infinite where the gradient is all noise."""
     square, trace = sums.T
     usable = square > 0
     return np.where(usable, np.maximum(trace, 0.0) / np.where(usable, square, 1.0), np.inf)

@@ -1,4 +1,4 @@
-"""From measurements to models: everything that is fitted to what ran on one kind of nodes."""
+"""All models fitted to the measurements on one kind of nodes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ MORE_MEMORY = "lower search.min_batch, allow more nodes, or use a machine with m
 
 
 class UpdateTime(NamedTuple):
-    """Seconds of an update of AGS's gradient scale over the number of workers; its reference batch does not vary."""
+    """Seconds per update of AGS's gradient scale over the number of workers."""
 
     # ascending; empty where no update was measured
     workers: Array
     seconds: Array
 
     def predict(self, workers: Array) -> Array:
-        """Interpolated between the measured numbers of workers, constant beyond them; 0 where none was measured."""
-        return (
-            np.interp(workers, self.workers, self.seconds)
-            if len(self.workers)
-            else np.zeros_like(workers)
-        )
+        """Interpolate between measured numbers of workers, constant beyond; 0 without any."""
+        if not len(self.workers):
+            return np.zeros_like(workers)
+        return np.interp(workers, self.workers, self.seconds)
 
 
 class Models(NamedTuple):
-    """Everything that was fitted to the measurements."""
+    """Fitted models of step time, memory and updates."""
 
     step_time: StepTimeModel
-    # what the limit counts, per worker
+    # bytes that count against the limit, per worker
     memory: MemoryModel
     # the loader's batches on the host; None where it holds none
     batch_memory: MemoryModel | None
@@ -52,12 +50,15 @@ class Models(NamedTuple):
     def train_time_s(
         self, samples_seen: int, nodes: Array, workers_per_node: Array, local_batch: Array
     ) -> Array:
-        """Seconds to see so many samples, `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula"); not in whole steps."""
+        """Predict the seconds of training over samples; steps need not be whole.
+
+        `T = E·D/B · t_step` (S. Tyagi, F. Wang, "Tula").
+        """
         steps = samples_seen / (nodes * workers_per_node * local_batch)
         return steps * self.step_time.predict(nodes, local_batch, workers_per_node)
 
     def describe(self) -> dict[str, Any]:
-        """Forms, coefficients and residuals, as plan.json has them."""
+        """Return forms, coefficients and residuals as plan.json has them."""
         step = self.step_time
         return {
             "step_time": {
@@ -97,36 +98,45 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and the loader's batch memory to all configurations that ran.
 
-    Time: see `fit_step_time`; `form` is the step-time model's. Memory: `reserved_bytes` is what a
-    limit counts, on CUDA what the allocator reserved on the device, on CPU the resident set of the
-    whole process, interpreter and libraries included (baseline + peak). What ran out of memory
-    needed more than `memory_limit_bytes`, where that is known. `possible` are the local batches
-    that can be asked for and did not run out of memory: where these are measured, one is enough;
-    None: any.
+    `reserved_bytes` count against a memory limit: on CUDA those that the allocator reserved on the
+    device, on CPU the resident set of the whole process, interpreter and libraries included
+    (baseline + peak).
+
+    Args:
+        summary: Measurements of one kind of nodes.
+        memory_limit_bytes: A configuration that ran out of memory needed more; None: unknown.
+        form: Of the step-time model.
+        possible: Local batches that can be asked for and did not run out of memory; None: any.
+            Where all of them are measured, one is enough.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.
     """
     _check_enough(summary, possible)
-    return models_of(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
+    return with_step_time(summary, memory_limit_bytes, fit_step_time(summary.profiles, form))
 
 
-def models_of(
+def with_step_time(
     summary: Summary, memory_limit_bytes: float | None, step_time: StepTimeModel
 ) -> Models:
-    """What was fitted already, and what is fitted beside it; at least one profile, see `fit_models`."""
-    configurations = np.array([row.configuration for row in summary.profiles], dtype=np.float64)
-    batches = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
-    memory = fit_memory(summary, memory_limit_bytes)
-    loads = batches > 0
-    batch_memory = (
-        MemoryModel().fit(configurations[loads, 2], batches[loads]) if loads.any() else None
+    """Fit the other models beside a fitted step time; needs at least one profile."""
+    local_batches = np.array(
+        [row.configuration.local_batch for row in summary.profiles], dtype=np.float64
     )
+    batch_bytes = np.array([row.memory.batch_bytes for row in summary.profiles], dtype=np.float64)
+    loads = batch_bytes > 0
+    batch_memory = None
+    if loads.any():
+        batch_memory = MemoryModel().fit(local_batches[loads], batch_bytes[loads])
+    memory = fit_memory(summary, memory_limit_bytes)
     return Models(step_time, memory, batch_memory, update_time(summary))
 
 
 def update_time(summary: Summary) -> UpdateTime:
-    """Of AGS's scale. Medians over the local batches: they do not matter, the reference batch is a part of each."""
+    """Return the seconds per update of AGS's scale, by number of workers.
+
+    Medians over the local batches: the reference batch of an update does not depend on them.
+    """
     by_workers: dict[int, list[float]] = {}
     for row in summary.profiles:
         if row.times.update_time_s > 0:
@@ -137,22 +147,30 @@ def update_time(summary: Summary) -> UpdateTime:
 
 
 def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
-    failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
-    failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
-    because = (
-        f" ({'; '.join(failures[:4])}{'; …' if len(failures) > 4 else ''})" if failures else ""
-    )
-    again = f"mend that and {REMEDY}" if summary.failed else REMEDY
+    because = _failures(summary)
+    remedy = f"fix that and {REMEDY}" if summary.failed else REMEDY
     if not summary.profiles:
-        remedy = again if possible or possible is None else MORE_MEMORY
+        if possible is not None and not possible:
+            remedy = MORE_MEMORY
         raise NotEnoughDataError(f"plan: no usable measurement{because}; {remedy}")
     seen = {row.configuration.local_batch for row in summary.profiles}
     if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
-        only = f"only local batch {min(seen)} was measured{because}"
         raise NotEnoughDataError(
-            f"plan: {only}, and the models need {MIN_LOCAL_BATCHES} different ones; {again}"
+            f"plan: only local batch {min(seen)} was measured{because}, "
+            f"and the models need {MIN_LOCAL_BATCHES} different ones; {remedy}"
         )
     if summary.dataset_samples < 1:
         raise NotEnoughDataError(
             "plan: no measurement says how many training samples the data set has; profile again"
         )
+
+
+def _failures(summary: Summary) -> str:
+    """Return the first failures in brackets; empty without any."""
+    failures = [f"{key} failed ({reason})" for key, reason in summary.failed.items()]
+    failures += [f"{key} ran out of memory" for key in summary.out_of_memory]
+    if not failures:
+        return ""
+    if len(failures) > 4:
+        failures[4:] = ["…"]
+    return f" ({'; '.join(failures)})"

@@ -1,8 +1,8 @@
-"""How much memory one worker uses with local batch b on so many workers W.
+"""Memory of one worker with local batch b on W workers.
 
     allocated(b, W) = max(static(W) + gradients + lift,
                           static(W) + overhead + bucket × [W > 1] + per_sample × b)
-    static(W)       = what counting tells: baseline + parameters + optimizer states (sharded ones over W)
+    static(W)       = baseline + parameters + optimizer states (sharded ones over W), all counted
     reserved(b, W)  = allocated on CPU;
                       on CUDA ⌈ratio × allocated + slack⌉ to whole segments of 2 MiB, the caching
                       allocator's
@@ -10,29 +10,28 @@
 All in bytes. The line is the paper's `M_param + M_grad + M_opt + M_act` (S. Tyagi, F. Wang,
 "Tula"): activations are linear in b, the rest does not depend on it. The first term is the
 optimizer's step, when all gradients live and no activation does; it is above the line for small
-batches of models with many weights. `bucket` is what data-parallel training keeps beside it: with W
+batches of models with many weights. `bucket` is the extra memory of data-parallel training: with W
 > 1 the gradients live in buckets for the whole step, and the collectives have buffers. ZeRO stage 1
 (S. Rajbhandari et al. 2020) divides the optimizer's states over the workers.
 
 Learned: `overhead` (workspace, and the allocator's holes on CPU), `per_sample`, `bucket`, with
-enough batches `lift`, on CUDA `ratio` and `slack`. None is negative. What ran out of memory is a
-bound: M(b) is above the limit there, and for every larger batch. Limits: one line for all batches,
-so a library that picks another algorithm at a certain batch shows as an error; the memory of a CUDA
-context lies outside of the allocator and is not part of it.
+enough batches `lift`, on CUDA `ratio` and `slack`. None is negative. Where memory ran out, M(b) is
+above the limit, and for every larger batch. Limits: one line for all batches, so a library that
+picks another algorithm at a certain batch shows as an error; the memory of a CUDA context lies
+outside of the allocator and is not included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from operator import ge, gt
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
-from tula_hpc.analysis.models.profiles import Profile, Summary, as_large
+from tula_hpc.analysis.models.profiles import Profile, Summary, equivalent_batches
 from tula_hpc.analysis.models.regression import (
     Array,
     Fit,
@@ -49,25 +48,25 @@ from tula_hpc.records import Footprint, MemoryUse
 SEGMENT_BYTES = 2 * 1024**2
 NAMES = ("fixed_bytes", "bytes_per_sample", "bucket_bytes", "lift_bytes")
 OVERHEAD, PER_SAMPLE, BUCKET, LIFT = range(4)
-# what `max_batch` says where memory does not grow with the batch
+# answer of `max_batch` where memory does not grow with the batch
 UNBOUNDED_BATCH = 2**31 - 1
 # of an out-of-memory record that the line contradicts, against 1 of a measurement
 CENSORED_WEIGHT = 10.0
 # a bound that bends the line by more than this at the measurements has another cause
 CREDIBLE_ERROR = 0.1
-# so many different sizes tell the ratio from the slack
+# different sizes that tell the ratio from the slack
 RESERVE_SIZES = 3
-# so many local batches are needed to tell a kink from noise,
+# local batches that tell a kink from noise
 HINGE_BATCHES = 4
-# and it must at least halve the largest error
+# a kink must at least halve the largest error
 HINGE_GAIN = 0.5
 
 
 class Rows(NamedTuple):
-    """Measured peaks and what is known of each beforehand, all (n,)."""
+    """Measured peaks with the counted bytes of each, all (n,)."""
 
     local_batch: Array
-    # what is modelled: allocated on CUDA, resident on CPU
+    # allocated on CUDA, resident on CPU
     peak_bytes: Array
     # baseline, parameters and optimizer states
     static_bytes: Array
@@ -77,18 +76,18 @@ class Rows(NamedTuple):
 
 
 class MemoryModel:
-    """Peak bytes over the local batch; coefficients at least 0, fit on relative error, robust to outliers.
+    """Peak bytes over the local batch; coefficients at least 0, fit on relative error, robustly.
 
-    Attributes: parameters_: `fixed_bytes` (bytes, of a single worker; the counted part is in it)
-        and `bytes_per_sample`; where
-            they were given or learned also `static_bytes`, `bucket_bytes`, `floor_bytes`,
-            `reserved_ratio`, `reserved_slack_bytes`.
+    Attributes:
+        parameters_: `fixed_bytes` (bytes, of a single worker, counted bytes included) and
+            `bytes_per_sample`; where they were given or learned also `static_bytes`,
+            `bucket_bytes`, `floor_bytes`, `reserved_ratio`, `reserved_slack_bytes`.
         pinned_: Coefficients that the data cannot identify. With one local batch only, fixed_bytes
-            is what counting tells, 0 without counts: the prediction for larger batches is then too
+            is the counted part, 0 without counts: the prediction for larger batches is then too
             high rather than too low.
         oom_local_batch_: Smallest local batch known to run out of memory, or None.
-        oom_contradicts_: Whether the measurements and the out-of-memory bounds cannot lie on one
-            line. The bounds hold from their batches on all the same.
+        oom_contradicts_: The measurements and the out-of-memory bounds cannot lie on one line.
+            The bounds hold from their batches on all the same.
         residual_median_: Median of |predicted / measured − 1|.
     """
 
@@ -98,7 +97,7 @@ class MemoryModel:
     oom_contradicts_: bool
     residual_median_: float
     _fit: Fit
-    # of a single worker, where its step takes the batch in parts
+    # of a single worker, where its step takes the batch in micro-batches
     _alone: MemoryModel | None = None
 
     def fit(
@@ -116,25 +115,22 @@ class MemoryModel:
     ) -> Self:
         """Fit to measured peaks.
 
-        Args: local_batch: (n,) or scalar, samples per worker. peak_bytes: (n,) bytes, what a limit
-            counts: reserved on CUDA, resident on CPU. oom_local_batch: (m,) or scalar, local
-            batches that ran out of memory. oom_limit_bytes: (m,) or scalar, the memory that there
-            was then. Without it the smallest such batch only
-                bounds `max_batch`.
-            static_bytes: (n,) or scalar, baseline, parameters and optimizer states that every
-                worker has whole.
-            sharded_bytes: (n,) or scalar, this worker's part of the optimizer states that are
-                divided over all workers.
-            gradient_bytes: (n,) or scalar.
-            workers: (n,) or scalar, W.
-            allocated_bytes: (n,) bytes of `peak_bytes` that tensors held, where the allocator
-                reserves more.
+        Every argument is a scalar or has the length of its group.
 
-        Returns:
-            Itself.
+        Args:
+            local_batch: (n,), samples per worker.
+            peak_bytes: (n,), counted against a limit: reserved on CUDA, resident on CPU.
+            oom_local_batch: (m,), local batches that ran out of memory.
+            oom_limit_bytes: (m,), memory available then; None: they only bound `max_batch`.
+            static_bytes: (n,), baseline, parameters and optimizer states that are not divided.
+            sharded_bytes: (n,), this worker's share of optimizer states divided over all.
+            gradient_bytes: (n,).
+            workers: (n,), W.
+            allocated_bytes: (n,), held by tensors, where the allocator reserves more.
 
-        Raises: ValueError: No rows, lengths that do not fit, or values that are not positive and
-            finite.
+        Raises:
+            ValueError: No rows, lengths that do not fit, or values that are not positive and
+                finite.
         """
         given = (local_batch, peak_bytes, static_bytes, sharded_bytes, gradient_bytes, workers)
         columns = as_columns(*given, peak_bytes if allocated_bytes is None else allocated_bytes)
@@ -159,102 +155,98 @@ class MemoryModel:
         self._gradients = float(np.max(gradients))
         self._some_distributed = bool(np.any(world > 1))
         self._reserve = fit_reserve(allocated, peak) if reserves else Reserve(1.0, 0.0, 1.0)
-        self._fit_line(
-            Rows(batch, allocated, static + sharded, gradients, (world > 1).astype(np.float64))
-        )
+        distributed = (world > 1).astype(np.float64)
+        self._fit_line(Rows(batch, allocated, static + sharded, gradients, distributed))
         residuals = self._predicted(batch, world) / peak - 1.0
         self._fit = self._fit._replace(residuals=residuals)
         self.residual_median_ = float(np.median(np.abs(residuals)))
         self._describe(reserves)
 
     def _set_bounds(self, batches: ArrayLike | None, limits: ArrayLike | None) -> None:
-        self.oom_local_batch_ = (
-            None if batches is None or not np.size(batches) else int(np.min(batches))
-        )
+        self.oom_local_batch_ = None
         self._bounds: list[tuple[float, float]] = []
-        self._cap = UNBOUNDED_BATCH if self.oom_local_batch_ is None else self.oom_local_batch_ - 1
-        if batches is not None and limits is not None:
+        self._largest_batch = UNBOUNDED_BATCH
+        if batches is None or not np.size(batches):
+            return
+        self.oom_local_batch_ = int(np.min(batches))
+        if limits is None:
+            self._largest_batch = self.oom_local_batch_ - 1
+        else:
             self._bounds = list(zip(*as_columns(batches, limits), strict=True))
-            self._cap = UNBOUNDED_BATCH
 
     def _fit_line(self, rows: Rows) -> None:
-        """The line, with a kink if the data show one, above the out-of-memory bounds if that can be."""
+        """Fit the line, with a kink if the data show one, above all bounds if possible."""
         fit, free = _best_fit(rows)
         self._use(fit, free, rows)
+        self.oom_contradicts_ = False
         world = 2.0 if self._some_distributed else 1.0
         broken = [
-            (b, limit)
-            for b, limit in self._bounds
-            if self._predicted_below_bounds(b, world) < limit
+            (batch, limit)
+            for batch, limit in self._bounds
+            if self._predicted_below_bounds(batch, world) < limit
         ]
-        self.oom_contradicts_ = False
-        if broken:
-            censored = self._censored(broken, world)
-            raised = _fit_above(rows, censored, fit, free)
-            reached = (
-                _problem(censored, np.ones(len(broken))).evaluate(raised.coefficients)[0]
-                / censored.peak_bytes
-            )
-            bent = float(np.median(np.abs(raised.residuals))) > CREDIBLE_ERROR
-            self.oom_contradicts_ = bent or bool(np.any(reached < 1.0 - CREDIBLE_ERROR))
-            if not self.oom_contradicts_:
-                self._use(raised, free, rows)
+        if not broken:
+            return
+        censored = self._censored(broken, world)
+        raised = _fit_above(rows, censored, fit, free)
+        raised_bytes, _ = _problem(censored, np.ones(len(broken))).evaluate(raised.coefficients)
+        reached = raised_bytes / censored.peak_bytes
+        bent = float(np.median(np.abs(raised.residuals))) > CREDIBLE_ERROR
+        self.oom_contradicts_ = bent or bool(np.any(reached < 1.0 - CREDIBLE_ERROR))
+        if not self.oom_contradicts_:
+            self._use(raised, free, rows)
 
     def _censored(self, broken: list[tuple[float, float]], world: float) -> Rows:
-        """Rows that say what was at least allocated where memory ran out."""
+        """Return rows with the bytes at least allocated where memory ran out."""
         batch, limit = np.array(broken, dtype=np.float64).T
         ones = np.ones_like(batch)
-        allocated = np.maximum(limit - self._reserve.slack, 1.0) / self._reserve.ratio
         return Rows(
-            batch,
-            allocated,
-            self._known(world) * ones,
-            self._gradients * ones,
-            float(world > 1) * ones,
+            local_batch=batch,
+            peak_bytes=np.maximum(limit - self._reserve.slack, 1.0) / self._reserve.ratio,
+            static_bytes=self._known(world) * ones,
+            gradient_bytes=self._gradients * ones,
+            distributed=float(world > 1) * ones,
         )
 
     def _use(self, fit: Fit, free: NDArray[np.bool_], rows: Rows) -> None:
-        self._fit, self._line = fit, fit.coefficients.copy()
+        self._fit = fit
+        self._line = fit.coefficients.copy()
         self.pinned_ = [name for name, known in zip(NAMES[:2], free[:2], strict=True) if not known]
-        # nothing seen of data-parallel training: the gradients' buckets at least
+        # without a data-parallel measurement: the gradients' buckets at least
         if not rows.distributed.any():
             self._line[BUCKET] = self._gradients
         if not free[BUCKET] and self._gradients > 0.0:
             self.pinned_.append("bucket_bytes")
 
     def _known(self, workers: ArrayLike) -> Array:
-        return np.asarray(
-            self._static + self._sharded_total / np.asarray(workers, dtype=np.float64)
-        )
+        world = np.asarray(workers, dtype=np.float64)
+        return np.asarray(self._static + self._sharded_total / world)
 
     def _default_workers(self, workers: ArrayLike | None) -> ArrayLike:
-        """Without a number: several where any were seen, since that needs more; all states whole, likewise."""
-        return workers if workers is not None else (2 if self._some_distributed else 1)
+        """Return two workers where any number of them was measured, since several need more."""
+        if workers is not None:
+            return workers
+        return 2 if self._some_distributed else 1
 
     def predict(self, local_batch: ArrayLike, workers: ArrayLike | None = None) -> Array:
-        """Bytes for each local batch and number of workers, in their common shape.
+        """Predict bytes for each local batch and number of workers, in their common shape.
 
         Without `workers`: any number of them, of the kind that was measured (one, or several).
         """
         return self._predicted(local_batch, self._default_workers(workers))
 
     def _predicted(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
+        together = self._predicted_together(local_batch, workers)
         if self._alone is None:
-            return self._predicted_together(local_batch, workers)
-        together, alone = (
-            self._predicted_together(local_batch, workers),
-            self._alone._predicted(local_batch, 1),
-        )
+            return together
+        alone = self._alone._predicted(local_batch, 1)
         return np.where(np.asarray(workers) == 1, alone, together)
 
     def _predicted_together(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
         line = self._predicted_below_bounds(local_batch, workers)
         for batch, limit in self._bounds:
-            line = np.where(
-                np.asarray(local_batch) >= batch,
-                np.maximum(line, np.nextafter(limit, math.inf)),
-                line,
-            )
+            beyond = np.asarray(local_batch) >= batch
+            line = np.where(beyond, np.maximum(line, np.nextafter(limit, math.inf)), line)
         return np.asarray(line)
 
     def _predicted_below_bounds(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
@@ -270,36 +262,34 @@ class MemoryModel:
         return np.asarray(np.maximum(line, known + self._gradients + lift))
 
     def max_batch(self, limit_bytes: float, workers: int | None = None) -> int:
-        """Largest local batch that fits into `limit_bytes` and lies below the out-of-memory bound; 0 if none does."""
+        """Return the largest local batch within the limit and the out-of-memory bound, or 0."""
 
         def fits(batch: int) -> bool:
             return float(self.predict(batch, workers)) <= limit_bytes
 
-        if fits(self._cap):
-            return self._cap
+        if fits(self._largest_batch):
+            return self._largest_batch
         # low fits or is 0, high does not: memory never falls with the batch
-        low, high = 0, self._cap
+        low, high = 0, self._largest_batch
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
         return low
 
     def interval(
         self, local_batch: ArrayLike, level: float = 0.9, workers: ArrayLike | None = None
     ) -> tuple[Array, Array]:
-        """Lower and upper end, bytes, that hold a new measurement with probability `level`; see `regression`."""
+        """Return the bytes between which a new measurement lies with probability `level`."""
         world = self._default_workers(workers)
-        if self._alone is not None:
-            together, alone = (
-                self._interval(local_batch, level, world),
-                self._alone.interval(local_batch, level, 1),
-            )
-            low, high = (
-                np.where(np.asarray(world) == 1, *ends)
-                for ends in zip(alone, together, strict=True)
-            )
+        low, high = self._interval(local_batch, level, world)
+        if self._alone is None:
             return low, high
-        return self._interval(local_batch, level, world)
+        alone_low, alone_high = self._alone.interval(local_batch, level, 1)
+        is_alone = np.asarray(world) == 1
+        return np.where(is_alone, alone_low, low), np.where(is_alone, alone_high, high)
 
     def _interval(
         self, local_batch: ArrayLike, level: float, world: ArrayLike
@@ -308,14 +298,11 @@ class MemoryModel:
         batch, several = np.broadcast_arrays(
             np.asarray(local_batch, dtype=np.float64), np.asarray(world) > 1
         )
-        gradients = (
-            _design(batch.ravel(), several.ravel().astype(np.float64))
-            / np.maximum(predicted.ravel(), 1.0)[:, None]
-        )
+        design = _design(batch.ravel(), several.ravel().astype(np.float64))
+        gradients = design / np.maximum(predicted.ravel(), 1.0)[:, None]
         every = np.ones(len(self._fit.residuals), dtype=bool)
-        width = relative_spread(self._fit, every, self._reserve.ratio * gradients, level).reshape(
-            predicted.shape
-        )
+        width = relative_spread(self._fit, every, self._reserve.ratio * gradients, level)
+        width = width.reshape(predicted.shape)
         return predicted * np.exp(-width), predicted * np.exp(width)
 
     def _describe(self, reserves: bool) -> None:
@@ -323,38 +310,33 @@ class MemoryModel:
         known = float(self._known(1))
         self.parameters_ = {"fixed_bytes": known + overhead, "bytes_per_sample": per_sample}
         if known > 0.0:
-            floor = known + self._gradients + lift
-            self.parameters_ |= {
-                "static_bytes": known,
-                "bucket_bytes": bucket,
-                "floor_bytes": floor,
-            }
+            self.parameters_["static_bytes"] = known
+            self.parameters_["bucket_bytes"] = bucket
+            self.parameters_["floor_bytes"] = known + self._gradients + lift
         if reserves:
-            self.parameters_ |= {
-                "reserved_ratio": self._reserve.ratio,
-                "reserved_slack_bytes": self._reserve.slack,
-            }
+            self.parameters_["reserved_ratio"] = self._reserve.ratio
+            self.parameters_["reserved_slack_bytes"] = self._reserve.slack
 
 
 class Reserve(NamedTuple):
-    """What an allocator takes from the device for so many bytes of tensors."""
+    """Bytes that an allocator takes from the device, as a line over the tensors' bytes."""
 
     ratio: float
     # bytes
     slack: float
-    # bytes; it takes whole multiples
+    # bytes; whole multiples are taken
     step: float
 
     def of(self, allocated: Array) -> Array:
-        """Reserved bytes."""
+        """Return reserved bytes."""
         return np.asarray(np.ceil((self.ratio * allocated + self.slack) / self.step) * self.step)
 
 
 def fit_reserve(allocated: Array, reserved: Array) -> Reserve:
-    """Ratio (at least 1) and slack (at least 0) of reserved over allocated bytes, both (n,), on relative error.
+    """Fit ratio (at least 1) and slack (at least 0) of reserved over allocated bytes, both (n,).
 
-    Two unknowns need three different sizes, since the segments' rounding is noise; with fewer there
-    is only the ratio.
+    On relative error. Two unknowns need three different sizes, since the segments' rounding is
+    noise; with fewer there is only the ratio.
     """
     # rounding up adds half a segment
     above = np.maximum(reserved - 0.5 * SEGMENT_BYTES - allocated, 0.0) / reserved
@@ -366,7 +348,7 @@ def fit_reserve(allocated: Array, reserved: Array) -> Reserve:
 
 
 def _design(batch: Array, distributed: Array) -> Array:
-    """(n, 4) in the order of `NAMES`: gradients of the line."""
+    """Return the line's gradients (n, 4) in the order of `NAMES`."""
     ones = np.ones_like(batch)
     return np.stack([ones, batch, distributed, np.zeros_like(batch)], axis=1)
 
@@ -377,7 +359,8 @@ def _problem(rows: Rows, weights: Array) -> Problem:
     floor = rows.static_bytes + rows.gradient_bytes
 
     def evaluate(coefficients: Array) -> tuple[Array, Array]:
-        line, least = rows.static_bytes + design @ coefficients, floor + coefficients[LIFT]
+        line = rows.static_bytes + design @ coefficients
+        least = floor + coefficients[LIFT]
         gradients = np.where((line >= least)[:, None], design, at_floor)
         return np.maximum(line, least), gradients
 
@@ -385,25 +368,27 @@ def _problem(rows: Rows, weights: Array) -> Problem:
 
 
 def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:
-    """The plain line, or the line with a kink where that is clearly better; and which coefficients are free."""
+    """Return the plain line, or a clearly better one with a kink, and its free coefficients."""
     relative = _design(rows.local_batch, rows.distributed) / rows.peak_bytes[:, None]
-    both = bool(rows.distributed.any() and not rows.distributed.all())
-    free = identified(relative, (PER_SAMPLE, OVERHEAD, *((BUCKET,) if both else ())))
+    order = [PER_SAMPLE, OVERHEAD]
+    if rows.distributed.any() and not rows.distributed.all():
+        order.append(BUCKET)
+    free = identified(relative, order)
     problem = _problem(rows, np.ones(len(rows.peak_bytes)))
     plain = fit_relative(problem, [_start(rows, free)], free)
     batches = np.unique(rows.local_batch)
     if len(batches) < HINGE_BATCHES or not rows.gradient_bytes.any():
         return plain, free
     kinked = free | (np.arange(len(NAMES)) == LIFT)
-    bent = fit_relative(
-        problem, [_kinked_start(rows, free, batch) for batch in batches[1:-1]], kinked
-    )
-    better = np.max(np.abs(bent.residuals)) < HINGE_GAIN * np.max(np.abs(plain.residuals))
-    return (bent, kinked) if better else (plain, free)
+    starts = [_kinked_start(rows, free, batch) for batch in batches[1:-1]]
+    bent = fit_relative(problem, starts, kinked)
+    if np.max(np.abs(bent.residuals)) < HINGE_GAIN * np.max(np.abs(plain.residuals)):
+        return bent, kinked
+    return plain, free
 
 
 def _start(rows: Rows, free: NDArray[np.bool_]) -> Array:
-    """The non-negative line of least relative squares."""
+    """Return the non-negative line of least relative squares."""
     design = _design(rows.local_batch, rows.distributed) / rows.peak_bytes[:, None]
     start = np.zeros(len(NAMES))
     start[free] = nnls(design[:, free], 1.0 - rows.static_bytes / rows.peak_bytes)[0]
@@ -411,17 +396,16 @@ def _start(rows: Rows, free: NDArray[np.bool_]) -> Array:
 
 
 def _kinked_start(rows: Rows, free: NDArray[np.bool_], first: float) -> Array:
-    """The line through the batches from `first` on, and the lift that the smaller ones need."""
+    """Return the line through the batches from `first` on, with the lift that smaller ones need."""
     small = rows.local_batch < first
     start = _start(Rows._make(column[~small] for column in rows), free)
-    start[LIFT] = max(
-        0.0, float(np.median((rows.peak_bytes - rows.static_bytes - rows.gradient_bytes)[small]))
-    )
+    lift = np.median((rows.peak_bytes - rows.static_bytes - rows.gradient_bytes)[small])
+    start[LIFT] = max(0.0, float(lift))
     return start
 
 
 def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) -> Fit:
-    """The fit with out-of-memory bounds as rows; residuals and leverage of the measurements alone."""
+    """Fit with out-of-memory bounds as rows; residuals and leverage are of measurements alone."""
     joined = Rows._make(np.concatenate(pair) for pair in zip(rows, censored, strict=True))
     count = len(rows.peak_bytes)
     weights = np.concatenate([np.ones(count), np.full(len(censored.peak_bytes), CENSORED_WEIGHT)])
@@ -430,85 +414,89 @@ def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) ->
 
 
 def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryModel:
-    """Fit to what a summary's profiles used of a limited memory, and to what ran out of it.
+    """Fit to the memory that a summary's profiles used, and to the configurations that ran out.
 
-    On CUDA `reserved_bytes` is what the allocator took and `peak_bytes` what tensors held of it; on
-    CPU it is the process with interpreter and libraries, whose smallest baseline counts as known.
+    On CUDA the allocator took `reserved_bytes`, of which tensors held `peak_bytes`; on CPU it is the
+    process with interpreter and libraries, of which the smallest baseline counts as known.
 
-    A single worker that takes its batch in parts holds the activations of one part. For several
-    workers, which do not, its profiles are those of a part; for itself it has a model of its own.
+    A single worker that takes its batch in micro-batches holds the activations of one of them.
+    Several workers do not, so for them its profiles count as those of a micro-batch; for itself it
+    has a model of its own.
 
     Args:
         summary: At least one profile.
         limit_bytes: Memory that there was for one worker; None where unknown.
     """
     out, parts = summary.out_of_memory, summary.parts
-    model = _fit_profiles(summary.profiles, as_large(out, parts, alone=False), limit_bytes)
+    bounds = equivalent_batches(out, parts, alone=False)
+    model = _fit_profiles(summary.profiles, bounds, limit_bytes)
     alone = [row._replace(parts=1) for row in summary.profiles if row.parts > 1]
     if alone:
-        model._alone = _fit_profiles(alone, as_large(out, parts, alone=True), limit_bytes)
+        bounds = equivalent_batches(out, parts, alone=True)
+        model._alone = _fit_profiles(alone, bounds, limit_bytes)
     return model
 
 
 def _fit_profiles(
-    profiles: Sequence[Profile], out: Iterable[float], limit_bytes: float | None
+    profiles: Sequence[Profile], out: list[float], limit_bytes: float | None
 ) -> MemoryModel:
-    bounds = list(out) or None
-    uses = [row.memory for row in profiles]
-    baseline = min(use.baseline_bytes for use in uses)
-    counted = [baseline + use.parameter_bytes + use.optimizer_bytes for use in uses]
-    floors = [known + use.gradient_bytes for known, use in zip(counted, uses, strict=True)]
-    held = [use.baseline_bytes + use.peak_bytes for use in uses]
-    reserved = [use.reserved_bytes for use in uses]
-    batches = [row.part_batch for row in profiles]
-    reserves = any(map(gt, reserved, held)) and all(map(ge, held, floors))
-    # less than counting tells cannot be: the counts are of something else
-    if not all(map(ge, reserved, floors)):
-        return MemoryModel().fit(batches, reserved, bounds, oom_limit_bytes=limit_bytes)
+    baseline = min(row.memory.baseline_bytes for row in profiles)
+    columns: list[tuple[float, ...]] = []
+    for row in profiles:
+        use = row.memory
+        sizes = (
+            row.part_batch,
+            row.configuration.world_size,
+            use.reserved_bytes,
+            use.baseline_bytes + use.peak_bytes,
+            baseline + use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes,
+            use.sharded_bytes,
+            use.gradient_bytes,
+        )
+        columns.append(sizes)
+    batch, workers, reserved, held, static, sharded, gradients = np.array(columns, dtype=float).T
+    floor = static + sharded + gradients
+    # less than the counts is impossible: they are then of something else
+    if np.any(reserved < floor):
+        return MemoryModel().fit(batch, reserved, out, oom_limit_bytes=limit_bytes)
+    reserves = np.any(reserved > held) and np.all(held >= floor)
     return MemoryModel().fit(
-        batches,
+        batch,
         reserved,
-        bounds,
+        out,
         oom_limit_bytes=limit_bytes,
-        static_bytes=[known - use.sharded_bytes for known, use in zip(counted, uses, strict=True)],
-        sharded_bytes=[use.sharded_bytes for use in uses],
-        gradient_bytes=[use.gradient_bytes for use in uses],
-        workers=[row.configuration.world_size for row in profiles],
+        static_bytes=static,
+        sharded_bytes=sharded,
+        gradient_bytes=gradients,
+        workers=workers,
         allocated_bytes=held if reserves else None,
     )
 
 
 def estimate_error(footprint: Footprint, profiles: Sequence[Profile]) -> float | None:
-    """Median of |estimated / measured − 1| of a limit's bytes, over the profiles; None without any.
+    """Return the median of |estimated / measured − 1| of the limited bytes; None without profiles.
 
-    The estimate is for the fewest workers of a search; with more of them buckets come and shares of
-    states go.
+    The estimate is for the fewest workers of a search: more of them add buckets and divide states.
     """
-    errors = [
-        abs(footprint.peak_bytes(math.ceil(row.part_batch)) / row.memory.reserved_bytes - 1.0)
-        for row in profiles
-    ]
+    errors = []
+    for row in profiles:
+        estimated = footprint.peak_bytes(math.ceil(row.part_batch))
+        errors.append(abs(estimated / row.memory.reserved_bytes - 1.0))
     return float(np.median(errors)) if errors else None
 
 
 def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> int:
-    """Host memory of the copy that a checkpoint is written from while training goes on; on the first node only.
+    """Return the host memory of the copy that a checkpoint is written from in the background.
 
         parameters + optimizer states of its own + 2 × states that are divided over the workers
         (ZeRO)
 
-    since the latter are gathered there first, and copied then. On CPUs it comes on top of a step's
-    peak; on GPUs the step's peak is the device's, and this the host's.
-
-    Args:
-        uses: What was measured.
-        workers: Of each.
+    since the latter are gathered there first, and copied then. Only the first node holds it. On
+    CPUs it comes on top of a step's peak; on GPUs the step's peak is the device's, and this the
+    host's.
     """
-    whole = (
-        use.parameter_bytes
-        + use.optimizer_bytes
-        - use.sharded_bytes
-        + 2 * use.sharded_bytes * world
-        for use, world in zip(uses, workers, strict=True)
-    )
-    return max(whole, default=0)
+    largest = 0
+    for use, world in zip(uses, workers, strict=True):
+        whole = use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes
+        largest = max(largest, whole + 2 * use.sharded_bytes * world)
+    return largest

@@ -1,11 +1,10 @@
-"""Many measurements, one summary: medians by configuration, out-of-memory bounds, failures, contradictions."""
+"""Medians, memory bounds, failures and contradictions of a run's measurements."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -22,7 +21,7 @@ from tula_hpc.records import (
 
 
 class Profile(NamedTuple):
-    """What is known of one configuration that ran: medians over its repeated measurements."""
+    """Medians over the repeated measurements of one configuration that ran."""
 
     configuration: Configuration
     times: StepTimes
@@ -36,9 +35,9 @@ class Profile(NamedTuple):
     emulated: bool
     # collective library: nccl, gloo, none for one worker
     backend: str = ""
-    # median over the repeats that have it; 0: unknown
+    # over the repeats that have it; 0: unknown
     watts_per_node: float = 0.0
-    # in so many a step takes the local batch, one after another
+    # micro-batches in which a step takes the local batch
     parts: int = 1
     # smaller batches, and seconds of forward and backward of each
     smaller_computes: tuple[tuple[int, float], ...] = ()
@@ -59,7 +58,7 @@ class Summary(NamedTuple):
     out_of_memory: tuple[Configuration, ...]
     # configurations that only failed, with the last reason
     failed: dict[Configuration, str]
-    # D; what most measurements say, 0 if none does
+    # D; the most frequent one, 0 if unknown
     dataset_samples: int
     # of the model; likewise
     parameters: int
@@ -71,116 +70,119 @@ class Summary(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In so many a single worker takes its batch; several never do."""
+        """Micro-batches per step of a single worker; several workers never split their batch."""
         return max((profile.parts for profile in self.profiles), default=1)
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """What each configuration that ran used."""
+        """Memory of each configuration that ran."""
         return [row.memory for row in self.profiles]
 
     def oom_bound(self, *, alone: bool) -> float:
-        """Local batch from which on memory is known not to suffice, for one worker or for several; inf if for none."""
+        """Return the smallest local batch that lacks memory; infinite without any.
+
+        Args:
+            alone: For a single worker; else for several.
+        """
         bounds = (*self.out_of_memory, *self.short_of_memory)
-        return min(as_large(bounds, self.parts, alone=alone), default=math.inf)
+        return min(equivalent_batches(bounds, self.parts, alone=alone), default=math.inf)
 
     @property
     def short_of_memory(self) -> tuple[Configuration, ...]:
-        """Configurations that ran only because the allocator freed what it kept and tried again."""
+        """Configurations that ran only because the allocator freed its cache and tried again."""
         return tuple(row.configuration for row in self.profiles if row.memory.ran_short)
 
     @property
     def oom_reason(self) -> str:
-        """What lacked memory with the fewest samples at once, which bounds all others; only where something did."""
+        """The case with the fewest samples at once that lacked memory, if any did."""
         bounds = (*self.out_of_memory, *self.short_of_memory)
-        held = as_large(bounds, self.parts, alone=False)
+        held = equivalent_batches(bounds, self.parts, alone=False)
         at_once, first = min(zip(held, bounds, strict=True))
-        what = (
-            "ran out of memory"
-            if first in self.out_of_memory
-            else "ran only after the allocator had freed memory"
-        )
+        outcome = "ran only after the allocator had freed memory"
+        if first in self.out_of_memory:
+            outcome = "ran out of memory"
         if self.parts == 1:
-            return f"local batch {first.local_batch} {what}"
-        return f"{first}, with {math.ceil(at_once)} samples at once, {what}"
+            return f"local batch {first.local_batch} {outcome}"
+        return f"{first}, with {math.ceil(at_once)} samples at once, {outcome}"
 
 
-def as_large(
+def equivalent_batches(
     configurations: Iterable[Configuration], parts: int, *, alone: bool
-) -> Iterator[float]:
-    """The local batches with which one worker, that takes them in parts, or several would hold as much at once."""
-    other = parts if alone else 1.0 / parts
-    for configuration in configurations:
-        yield configuration.local_batch * (
-            1.0 if (configuration.world_size == 1) == alone else other
-        )
+) -> list[float]:
+    """Return the local batches that hold as many samples at once as each configuration.
+
+    Args:
+        configurations: As they ran.
+        parts: Micro-batches per step of a single worker; several workers hold their whole batch.
+        alone: Return the batches of a single worker; else of several.
+    """
+    factor = parts if alone else 1.0 / parts
+    return [
+        c.local_batch * (1.0 if (c.world_size == 1) == alone else factor) for c in configurations
+    ]
 
 
 def is_out_of_memory(measurement: Measurement) -> bool:
-    """Whether memory ran out, whatever noticed it."""
-    return measurement.status == "oom" or (
-        measurement.failure is not None and measurement.failure.is_oom
-    )
+    """Tell whether memory ran out, by status or by the kind of failure."""
+    failure = measurement.failure
+    return measurement.status == "oom" or (failure is not None and failure.is_oom)
 
 
 def is_short_of_memory(measurement: Measurement) -> bool:
-    """Whether it ran, but only because the allocator freed what it kept and tried again."""
-    return (
-        is_usable(measurement) and measurement.memory is not None and measurement.memory.ran_short
-    )
-
-
-def summarize(measurements: Iterable[Measurement]) -> Summary:
-    """Group measurements by configuration; repeats become their median: one disturbed profile does not decide."""
-    usable, out, other = _sorted_by_use(measurements)
-    profiles = tuple(
-        _profile(configuration, usable[configuration]) for configuration in sorted(usable)
-    )
-    out_of_memory = tuple(sorted(out))
-    settled = usable.keys() | out.keys()
-    failed = {key: _last_reason(other[key]) for key in sorted(other) if key not in settled}
-    samples, parameters, tests = (
-        Counter(
-            value for rows in usable.values() for row in rows if (value := getattr(row, field)) > 0
-        )
-        for field in ("dataset_samples", "parameters", "test_samples")
-    )
-    summary = Summary(
-        profiles,
-        out_of_memory,
-        failed,
-        dataset_samples=_most_common(samples),
-        parameters=_most_common(parameters),
-        warnings=tuple(_mixed(samples, parameters)),
-        test_samples=_most_common(tests),
-        start_s=_start_s(row for rows in usable.values() for row in rows),
-    )
-    return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
-
-
-def _start_s(rows: Iterable[Measurement]) -> float | None:
-    known = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
-    return median(known) if known else None
+    """Tell whether it ran only because the allocator freed its cache and tried again."""
+    memory = measurement.memory
+    return is_usable(measurement) and memory is not None and memory.ran_short
 
 
 Groups = dict[Configuration, list[Measurement]]
 
 
-def _sorted_by_use(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Groups]:
-    """By configuration: those with times and memory, those that ran out of memory, all others."""
+def summarize(measurements: Iterable[Measurement]) -> Summary:
+    """Group measurements by configuration; the median keeps one disturbed profile from deciding."""
+    usable, out, other = _grouped(measurements)
+    rows = [row for group in usable.values() for row in group]
+    samples = _counts(row.dataset_samples for row in rows)
+    parameters = _counts(row.parameters for row in rows)
+    starts_s = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
+    failed = {}
+    for configuration in sorted(other):
+        if configuration not in usable and configuration not in out:
+            failed[configuration] = _last_reason(other[configuration])
+    summary = Summary(
+        profiles=tuple(_profile(key, usable[key]) for key in sorted(usable)),
+        out_of_memory=tuple(sorted(out)),
+        failed=failed,
+        dataset_samples=_most_common(samples),
+        parameters=_most_common(parameters),
+        warnings=tuple(_mixed(samples, parameters)),
+        test_samples=_most_common(_counts(row.test_samples for row in rows)),
+        start_s=median(starts_s) if starts_s else None,
+    )
+    return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
+
+
+def _grouped(measurements: Iterable[Measurement]) -> tuple[Groups, Groups, Groups]:
+    """Group by configuration: usable measurements, those out of memory, all others."""
+    # plain tuples hash faster than configurations, and there may be very many rows
     groups: tuple[defaultdict[tuple[int, int, int], list[Measurement]], ...]
     groups = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in measurements:
-        kind = 0 if is_usable(row) else 1 if is_out_of_memory(row) else 2
+        kind = 2
+        if is_usable(row):
+            kind = 0
+        elif is_out_of_memory(row):
+            kind = 1
         groups[kind][row.nodes, row.workers_per_node, row.local_batch].append(row)
     usable, out, other = (
-        {Configuration(*key): rows for key, rows in part.items()} for part in groups
+        {Configuration(*key): rows for key, rows in group.items()} for group in groups
     )
     return usable, out, other
 
 
 def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profile:
     used = [row.processor for row in rows if row.processor]
+    watts = [row.watts_per_node for row in rows if row.watts_per_node > 0.0]
+    smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
     return Profile(
         configuration,
         times=_medians([row.times for row in rows if row.times], StepTimes, float),
@@ -190,19 +192,15 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         exclusive=all(row.exclusive for row in rows),
         emulated=any(row.emulated for row in rows),
         backend=rows[0].backend,
-        watts_per_node=median(
-            [row.watts_per_node for row in rows if row.watts_per_node > 0.0] or [0.0]
-        ),
+        watts_per_node=median(watts) if watts else 0.0,
         parts=min(row.parts for row in rows),
-        smaller_computes=tuple(
-            medians_by_batch(pair for row in rows for pair in row.smaller_computes).items()
-        ),
+        smaller_computes=tuple(smaller.items()),
         processor=_medians(used, ProcessorUse, float) if used else None,
     )
 
 
 def medians_by_batch(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The median of each batch's values, batches ascending."""
+    """Return the median of each batch's values, batches ascending."""
     found: defaultdict[int, list[float]] = defaultdict(list)
     for batch, value in pairs:
         found[batch].append(value)
@@ -215,27 +213,28 @@ Fields = TypeVar("Fields", bound=Record)
 def _medians(
     rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]
 ) -> Fields:
+    """Return the median of each field over the rows that know it; None where none does."""
     if len(rows) == 1:
         return rows[0]
-    names = tuple(kind.model_fields)
-    columns = zip(*map(attrgetter(*names), rows), strict=True)
-    values: dict[str, Any] = {
-        name: _median(column, convert) for name, column in zip(names, columns, strict=True)
-    }
+    values: dict[str, Any] = {}
+    for name in kind.model_fields:
+        column = [getattr(row, name) for row in rows]
+        known = [value for value in column if value is not None]
+        values[name] = convert(median(known)) if known else None
     return cast(Fields, kind.model_construct(None, **values))
-
-
-def _median(column: Iterable[float | None], convert: Callable[[float], float]) -> float | None:
-    """Of those that know it; None where none does."""
-    known = [value for value in column if value is not None]
-    return convert(median(known)) if known else None
 
 
 def _last_reason(rows: Sequence[Measurement]) -> str:
     last = max(rows, key=lambda row: (row.finished_at, row.detail))
-    damaged = last.times is not None and last.memory is not None
-    silent = "its times or memory cannot be true" if damaged else "no time or memory was recorded"
-    return ": ".join(part for part in (last.failure or "", last.detail) if part) or silent
+    if last.failure or last.detail:
+        return ": ".join(part for part in (last.failure or "", last.detail) if part)
+    if last.times is not None and last.memory is not None:
+        return "its times or memory cannot be true"
+    return "no time or memory was recorded"
+
+
+def _counts(values: Iterable[int]) -> Counter[int]:
+    return Counter(value for value in values if value > 0)
 
 
 def _most_common(counts: Counter[int]) -> int:
@@ -246,9 +245,9 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
     found = []
     if len(samples) > 1:
         sizes = ", ".join(f"{value:,}" for value in sorted(samples))
-        used = f"{_most_common(samples):,}"
         found.append(
-            f"measurements over data sets of different size are mixed ({sizes} samples); {used} is used"
+            f"measurements over data sets of different size are mixed ({sizes} samples); "
+            f"{_most_common(samples):,} is used"
         )
     if len(parameters) > 1:
         sizes = ", ".join(f"{value:,}" for value in sorted(parameters))
@@ -257,10 +256,14 @@ def _mixed(samples: Counter[int], parameters: Counter[int]) -> list[str]:
 
 
 def _contradictions(summary: Summary) -> list[str]:
-    """Configurations that ran well although as many samples at once lacked memory elsewhere."""
-    bounds = {alone: summary.oom_bound(alone=alone) for alone in (True, False)}
-    ran = [row.configuration for row in summary.profiles if not row.memory.ran_short]
-    beyond = [str(where) for where in ran if where.local_batch >= bounds[where.world_size == 1]]
+    """Warn of configurations that ran although as many samples at once lacked memory elsewhere."""
+    bound_alone = summary.oom_bound(alone=True)
+    bound_of_several = summary.oom_bound(alone=False)
+    beyond = []
+    for row in summary.profiles:
+        bound = bound_alone if row.configuration.world_size == 1 else bound_of_several
+        if row.configuration.local_batch >= bound and not row.memory.ran_short:
+            beyond.append(str(row.configuration))
     if not beyond:
         return []
     return [

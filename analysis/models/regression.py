@@ -1,9 +1,9 @@
-"""Robust fits on relative error with bounded coefficients, and intervals around them; for time and memory.
+"""Robust fits on relative error with bounded coefficients, and intervals around them.
 
 The residual of a row is `weight × (predicted / observed − 1)`: errors of 10 ms and of 10 s count by
 their share. The loss is soft L1, so that a single disturbed measurement does not drag the model
-along. What is believed of a coefficient beforehand counts like a row of its own, `belief ×
-(coefficient − believed)`, squared.
+along. A prior belief in a coefficient counts like a row of its own, `belief × (coefficient −
+believed)`, squared.
 """
 
 from __future__ import annotations
@@ -21,64 +21,63 @@ Array = NDArray[np.float64]
 
 # relative residuals above this count linearly, not squared
 ROBUST_FROM = 0.05
-# What is believed of the relative error before any residual is seen, weighing as much as two
-# measurements: a standard deviation of 10 %, that is a median error of 7 %, where such models with
-# few measurements end up (the paper's partial search: 7.5–14 %). With no degrees of freedom left
-# the interval is this belief; with many it is forgotten.
-PRIOR_ERROR = 0.1
-PRIOR_ROWS = 2.0
 # relative, of cost, coefficients and gradient: where a search ends
 TOLERANCE = 1e-8
 # in standard deviations: larger residuals count as this large in the spread, not in full
 OUTLIER_FROM = 2.0
 # median of |x| for a standard normal x
 MEDIAN_OF_NORMAL = 0.6745
-# a coefficient's own uncertainty is at most 1 / this times the spread, where it explains a whole
-# row
+# a coefficient that explains a whole row is uncertain by at most 1 / this times the spread
 PLAUSIBLE = 0.05
 # share of a column that the other columns must leave unexplained
 IDENTIFIED_FROM = 1e-3
 
 
 class Scatter(NamedTuple):
-    """What is believed of the relative error of a single row before any residual is seen."""
+    """Prior belief in the relative error of a single row."""
 
     # standard deviation
     error: float
-    # as many measurements would outweigh it
+    # measurements that weigh as much
     rows: float
 
 
+# A standard deviation of 10 %, that is a median error of 7 %, where such models with few
+# measurements end up (the paper's partial search: 7.5–14 %). With no degrees of freedom left the
+# interval is this belief; with many it is forgotten.
+PRIOR = Scatter(error=0.1, rows=2.0)
+
+
 class Fit(NamedTuple):
-    """Fitted coefficients and what their uncertainty needs."""
+    """Fitted coefficients with residuals, leverage and covariance."""
 
     # (p,), pinned ones included
     coefficients: Array
     # (n,), predicted / observed − 1, without weights
     residuals: Array
-    # (n,), how much each row draws its own prediction, 0 to 1
+    # (n,), of each row on its own prediction, 0 to 1
     leverage: Array
     # (p, p), per unit of relative variance; zero for pinned coefficients
     covariance: Array
-    # half the sum of what is minimized
+    # half the minimized sum
     cost: float = 0.0
 
 
 class Problem(NamedTuple):
-    """A model to be fitted; `evaluate(p)` gives predictions (n,) and their gradients (n, p)."""
+    """Model with its data; `evaluate(p)` gives predictions (n,) and their gradients (n, p)."""
 
     evaluate: Callable[[Array], tuple[Array, Array]]
     # (n,), positive
     observed: Array
     # (n,)
     weights: Array
-    # (p,), largest value of each coefficient
+    # (p,), of each coefficient
     upper: Array
-    # (p,), smallest value; None: 0
+    # (p,); None: 0
     lower: Array | None = None
-    # (p,), what is believed beforehand; None: nothing is
+    # (p,), prior means; None: no prior
     believed: Array | None = None
-    # (p,), how firmly: typical residual / standard deviation; 0: not at all
+    # (p,), strength of the prior: typical residual / standard deviation; 0: none
     belief: Array | None = None
 
 
@@ -92,11 +91,7 @@ def as_columns(*values: ArrayLike) -> list[Array]:
 
 
 def check_positive(**columns: Array) -> None:
-    """Refuse columns, named by keyword, that are empty or hold anything but positive finite numbers.
-
-    Raises:
-        ValueError: Says which column.
-    """
+    """Raise ValueError for a column that is empty or holds other than positive finite numbers."""
     for name, column in columns.items():
         if column.size == 0:
             raise ValueError(f"{name}: expected at least one value")
@@ -105,7 +100,7 @@ def check_positive(**columns: Array) -> None:
 
 
 def identified(gradients: Array, order: Iterable[int]) -> NDArray[np.bool_]:
-    """Which coefficients (columns of an (n, p) matrix) the rows can tell apart, earlier ones in `order` first."""
+    """Mark columns of an (n, p) matrix that the others do not explain, earlier in `order` first."""
     free = np.zeros(gradients.shape[1], dtype=bool)
     for column in order:
         free[column] = _unexplained(gradients[:, column], gradients[:, free]) > IDENTIFIED_FROM
@@ -113,7 +108,7 @@ def identified(gradients: Array, order: Iterable[int]) -> NDArray[np.bool_]:
 
 
 def _unexplained(column: Array, others: Array) -> float:
-    """Share of a column's length that is orthogonal to the others."""
+    """Return the share of a column's length that is orthogonal to the others."""
     length = float(np.linalg.norm(column))
     if length == 0.0 or others.shape[1] == 0:
         return float(length > 0.0)
@@ -123,12 +118,12 @@ def _unexplained(column: Array, others: Array) -> float:
 
 
 def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.bool_]) -> Fit:
-    """Minimize the robust relative error from each start, moving the free coefficients only; the best end wins."""
-    problem = problem._replace(evaluate=_Latest(problem.evaluate))
+    """Minimize the robust relative error over the free coefficients; the best start wins."""
+    problem = problem._replace(evaluate=_Cached(problem.evaluate))
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
-    # bounds what no row can tell
+    # bounds the coefficients that no row determines
     plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])
     jacobian = np.concatenate([jacobian, plausible])
     # J⁺; leverage is the diagonal of J J⁺, covariance J⁺ J⁺ᵀ
@@ -140,7 +135,7 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
 
 
 def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[Array, Array, float]:
-    """One local minimum: coefficients (p,), robust Jacobian (n + beliefs, free p), cost."""
+    """Return coefficients (p,), robust Jacobian (n + beliefs, free p), cost of a local minimum."""
     scale = _scales(problem, start)[free]
     rows = problem.weights / problem.observed
     beliefs = _Beliefs(problem, free)
@@ -183,22 +178,22 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
 
 
-class _Latest:
-    """A model that remembers its last answer: a search asks for residuals and then for gradients at the same place."""
+class _Cached:
+    """Model with its last result: residuals and gradients are asked for at the same point."""
 
     def __init__(self, evaluate: Callable[[Array], tuple[Array, Array]]) -> None:
         self.evaluate = evaluate
-        self.asked: Array | None = None
+        self.point: Array | None = None
 
     def __call__(self, coefficients: Array) -> tuple[Array, Array]:
-        if self.asked is None or not np.array_equal(self.asked, coefficients):
-            self.answer = self.evaluate(coefficients)
-            self.asked = coefficients.copy()
-        return self.answer
+        if self.point is None or not np.array_equal(self.point, coefficients):
+            self.result = self.evaluate(coefficients)
+            self.point = coefficients.copy()
+        return self.result
 
 
 class _Beliefs:
-    """Residuals of what is believed of the free coefficients."""
+    """Residuals of the free coefficients from their priors."""
 
     def __init__(self, problem: Problem, free: NDArray[np.bool_]) -> None:
         count = len(free)
@@ -214,15 +209,17 @@ class _Beliefs:
 
 
 def _soft_l1(robust: int, squares: Array) -> Array:
-    """Loss and two derivatives by squared residuals in units of ROBUST_FROM: soft L1, from row `robust` on plain."""
+    """Return loss and two derivatives: soft L1 for the first `robust` rows, then plain squares."""
     root = np.sqrt(1.0 + squares)
     loss = np.stack([2.0 * (root - 1.0), 1.0 / root, -0.5 / root**3])
-    loss[0, robust:], loss[1, robust:], loss[2, robust:] = squares[robust:], 1.0, 0.0
+    loss[0, robust:] = squares[robust:]
+    loss[1, robust:] = 1.0
+    loss[2, robust:] = 0.0
     return loss
 
 
 def _scales(problem: Problem, start: Array) -> Array:
-    """Size of each coefficient that alone would explain a typical row, so that all are of order one in the search."""
+    """Return the size of each coefficient that alone would explain a typical row."""
     gradients = problem.evaluate(start)[1]
     largest = np.max(np.abs(gradients) / problem.observed[:, None], axis=0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
@@ -235,37 +232,38 @@ def relative_spread(
     level: float,
     *,
     unseen: Array | float = 0.0,
-    prior: Scatter | None = None,
+    prior: Scatter = PRIOR,
 ) -> Array:
-    """Half-width, in logarithms, of the interval that holds a new measurement with probability `level`.
+    """Return the half-width, in logarithms, of the interval of a new measurement.
 
     `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave,
     σ from their residuals and the prior belief (inverse gamma), g the gradient of the prediction's
     logarithm (m, p), C the covariance of the fit.
 
-    Args: fit: The fit. rows: Which rows (n,) are of the predicted kind; only their residuals count.
+    Args:
+        fit: The fit.
+        rows: (n,), true for rows of the predicted kind; only their residuals count.
         relative_gradients: (m, p), the gradients at the new points over the predictions there.
-        level: Probability between 0 and 1. unseen: (m,) or scalar, variance of what no row could
-        tell, in units of σ². prior: What is believed of σ before any residual is seen; None:
-        `PRIOR_ERROR`, as much as `PRIOR_ROWS` rows.
+        level: Probability that the measurement lies inside, between 0 and 1.
+        unseen: (m,) or scalar, variance that no row could show, in units of σ².
+        prior: Belief in σ.
 
     Raises:
         ValueError: `level` is not between 0 and 1.
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level: expected a probability between 0 and 1, got {level}")
-    degrees, variance = _spread_of(fit, rows, prior or Scatter(PRIOR_ERROR, PRIOR_ROWS))
+    degrees, variance = _spread_of(fit, rows, prior)
     of_coefficients = np.einsum(
         "ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients, optimize=True
     )
-    width = stdtrit(degrees, 0.5 + level / 2.0) * np.sqrt(
-        variance * (1.0 + of_coefficients + unseen)
-    )
+    quantile = stdtrit(degrees, 0.5 + level / 2.0)
+    width = quantile * np.sqrt(variance * (1.0 + of_coefficients + unseen))
     return np.asarray(width, dtype=np.float64)
 
 
 def _spread_of(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> tuple[float, float]:
-    """Degrees of freedom, and relative variance of a single row."""
+    """Return the degrees of freedom, and the relative variance of a single row."""
     degrees = prior.rows + max(0.0, float(np.sum(1.0 - fit.leverage[rows])))
     residuals = np.abs(fit.residuals[rows])
     largest = OUTLIER_FROM * max(float(np.median(residuals)), TOLERANCE) / MEDIAN_OF_NORMAL
@@ -274,7 +272,7 @@ def _spread_of(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> tuple[float
 
 
 def spread(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> float:
-    """Relative standard deviation of a single row."""
+    """Return the relative standard deviation of a single row."""
     return float(np.sqrt(_spread_of(fit, rows, prior)[1]))
 
 
@@ -287,7 +285,7 @@ def draws(
     count: int,
     seed: int,
 ) -> Array:
-    """Coefficients (count, p) drawn from the fit's uncertainty: Student's t around the fit, kept within the bounds."""
+    """Draw coefficients (count, p) by Student's t around the fit, clipped to the bounds."""
     random = np.random.default_rng(seed)
     degrees, variance = _spread_of(fit, rows, prior)
     values, vectors = np.linalg.eigh(fit.covariance)

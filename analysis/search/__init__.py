@@ -1,4 +1,4 @@
-"""Choose what a sweep measures next."""
+"""Choose the configurations that a sweep measures next."""
 
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 

@@ -1,10 +1,10 @@
-"""What profiling cost, in node-seconds and, apart from them, in time spent waiting for nodes.
+"""Cost of profiling, in node-seconds and, apart from them, in time spent waiting for nodes.
 
-Told from the notes that profile jobs leave, by their own clock: from the start of the allocation to
-their last word. The scheduler's accounting knows a second or two more, in which the processes end.
-Beside it stands an estimate of what a full search would have cost with one job for each
-configuration, `Σ N·(s + e(c))` over the candidates c: s is the median of the measured start-ups,
-e(c) the time that c takes to measure, predicted where c was not measured.
+From the notes that profile jobs leave, by their own clock: from the start of the allocation to
+their last note. The scheduler's accounting has a second or two more, in which the processes end.
+For comparison, a full search with one job for each configuration would have cost an estimated `Σ
+N·(s + e(c))` over the candidates c: s is the median of the measured start-ups, e(c) the time that c
+takes to measure, predicted where c was not measured.
 """
 
 from __future__ import annotations
@@ -24,41 +24,40 @@ from tula_hpc.records import Configuration, JobNote, Measurement, is_usable
 
 
 class ProfilingCost(NamedTuple):
-    """What the profile jobs of a run cost."""
+    """Cost of the profile jobs of a run."""
 
     # runs, requeued ones counted again
     jobs: int
     node_seconds: float
-    # part of node_seconds
+    # included in node_seconds
     startup_node_seconds: float
-    # part of node_seconds; the rest went into proposals and changes of the group
+    # included in node_seconds; the rest went into proposals and changes of the group
     measuring_node_seconds: float
     # in which at least one job waited and none ran
     queue_s: float
-    # measured
+    # measured ones
     configurations: int
 
 
 class FullSearch(NamedTuple):
-    """An estimate of what a full search would have cost, one job for each configuration."""
+    """Estimated cost of a full search."""
 
     jobs: int
     node_seconds: float
 
 
 def profiling_cost(measurements: Sequence[Measurement], notes: Sequence[JobNote]) -> ProfilingCost:
-    """What the profile jobs cost, those of all parts of the cluster together."""
+    """Add up the profile jobs of all partitions."""
     runs = job_runs(notes, measurements)
     profiles = [row for row in measurements if row.stage == "profile"]
+    measured = {(row.partition, row.configuration) for row in profiles if is_usable(row)}
     return ProfilingCost(
         jobs=len(runs),
         node_seconds=sum(run.node_seconds for run in runs),
         startup_node_seconds=sum(run.nodes * run.startup_s for run in runs),
         measuring_node_seconds=sum(row.node_seconds for row in profiles),
         queue_s=only_waiting_s(runs),
-        configurations=len(
-            {(row.partition, row.configuration) for row in profiles if is_usable(row)}
-        ),
+        configurations=len(measured),
     )
 
 
@@ -68,24 +67,23 @@ def full_search(
     measurements: Sequence[Measurement],
     notes: Sequence[JobNote],
 ) -> FullSearch | None:
-    """The estimate of a full search over all candidates that memory allows; None where nothing was measured.
+    """Estimate a full search over all candidates that memory allows; None without a measurement.
 
-    Args:
-        sweep: Bounds of the search.
-        cluster: Its parts are added up.
-        measurements: All of the run.
-        notes: Of the run's profile jobs, for the time that a job takes to start.
+    The partitions are added up.
     """
     startups = [run.startup_s for run in job_runs(notes, measurements)]
     startup_s = median(startups) if startups else 0.0
-    jobs, node_seconds = 0, 0.0
-    for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
-        own = [row for row in measurements if row.partition == name and row.stage == "profile"]
-        mine = sweep_for(sweep, part)
-        wanted = [] if mine is None else believed_to_fit(mine.search, part, own)
-        if not wanted or not any(row.elapsed_s > 0 for row in own):
+    jobs = 0
+    node_seconds = 0.0
+    for name, partition in zip(cluster.part_names(), cluster.parts(), strict=True):
+        rows = [row for row in measurements if row.partition == name and row.stage == "profile"]
+        partition_sweep = sweep_for(sweep, partition)
+        if partition_sweep is None or not any(row.elapsed_s > 0 for row in rows):
             continue
-        elapsed_s = elapsed_times(own, wanted)
+        wanted = believed_to_fit(partition_sweep.search, partition, rows)
+        if not wanted:
+            continue
+        elapsed_s = elapsed_times(rows, wanted)
         jobs += len(wanted)
         node_seconds += sum(
             c.nodes * (startup_s + s) for c, s in zip(wanted, elapsed_s, strict=True)
@@ -96,13 +94,13 @@ def full_search(
 def elapsed_times(
     measurements: Iterable[Measurement], wanted: Sequence[Configuration]
 ) -> list[float]:
-    """Seconds that measuring each configuration takes: as measured, else from a line through what was measured.
+    """Return the seconds to measure each configuration, predicted where it was not measured.
 
-    Without other candidates' batches beside it, which a full search measures for themselves.
+    Without the smaller batches that are timed beside it, which a full search measures themselves.
 
     A measurement takes a number of steps, and a step has compute that is affine in the local batch
-    b and a synchronization that grows with `1 − 1/W`: the line is `c₀ + c₁·b + c₂·(1 − 1/W)` with
-    coefficients at least 0, fit to relative errors.
+    b and a synchronization that grows with `1 − 1/W`: predictions are on `c₀ + c₁·b + c₂·(1 − 1/W)`
+    with coefficients at least 0, fit to relative errors.
     """
     usable = (row for row in measurements if is_usable(row) and row.elapsed_s > row.beside_s)
     known = {row.configuration: row.elapsed_s - row.beside_s for row in usable}
@@ -126,28 +124,21 @@ def describe(
     measurements: Sequence[Measurement],
     notes: Sequence[JobNote],
 ) -> str:
-    """One sentence: what profiling cost, and what a full search would have; empty where no job left notes.
-
-    Args:
-        sweep: The run's sweep.
-        cluster: The run's cluster.
-        measurements: `RunDirectory.measurements().records`.
-        notes: `RunDirectory.job_notes()`.
-    """
+    """Compare profiling with a full search in one sentence; empty where no job left notes."""
     cost = profiling_cost(measurements, notes)
     if not cost.jobs:
         return ""
-    total = max(cost.node_seconds, 1e-9)
+    starting = format_percent(cost.startup_node_seconds / max(cost.node_seconds, 1e-9))
+    waiting = format_duration(cost.queue_s) if cost.queue_s >= 0.5 else "no time"
     text = (
         f"{plural(cost.configurations, 'configuration')} in {plural(cost.jobs, 'job')}: "
         f"{format_number(cost.node_seconds, 3)} node-seconds "
-        f"({format_percent(cost.startup_node_seconds / total)} of them starting up), "
-        f"and {format_duration(cost.queue_s) if cost.queue_s >= 0.5 else 'no time'} waiting for nodes"
+        f"({starting} of them starting up), and {waiting} waiting for nodes"
     )
     full = full_search(sweep, cluster, measurements, notes)
     if full is None:
         return text
     return (
-        f"{text}; a full search with a job for each of {plural(full.jobs, 'configuration')} would have cost an "
-        f"estimated {format_number(full.node_seconds, 3)} node-seconds"
+        f"{text}; a full search with a job for each of {plural(full.jobs, 'configuration')} "
+        f"would have cost an estimated {format_number(full.node_seconds, 3)} node-seconds"
     )

@@ -1,4 +1,4 @@
-"""Which configurations are candidates, and which of them to profile next.
+"""Candidates of a search, and those to profile next.
 
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search
 proposes the same again.
@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.analysis.models.profiles import as_large, is_out_of_memory, is_short_of_memory
+from tula_hpc.analysis.models.profiles import (
+    equivalent_batches,
+    is_out_of_memory,
+    is_short_of_memory,
+)
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.errors import Failure
@@ -21,14 +25,14 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 
 
-# local batches that must have been measured to say what larger ones need
-TELL_MEMORY = 2
-# a configuration that fails so often, for other reasons than memory, is given up
+# measured local batches that show the memory of larger ones
+MEMORY_BATCHES = 2
+# failures, for other reasons than memory, after which a configuration is given up
 ATTEMPTS = 2
 
 
 def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
-    """Every configuration with a power of two as local batch and its global batch within the bounds, ascending."""
+    """Return the configurations with a power of two as local batch within the bounds, ascending."""
     return [
         Configuration(nodes, workers_per_node, local_batch)
         for nodes in sorted(search.cluster_sizes)
@@ -43,19 +47,15 @@ def propose(
     *,
     trusted_batch: int | None = None,
 ) -> list[Configuration]:
-    """Configurations to profile next; none when the search is done.
+    """Return the configurations to profile next; none at the end of the search.
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the
-    fewest and on the most nodes, "adaptive" what the model needs to decide, see `adaptive`. Memory
-    does not depend on the number of nodes, so that a local batch that ran out of memory rules out
-    itself and all larger ones everywhere; corners then move to the next smaller one. So they do
-    from batches that surely need more memory than there is, by what smaller ones used, as each
-    would cost a job. A configuration that failed for another reason is proposed once more, then
-    given up.
-
-    Args: sweep: Bounds and mode. cluster: Workers on each node, and their memory. measurements: All
-        measurements so far, in any order. trusted_batch: Largest local batch that an estimate lets
-        fit before anything was measured; None: any.
+    fewest and on the most nodes, "adaptive" see `adaptive`. Memory does not depend on the number of
+    nodes, so a local batch that ran out of memory rules out itself and all larger ones everywhere,
+    and corners move to the next smaller one. So do batches that surely need more memory than there
+    is, judging by smaller ones, as each would cost a job. A configuration that failed for another
+    reason is proposed once more, then given up. Before anything was measured, batches up to
+    `trusted_batch` fit by an estimate; None: any.
     """
     search = sweep.search
     fitting = believed_to_fit(search, cluster, measurements)
@@ -71,7 +71,7 @@ def propose(
 def believed_to_fit(
     search: SearchSpec, cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    """Candidates below every batch that ran out of memory, without those that surely would; ascending."""
+    """Return the candidates below every batch that ran out of memory or surely would, ascending."""
     below = _below_bound(candidates(search, cluster.workers_per_node), measurements)
     return _within_memory(below, cluster, measurements)
 
@@ -81,50 +81,44 @@ def _adaptive(
 ) -> AdaptiveSearch:
     # late: it pulls in the numeric libraries
     from tula_hpc.analysis.search.adaptive import AdaptiveSearch
-    from tula_hpc.analysis.search.decision import Aim
+    from tula_hpc.analysis.search.decision import DecisionModel
 
-    aim = Aim(sweep.objective.kind, sweep, cluster)
-    return AdaptiveSearch(fitting, aim, sweep.search.max_profiles, sweep.search.form)
+    decision = DecisionModel(sweep.objective.kind, sweep, cluster)
+    return AdaptiveSearch(fitting, decision, sweep.search.max_profiles, sweep.search.form)
 
 
 def _settled(measurements: Sequence[Measurement]) -> set[Configuration]:
-    """Configurations below the out-of-memory bound that need no further profile: measured, or given up."""
-    known = {
-        row.configuration
-        for row in measurements
-        # on record is a broken device only after the last attempt, see
-        # `tula_hpc.records.broken_hosts`
-        if is_usable(row)
-        or row.failure is Failure.DEVICE_FAILED
-        or (row.failure and row.failure.is_the_users)
-    }
-    attempts = Counter(row.configuration for row in measurements)
-    return known | {configuration for configuration, count in attempts.items() if count >= ATTEMPTS}
+    """Return the configurations that are measured or given up."""
+    attempts: Counter[Configuration] = Counter()
+    settled: set[Configuration] = set()
+    for row in measurements:
+        attempts[row.configuration] += 1
+        failure = row.failure
+        # a broken device is only recorded after the last attempt, see `records.broken_hosts`
+        is_final = failure is Failure.DEVICE_FAILED or (failure and failure.is_the_users)
+        if is_usable(row) or is_final or attempts[row.configuration] >= ATTEMPTS:
+            settled.add(row.configuration)
+    return settled
 
 
 def _below_bound(
     wanted: Iterable[Configuration], measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    out = [
-        row.configuration
-        for row in measurements
-        if is_out_of_memory(row) or is_short_of_memory(row)
-    ]
+    out = [m.configuration for m in measurements if is_out_of_memory(m) or is_short_of_memory(m)]
     parts = max((row.parts for row in measurements if is_usable(row)), default=1)
-    bounds = {
-        alone: min(as_large(out, parts, alone=alone), default=math.inf) for alone in (True, False)
-    }
-    return [c for c in wanted if c.local_batch < bounds[c.world_size == 1]]
+    alone = min(equivalent_batches(out, parts, alone=True), default=math.inf)
+    several = min(equivalent_batches(out, parts, alone=False), default=math.inf)
+    return [c for c in wanted if c.local_batch < (alone if c.world_size == 1 else several)]
 
 
 def _within_memory(
     wanted: list[Configuration], cluster: ClusterSpec, measurements: Sequence[Measurement]
 ) -> list[Configuration]:
-    """Without those of which even the lower end of the 90 % interval is above the limit; all where that is unknown."""
+    """Leave out candidates with all of the 90 % interval above the limit, if it is known."""
     usable = [row for row in measurements if is_usable(row)]
     measured = {row.local_batch for row in usable}
     limit = memory_limit_bytes(cluster, (row.memory for row in usable if row.memory))
-    if limit is None or len(measured) < TELL_MEMORY:
+    if limit is None or len(measured) < MEMORY_BATCHES:
         return wanted
     largest = max(measured)
     larger = [c for c in wanted if c.local_batch > largest]
@@ -137,15 +131,15 @@ def _within_memory(
     model = fit_memory(summarize(measurements), limit)
     low, _ = model.interval([c.local_batch for c in larger], workers=[c.world_size for c in larger])
     beyond = {c for c, least in zip(larger, low.tolist(), strict=True) if least > limit}
-    return [c for c in wanted if c not in beyond] if beyond else wanted
+    return [c for c in wanted if c not in beyond]
 
 
 def _corners(fitting: Sequence[Configuration]) -> list[Configuration]:
-    """Smallest and largest local batch on the fewest and on the most nodes that have any, each once, ascending."""
-    sizes = [configuration.nodes for configuration in fitting]
-    ends = {min(sizes), max(sizes)} if sizes else set()
-    rows = [
-        [configuration for configuration in fitting if configuration.nodes == nodes]
-        for nodes in ends
-    ]
-    return sorted({corner for row in rows for corner in (row[0], row[-1])})
+    """Return the smallest and largest batch on the fewest and on the most nodes, ascending."""
+    if not fitting:
+        return []
+    by_nodes: dict[int, list[Configuration]] = {}
+    for configuration in fitting:
+        by_nodes.setdefault(configuration.nodes, []).append(configuration)
+    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    return sorted({fewest[0], fewest[-1], most[0], most[-1]})

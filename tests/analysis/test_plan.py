@@ -183,7 +183,7 @@ def test_no_feasible_candidate_is_an_error_that_says_why_and_what_to_do() -> Non
         ([], "no usable measurement; run the sweep again"),
         (
             [ok(1, 32), failed(1, 64)],
-            r"N=1 b=64.*ValueError: no.*; mend that and run the sweep again to profile what is",
+            r"N=1 b=64.*ValueError: no.*; fix that and run the sweep again to profile what is",
         ),
         (
             [oom(1, 32), failed(2, 16)],

@@ -48,7 +48,7 @@ from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
-from tula_hpc.analysis.search.decision import Aim
+from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.records import Configuration, Measurement, RunDirectory, is_usable
@@ -164,8 +164,8 @@ def corners(searched: Searched) -> list[Measurement]:
 
 def replayed(searched: Searched) -> list[Measurement]:
     """What the adaptive search would have measured, all rounds of it."""
-    aim = Aim(searched.sweep.objective.kind, searched.sweep, searched.cluster)
-    search = AdaptiveSearch(sorted(searched.times()), aim)
+    decision = DecisionModel(searched.sweep.objective.kind, searched.sweep, searched.cluster)
+    search = AdaptiveSearch(sorted(searched.times()), decision)
     rows: list[Measurement] = []
     while proposed := search.propose(rows):
         latest = {"finished_at": len(rows) + 1.0}

@@ -29,7 +29,7 @@ from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
-from tula_hpc.analysis.search.decision import Aim
+from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 
 PARTS = 8
@@ -91,7 +91,7 @@ def adaptive(trace: Trace, objective: str, *, sync: bool) -> dict[str, Any]:
     place = {
         Configuration(int(n), 1, int(b)): i for i, (n, b) in enumerate(zip(trace.nodes, trace.local_batch, strict=True))
     }
-    search = AdaptiveSearch(list(place), Aim(objective), MAX_PROFILES)
+    search = AdaptiveSearch(list(place), DecisionModel(objective), MAX_PROFILES)
     rows: list[Measurement] = []
     while proposed := search.propose(rows):
         rows.append(as_measurement(trace, place[proposed[0]], len(rows), sync=sync))

@@ -30,12 +30,12 @@ def test_a_start_takes_what_profile_jobs_measured() -> None:
 def test_what_the_prices_state_goes_before_what_was_measured() -> None:
     stated = plan(7.5, restart_s=300.0)
     assert starts_s(stated) == 300.0
-    assert any("taken to take 5 min to its first step (pricing.restart_s)" in note for note in stated.notes)
+    assert any("assumed to take 5 min to its first step (pricing.restart_s)" in note for note in stated.notes)
 
 
 def test_without_either_a_minute_is_assumed() -> None:
     assert starts_s(plan()) == 60.0
-    assert any("taken to take 1 min" in note for note in plan().notes)
+    assert any("assumed to take 1 min" in note for note in plan().notes)
 
 
 def test_it_is_the_median_over_jobs_and_passes_over_what_is_damaged() -> None:

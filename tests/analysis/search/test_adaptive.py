@@ -11,7 +11,7 @@ from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch, cheap_corners, knee_columns
-from tula_hpc.analysis.search.decision import Aim
+from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.analysis.search.propose import candidates, propose
 from tula_hpc.config import SearchSpec, batches_timed_apart
 from tula_hpc.records import Configuration, Measurement
@@ -49,7 +49,7 @@ def test_it_starts_at_the_cheap_corners() -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
-    rows = run(AdaptiveSearch(POINTS, Aim(objective), max_profiles=len(POINTS)))
+    rows = run(AdaptiveSearch(POINTS, DecisionModel(objective), max_profiles=len(POINTS)))
     flat = objective == "cost"  # many candidates cost the same within some percent: to tell them apart takes more
     assert len(rows) < len(POINTS) if flat else len(rows) <= len(POINTS) // 2
     assert len({row.configuration for row in rows}) == len(rows)
@@ -58,7 +58,7 @@ def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
 @fuzz(6)
 @given(noise=st.floats(0.0, 0.05), objective=st.sampled_from(["time", "cost"]))
 def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objective: str) -> None:
-    rows = run(AdaptiveSearch(POINTS, Aim(objective)), noise)
+    rows = run(AdaptiveSearch(POINTS, DecisionModel(objective)), noise)
     assert len(rows) <= 8
     model = fit_step_time(summarize(rows).profiles)
     nodes, _, batch = np.array(POINTS, dtype=float).T
@@ -69,20 +69,22 @@ def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objecti
 
 def test_the_same_measurements_get_the_same_answer_in_any_order() -> None:
     rows: list[Measurement] = []
-    search = AdaptiveSearch(POINTS, Aim("knee"))
+    search = AdaptiveSearch(POINTS, DecisionModel("knee"))
     while proposed := search.propose(rows):
-        assert search.propose(rows[::-1]) == proposed == AdaptiveSearch(POINTS[::-1], Aim("knee")).propose(rows)
+        assert (
+            search.propose(rows[::-1]) == proposed == AdaptiveSearch(POINTS[::-1], DecisionModel("knee")).propose(rows)
+        )
         rows.append(measure(proposed[0], len(rows), 0.03))
 
 
 def test_so_many_measurements_are_enough_and_no_more_are_asked_for() -> None:
-    rows = run(AdaptiveSearch(POINTS, Aim("time"), max_profiles=4), noise=0.2)
+    rows = run(AdaptiveSearch(POINTS, DecisionModel("time"), max_profiles=4), noise=0.2)
     assert len(rows) <= 4
     assert AdaptiveSearch(POINTS, max_profiles=4).propose(rows) == []
 
 
 def test_very_noisy_measurements_are_followed_by_more_of_them() -> None:
-    search = AdaptiveSearch(POINTS, Aim("knee"), max_profiles=8)
+    search = AdaptiveSearch(POINTS, DecisionModel("knee"), max_profiles=8)
     noisy = [len(run(search, 0.3, seed)) for seed in range(4)]
     assert np.mean(noisy) > 1.3 * len(run(search))
 
@@ -91,7 +93,7 @@ def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
     """All of one cluster size is known: what is left to learn is elsewhere."""
     known = [measure(c, 0) for c in POINTS if c.nodes in (1, 8)]
     noisy = [row.model_copy(update={"finished_at": 0.0}) for row in known]
-    proposed = AdaptiveSearch(POINTS, Aim("cost"), max_profiles=99).propose(noisy)
+    proposed = AdaptiveSearch(POINTS, DecisionModel("cost"), max_profiles=99).propose(noisy)
     assert all(c.nodes in (2, 4) for c in proposed)
 
 

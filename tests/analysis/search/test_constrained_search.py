@@ -17,7 +17,7 @@ from tests.analysis.search.test_adaptive import POINTS, measure
 from tests.planning_data import cluster, peak_bytes, sweep
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.adaptive import cheap_corners, knee_columns
-from tula_hpc.analysis.search.decision import Judged
+from tula_hpc.analysis.search.decision import Evaluated
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB, ClusterSpec, SweepSpec
 from tula_hpc.records import Configuration, Measurement
@@ -116,12 +116,12 @@ def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(d
     numbers = st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4)
     value = np.array([data.draw(numbers)] * 2)
     over = np.array([data.draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=4, max_size=4))] * 2)
-    judged = Judged(value, over, np.ones_like(value, dtype=bool))
-    best = int(np.argmin(np.where(judged.eligible[0], value[0], np.inf)))
-    losses = [float(judged.loss(place)[0]) for place in range(4)]
+    evaluated = Evaluated(value, over, np.ones_like(value, dtype=bool))
+    best = int(np.argmin(np.where(evaluated.eligible[0], value[0], np.inf)))
+    losses = [float(evaluated.loss(place)[0]) for place in range(4)]
     assert losses[best] == 0.0
     assert all(loss >= 0.0 for loss in losses)
-    assert all(losses[place] > 0.0 for place in range(4) if not judged.eligible[0, place])
+    assert all(losses[place] > 0.0 for place in range(4) if not evaluated.eligible[0, place])
 
 
 @pytest.mark.parametrize(("sizes", "largest"), [([1], 32), ([4], 63), ([1, 5], 32)])
