@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.leaving import leaving_at_once
 from tula_hpc.env import join_job, restart_count
 from tula_hpc.launch.job_specs import Requeueable
@@ -218,24 +220,12 @@ class CheckJob(Requeueable):
         folder: Where each worker leaves its report.
     """
 
+    run: ClassVar[str] = "tula_hpc.check.job:run"
+
     cluster: ClusterSpec
     workload: WorkloadSpec
     nodes: int
     folder: Path
-
-    def __call__(self) -> None:
-        """Measure and report; every worker calls this."""
-        # The requeue is the last that is tested; the command cancels the job then.
-        if restart_count() > 0:
-            return
-        from tula_hpc.ddp.agreement import StopRequest
-
-        stop = StopRequest().install()
-        env = join_job()
-        from tula_hpc.check.probes import run_probes
-
-        with leaving_at_once():
-            run_probes(self, env, stop)
 
     def report_file(self, rank: int) -> Path:
         """Where one worker reports."""
@@ -249,3 +239,16 @@ class CheckJob(Requeueable):
         """
         reports = [read_document(RankReport, path) for path in self.folder.glob("rank-*.json")]
         return sorted(reports, key=lambda report: report.rank)
+
+
+def run(job: CheckJob) -> None:
+    """Measure and report; every worker calls this."""
+    # The requeue is the last that is tested; the command cancels the job then.
+    if restart_count() > 0:
+        return
+    stop = StopRequest().install()
+    env = join_job()
+    from tula_hpc.check.probes import run_probes
+
+    with leaving_at_once():
+        run_probes(job, env, stop)
