@@ -34,7 +34,9 @@ import re
 import secrets
 import shlex
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -120,6 +122,22 @@ def write_pickle(folder: Path, index: int, job: DelayedSubmission) -> str:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     return hashlib.sha256(content).hexdigest()
+
+
+def write_pickles(
+    folder: Path, tasks: Sequence[Callable[[], Any]], minutes: int, time_outs: int
+) -> list[str]:
+    """Write the pickle of every task; return their SHA-256.
+
+    Raises:
+        OSError: One cannot be written, or is there already.
+    """
+    hashes = []
+    for index, task in enumerate(tasks):
+        job = DelayedSubmission(task)
+        job.set_timeout(minutes, time_outs)
+        hashes.append(write_pickle(folder, index, job))
+    return hashes
 
 
 def job_command(python: str, folder: Path, index: int | str, sha256: str) -> str:

@@ -19,21 +19,26 @@ import contextlib
 import fcntl
 import os
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from submitit import Job
-from submitit.core.utils import DelayedSubmission
-from submitit.local.local import LocalExecutor
+from submitit.local.local import start_controller
 
-from tula_hpc.launch.job_files import job_command, write_pickle
+from tula_hpc.config import ClusterSpec
+from tula_hpc.env import gpus_as_here
+from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
+from tula_hpc.launch.job_files import job_command, run_setup, write_pickles, write_setup
+from tula_hpc.launch.slurm import JobState, StepState
 
 # of a process without a command line
 EXEC_POLLS = 25
+# of a killed job, in Slurm's words
+KILLED = StepState("", "", "0:9")
 
 
 def hold_lock(folder: Path) -> list[str]:
@@ -118,27 +123,105 @@ def begun(folder: Path, count: int) -> list[str]:
     return [ids.get(str(index), "") for index in range(count)]
 
 
-class TakingExecutor(LocalExecutor):
-    """submitit's executor for jobs that take their pickles themselves; all are there before the first job starts."""
+def kill_command(job: Submitted) -> list[str]:
+    """Return the command that kills a submission's processes, which all have the folder as their last argument.
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[Job[Any]]:
-        for delayed in delayed_submissions:
-            delayed.set_timeout(self.parameters["timeout_min"], self.max_num_timeout)
-        folder, setup = Path(self.folder), self.parameters["setup"]
-        hashes = [
-            write_pickle(folder, index, delayed)
-            for index, delayed in enumerate(delayed_submissions)
-        ]
-        return [self._start(index, sha256, setup) for index, sha256 in enumerate(hashes)]
+    The folder's name alone is unique, and nothing in it means anything to a regular expression, as
+    its path may.
+    """
+    return ["pkill", "-KILL", "-f", f"/{job.folder.name}( |$)"]
 
-    def _start(self, index: int, sha256: str, setup: Sequence[str]) -> Job[Any]:
-        folder = Path(self.folder)
-        self.parameters["setup"] = [
-            *take_pickle(folder, index),
-            *setup,
-            *hold_lock(folder),
-            run_controller(folder),
-        ]
-        return self._submit_command(job_command(self.python, folder, index, sha256))
+
+class LocalJobs:
+    """Executor of jobs on this machine, which take their pickles themselves.
+
+    Args:
+        cluster: Whose nodes are emulated: one machine runs all workers.
+    """
+
+    limits = Limits(gone_polls=1, poll_s=0.2, longest_poll_s=0.2, several_hosts=False)
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+
+    def check(self) -> None:
+        """Do nothing: a machine runs its own jobs."""
+
+    def most_together(self, count: int) -> int:
+        """Return all of them."""
+        return count
+
+    def other_jobs(self) -> int:
+        """Return 0: no limit counts them."""
+        return 0
+
+    def submit(
+        self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
+    ) -> list[str]:
+        """Start a controller for each job, when the pickles of all are there."""
+        parameters = self.parameters(request)
+        setup = [*parameters.pop("setup"), *run_setup(folder, write_setup(folder, self.cluster))]
+        hashes = write_pickles(folder, tasks, request.minutes, TIME_OUTS)
+        python = shlex.quote(sys.executable)
+        ids = []
+        for index, sha256 in enumerate(hashes):
+            process = start_controller(
+                folder,
+                job_command(python, folder, index, sha256),
+                setup=[
+                    *take_pickle(folder, index),
+                    *setup,
+                    *hold_lock(folder),
+                    run_controller(folder),
+                ],
+                **parameters,
+            )
+            ids.append(str(process.pid))
+        return ids
+
+    def states(
+        self, jobs: Sequence[Submitted], timeout_s: float | None = None
+    ) -> dict[str, JobState]:
+        """Return a state for each job that lives."""
+        alive = [job.job_id for job in jobs if is_alive(job.folder, job.job_id)]
+        return dict.fromkeys(alive, JobState("RUNNING", ""))
+
+    def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
+        """Return which jobs were killed."""
+        return {job.job_id: [KILLED] for job in jobs if was_killed(job.folder, job.job_id)}
+
+    def hosts(self, job: Submitted) -> list[str]:
+        """Return []: there is but one machine."""
+        return []
+
+    def cancel_command(self, jobs: Sequence[Submitted]) -> str:
+        """Return commands that kill: on TERM a training saves and is started again."""
+        return "; ".join(dict.fromkeys(shlex.join(kill_command(job)) for job in jobs))
+
+    def cancel(self, jobs: Sequence[Submitted]) -> None:
+        """Kill them."""
+        for job in jobs:
+            with contextlib.suppress(FileNotFoundError):
+                subprocess.run(kill_command(job), check=False)
+
+    def parameters(self, request: Request) -> dict[str, Any]:
+        """Return the arguments of submitit's `start_controller`."""
+        workers = request.nodes * self.cluster.workers_per_node
+        gpus = workers if self.cluster.device == "cuda" else 0
+        return {
+            "tasks_per_node": workers,
+            "cuda_devices": ",".join(map(str, range(gpus))),
+            "timeout_min": request.minutes,
+            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts
+            # on a parent shell. INT: a terminal sends Ctrl-C to the jobs too, which are in the same
+            # process group; they are to go on
+            "setup": ["trap : EXIT", "trap '' INT", *([gpus_as_here()] if gpus else [])],
+        }
+
+    def script(self, request: Request, folder: Path, tasks: int) -> str:
+        """Return "": no script is handed to anybody."""
+        return ""
+
+    def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
+        """Return the ids of the jobs that have begun, see `begun`."""
+        return begun(path.parent, len(notice.tasks))

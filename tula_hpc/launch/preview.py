@@ -75,7 +75,7 @@ def script_of(
     launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int
 ) -> Iterator[Script]:
     """The script of one submission; none where jobs do not go through Slurm."""
-    if launcher.cluster.executor == "slurm":
+    text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
+    if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
-        text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
         yield Script(f"{where}{title}", text)
