@@ -33,7 +33,7 @@ from tula_hpc.launch.launcher import (
     _describe,
 )
 from tula_hpc.launch.local_executor import is_alive
-from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, come_again, could_start, time_outs
+from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.run_directory import CONTROL, GUARD, events_of, unsettled
 
@@ -470,7 +470,7 @@ def test_a_controller_that_is_killed_comes_again_a_few_times(
     scontrol.chmod(0o700)
     folder = tmp_path / "a b"
     folder.mkdir()
-    script = "\n".join([f"(exit {code})", *come_again(folder)])
+    script = "\n".join([f"(exit {code})", *requeue_if_killed(folder)])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "STATE": state}
     for _ in range(times):
         assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == code
@@ -489,7 +489,7 @@ def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
         f"echo >>{log}; [ $(wc -l <{log}) -gt {silences} ]\n"
     )
     scontrol.chmod(0o700)
-    script = "\n".join(["(exit 137)", *come_again(tmp_path)])
+    script = "\n".join(["(exit 137)", *requeue_if_killed(tmp_path)])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == 137
     assert log.read_text().count("\n") == asked

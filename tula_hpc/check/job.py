@@ -1,4 +1,4 @@
-"""The job of `tula_hpc.check`: its callable, and what its workers report. Imports no torch."""
+"""Job of `tula_hpc.check`: its data, and the records that its workers report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
 
 
 class Probe(StrEnum):
-    """What each worker measures; the result is the field of `RankReport` of the same name."""
+    """Measurement of a worker; its result is the field of `RankReport` of the same name."""
 
     DEVICE = "device"
     MEETING = "meeting"
@@ -34,7 +34,7 @@ class Probe(StrEnum):
 
 
 class Scope(StrEnum):
-    """Which workers take part in a timed all-reduce."""
+    """Workers that take part in a timed all-reduce."""
 
     ALL = "all"
     NODE = "node"
@@ -42,7 +42,7 @@ class Scope(StrEnum):
 
 
 class Skip(StrEnum):
-    """Why no collective was tried: it would have killed the workers or hung."""
+    """Reason for which no collective was tried: it would have killed the workers or hung."""
 
     SINGLE_WORKER = "single_worker"
     NO_DEVICE = "no_device"
@@ -61,7 +61,7 @@ class Interface(Record):
 
 
 class Host(Record):
-    """What a worker finds on its node before it imports torch."""
+    """A worker's node, described before torch is imported."""
 
     cores: tuple[int, ...]
     node_cores: int
@@ -76,14 +76,14 @@ class Host(Record):
     wanted_interface: str = ""
 
     def lacks_interface(self, backend: str) -> bool:
-        """Whether the variable asks for interfaces of which this node has none."""
+        """Tell whether this node has none of the interfaces that the variable names."""
         wanted = [name for name in self.wanted_interface.split(",") if name]
         if not wanted or self.wanted_interface.startswith("^"):
             return False
         return not self.chosen_interfaces(backend)
 
     def chosen_interfaces(self, backend: str) -> list[Interface]:
-        """Interfaces that collectives over sockets may use, by the libraries' own rules.
+        """Return the interfaces that collectives over sockets may use, by the libraries' own rules.
 
         gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after
         "^".
@@ -118,7 +118,7 @@ class Device(Record):
 
 
 class Meeting(Record):
-    """How long this worker took to meet the others."""
+    """Time that this worker took to meet the others."""
 
     seconds: float
 
@@ -138,7 +138,7 @@ class Transfer(Record):
 
 
 class Signal(Record):
-    """Whether USR2, sent through Slurm to the whole job, reached this worker."""
+    """Arrival of USR2, sent through Slurm to the whole job."""
 
     arrived: bool
     # words of scancel, on the worker that asked
@@ -153,7 +153,7 @@ class Data(Record):
 
 
 class Loader(Record):
-    """Images that the workload's loader gave, after what lay ready."""
+    """Images from the workload's loader, after those that were ready."""
 
     dataset: str
     processes: int
@@ -185,7 +185,7 @@ class Requeue(Record):
 
 
 class RankReport(Record):
-    """All that one worker found; on disk after each probe, as the next may kill the process."""
+    """Report of one worker; on disk after each probe, as the next may kill the process."""
 
     rank: int
     node_rank: int
@@ -217,7 +217,7 @@ class CheckJob(Requeueable):
         cluster: The cluster, or one partition of it.
         workload: Data and loader to measure.
         nodes: Of the job.
-        folder: Where each worker leaves its report.
+        folder: For each worker's report.
     """
 
     run: ClassVar[str] = "tula_hpc.check.job:run"
@@ -228,11 +228,11 @@ class CheckJob(Requeueable):
     folder: Path
 
     def report_file(self, rank: int) -> Path:
-        """Where one worker reports."""
+        """Return the file of one worker's report."""
         return self.folder / f"rank-{rank}.json"
 
     def reports(self) -> list[RankReport]:
-        """What the workers have reported so far, by rank.
+        """Return the workers' reports so far, by rank.
 
         Raises:
             RunDirectoryError: A report is damaged.

@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check` on what its workers reported: pure functions of `check_job`'s facts.
+"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `job`.
 
 Every threshold stands here, with its reason.
 """
@@ -45,7 +45,7 @@ Known = Sequence[tuple[RankReport, Device]]
 def judge_job(
     cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport], expected: int
 ) -> list[Verdict]:
-    """Judge what the workers of the job reported.
+    """Judge the reports of the job's workers.
 
     Args:
         cluster: Where the job ran.
@@ -257,7 +257,7 @@ def _judge_cores(
 
 
 def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankReport, Host]]) -> bool:
-    """Whether a worker is bound to cores to which another of its node is bound, too."""
+    """Tell whether a worker is bound to cores to which another of its node is bound, too."""
     if len(host.cores) == host.node_cores:
         return False
     others = [

@@ -1,4 +1,4 @@
-"""Executors run jobs on Slurm or on this machine; their protocol, and the types that they share with the launcher."""
+"""Executor protocol: jobs run on Slurm or on this machine; types shared with the launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Submitted(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What all jobs of a submission have in common."""
+    """Shape of a submission, the same for all of its jobs."""
 
     stage: str
     nodes: int
@@ -48,7 +48,10 @@ class Request(NamedTuple):
 
 
 class Notice(Record):
-    """A submission's submission.json, written before it is made; the name finds jobs that are not on record."""
+    """Content of submission.json, written before the submission is made.
+
+    Its name finds jobs that a killed command could not record.
+    """
 
     # of the job or array; unique
     name: str
@@ -58,7 +61,7 @@ class Notice(Record):
 
 
 class Limits(NamedTuple):
-    """How an executor is asked about its jobs, and whether they can leave this machine."""
+    """Pace at which an executor is asked, and whether its jobs can leave this machine."""
 
     # a job is over when so many looks in a row have missed it
     gone_polls: int
@@ -112,13 +115,13 @@ class Executor(Protocol):
         """
 
     def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
-        """Return what is known about the ends of jobs, asked once: thousands may end together."""
+        """Return the states of steps of jobs that are over."""
 
     def hosts(self, job: Submitted) -> list[str]:
         """Return the nodes of a job's last run in the order of their numbers; [] if unknown."""
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
-        """Return what a user types to cancel these jobs."""
+        """Return the shell command that cancels these jobs."""
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
         """Cancel these jobs, as a user would; those that are over do not matter."""

@@ -34,7 +34,7 @@ class Requeueable:
         return resolve(self.run)(self)
 
     def checkpoint(self) -> Any:
-        """Return what submitit writes when it handles a signal itself: no second pickle."""
+        """Return submitit's note for a requeue: the time-outs left, in place of a second pickle."""
         return TimeOutsLeft(self)
 
 

@@ -1,4 +1,4 @@
-"""Submission of jobs exactly once, and waiting for them: on Slurm as arrays, on one machine as processes."""
+"""Launcher: submits jobs exactly once, waits for them, and tells how each ended."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ EXECUTORS: Mapping[str, Callable[[ClusterSpec], Executor]] = {
     "slurm": SlurmJobs,
 }
 
-# what to run, and what the event of its submission says besides
+# a callable, and further fields of its "submitted" event
 Task = tuple[Callable[[], Any], Mapping[str, Any]]
 
 
 class Ended(NamedTuple):
-    """How a job ended as far as the scheduler tells; whether it did its work is told by the records it left."""
+    """A job's end as the scheduler reports it; its own records tell whether its work is done."""
 
     job: Submitted
     # meaningful only where the records are missing
@@ -67,7 +67,7 @@ class Ended(NamedTuple):
 
 
 def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
-    """Submissions of which not every job is in the events: the notice, what it says, and the ids of those that are.
+    """Return submissions with jobs that no event names: path and content of the notice, known ids.
 
     Raises:
         RunDirectoryError: A notice is damaged.
@@ -89,7 +89,7 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
 
 
 class StillRunningError(Exception):
-    """Jobs are on their way, and nobody is to wait for them here; see `Launcher.detached`."""
+    """Jobs run, and this process is not to wait for them; see `Launcher.detached`."""
 
     def __init__(self, jobs: Sequence[Submitted]) -> None:
         super().__init__(f"{len(jobs)} jobs are on their way")
@@ -131,16 +131,22 @@ class Launcher:
         Every array has a folder and a name of its own: a scheduler that counts its job ids from 1
         again thus cannot make an old result look new.
 
-        Args: jobs: What to run. stage: Names the folder and the jobs. nodes: Of each job. minutes:
-            Time limit of each job. data: What the event of each submission says besides. after: Ids
-            of jobs that must be over before. patient: Whether to wait for room below a limit of the
-            site; and a refusal is noted as the stage's failure.
+        Args:
+            jobs: Callables to run.
+            stage: Names the folder and the jobs.
+            nodes: Of each job.
+            minutes: Time limit of each job.
+            data: Further fields of each job's "submitted" event.
+            after: Ids of jobs that must be over before.
+            patient: Whether to wait for room below a limit of the site, and to record a refusal as
+                the stage's failure.
 
-        Returns: Those that were accepted, at least one: the first ones, where the site limits how
-            many a user may submit.
+        Returns:
+            The accepted jobs, at least one: the first ones, if the site limits how many a user may
+            submit.
 
         Raises:
-            LaunchError: The scheduler refused, or, for want of room, could not wait.
+            LaunchError: The scheduler refused, or there is no room and waiting would not help.
         """
         todo = list(zip(jobs, data or [{}] * len(jobs), strict=True))
         request = Request(stage, nodes, minutes, tuple(after))
@@ -153,13 +159,13 @@ class Launcher:
             raise error from None
 
     def _with_avoided(self, error: RefusedError, stage: str) -> RefusedError:
-        """Add to a refusal which hosts were left out of the request, since that may be the reason."""
+        """Add the hosts that were left out to a refusal: they may be the reason."""
         avoided = self.avoided(stage)
         if not avoided or isinstance(error, SubmitLimitError):
             return error
         again = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(each.until for each in avoided)))
-        told = f"nodes with broken devices are left out: {list_hosts(avoided)}"
-        return RefusedError(f"{error}; {told}; the first of them is tried again from {again} on")
+        excluded = f"nodes with broken devices are left out: {list_hosts(avoided)}"
+        return RefusedError(f"{error}; {excluded}; the first is tried again from {again} on")
 
     def avoided(self, stage: str) -> list[BrokenHost]:
         """Return the hosts that jobs of this stage are kept off because a device failed there."""
@@ -190,9 +196,10 @@ class Launcher:
         return submitted
 
     def _fewer(self, most: int, error: SubmitLimitError) -> int:
-        """How many to try next after a site's limit refused so many; a single one waits for others of this user.
+        """Return how many to try after a site's limit refused so many.
 
-        A guard gives way first: it may be what there is no room for.
+        A guard gives way first: there may be no room for it. A single job waits for other jobs
+        of this user.
 
         Raises:
             SubmitLimitError: There are no others.
@@ -209,10 +216,10 @@ class Launcher:
         return 1
 
     def dismiss_guards(self) -> bool:
-        """Cancel the guards of this run, but not the job that asks; returns whether there were any."""
+        """Cancel this run's guards, but not the asking job; return whether there were any."""
         idle = [job_id for job_id in guards(self.run) if job_id != slurm_job_id()]
         for job_id in idle:
-            # it is over, or starts in vain
+            # it is over, or will find nothing to do
             with contextlib.suppress(LaunchError):
                 self.executor.cancel([Submitted(job_id, self.run.slurm)])
             self.run.log_event("ended", CONTROL, job_id=job_id)
@@ -245,19 +252,19 @@ class Launcher:
     def _log_submitted(
         self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
     ) -> list[Submitted]:
-        """Enter those of a submission's jobs into the events that are not known there; returns them."""
+        """Record those of a submission's jobs that are not on record yet; return them."""
         new = [
             (job_id, data)
             for job_id, data in zip(ids, notice.tasks, strict=True)
             if job_id not in known
         ]
         for job_id, data in new:
-            said = {"folder": str(folder.relative_to(self.run.root)), **data}
-            self.run.log_event("submitted", notice.stage, job_id=job_id, data=said)
+            fields = {"folder": str(folder.relative_to(self.run.root)), **data}
+            self.run.log_event("submitted", notice.stage, job_id=job_id, data=fields)
         return [Submitted(job_id, folder) for job_id, _ in new]
 
     def find_lost(self) -> list[Submitted]:
-        """Enter into the events what was submitted by a process that was killed before it could do so.
+        """Record jobs that a command submitted and was killed before it recorded them; return them.
 
         Raises:
             LaunchError: The controller has not answered for minutes.
@@ -279,7 +286,7 @@ class Launcher:
     def wait(
         self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
     ) -> list[Ended]:
-        """Wait until all are over; `tick` hears now and then what they are doing."""
+        """Wait until all jobs are over; `tick` is called with a summary of their states."""
         ended: dict[str, Ended] = {}
         while left := [job for job in jobs if job.job_id not in ended]:
             ended |= {end.job.job_id: end for end in self.wait_for_some(left, tick)}
@@ -288,7 +295,7 @@ class Launcher:
     def wait_for_some(
         self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
     ) -> list[Ended]:
-        """Wait until any of these is over; returns those that are.
+        """Wait until any of these jobs is over; return those that are.
 
         Raises:
             StillRunningError: None is over, and the launcher is detached.
@@ -316,7 +323,7 @@ class Launcher:
         return self.executor.states(jobs, timeout_s)
 
     def cancel_command(self, jobs: Sequence[Submitted]) -> str:
-        """Return what a user types to cancel these jobs."""
+        """Return the shell command that cancels these jobs."""
         return self.executor.cancel_command(jobs)
 
     def cancel(self, jobs: Sequence[Submitted]) -> None:
@@ -345,7 +352,7 @@ class Launcher:
         return ended
 
     def _broken_hosts(self, job: Submitted) -> tuple[str, ...]:
-        """Return the hosts whose workers say that a device failed, or whose logs do where no worker could."""
+        """Return the hosts on which a device failed, by the workers' events, else by the logs."""
         own = [host for event in events_of(self.run, job.job_id) for host in hosts_in(event)]
         if own or not self.executor.limits.several_hosts:
             return tuple(dict.fromkeys(own))
@@ -354,20 +361,20 @@ class Launcher:
         return tuple(hosts[number] for number in numbers if number < len(hosts))
 
     def script(self, *, stage: str, nodes: int, minutes: int, tasks: int) -> str:
-        """Return the batch script that `submit` would hand in, for --dry-run; "" where there is none."""
+        """Return the batch script that `submit` would hand in, for --dry-run; "" without Slurm."""
         avoided = tuple(each.host for each in self.avoided(stage))
         request = Request(stage, nodes, minutes, name=f"{self.name}-{stage}", avoided=avoided)
         return self.executor.script(request, self.run.slurm / f"{stage}-…", tasks)
 
 
 def _describe(active: Mapping[str, JobState]) -> str:
-    """For example `3 running, 1 pending (Priority)`."""
+    """Summarize states, for example `3 running, 1 pending (Priority)`."""
     words = Counter(state.state.lower() + _reason(state) for state in active.values())
     return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"
 
 
 def _reason(state: JobState) -> str:
-    """Why a job waits, in Slurm's word; more where waiting will not help."""
+    """Return Slurm's reason for a wait, with an explanation if waiting will not help."""
     if state.state != "PENDING" or state.reason in ("", "None"):
         return ""
     wait = explain(state)

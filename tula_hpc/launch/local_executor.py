@@ -1,16 +1,13 @@
-"""Jobs on this machine through submitit's local executor; none is lost where the command is killed meanwhile.
+"""Executor of jobs on this machine, of which none is lost if the command is killed meanwhile.
 
 submitit starts a process and then renames the pickle that it waits for: a command that is killed in
-between leaves a process that waits in vain, and one that is killed a little later a job that nobody
-knows. Here a job takes its pickle itself, by a rename that says which job of the submission it is,
-and of which process. Where somebody else has taken the pickle away before, the job never runs.
+between leaves a process that waits in vain, and one that is killed a little later an unknown job.
+Here a job takes its pickle itself, by a rename that tells which job of the submission it is, and
+of which process. If the pickle was taken away before, the job never runs.
 
-Whether a job on this machine lives: it holds a lock on a file of its own, and the kernel lets go
-when it ends.
-
-A process number alone does not tell. The shell that has the number may be killed while what it
-started goes on; the number may have come to another process since; and on another host of a shared
-file system it means nothing.
+A job that lives holds a lock on a file of its own, which the kernel releases when it ends. Its
+process number alone tells nothing: the shell that has the number may be killed while its children
+go on, the number may have passed to another process, and it means nothing on another host.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ KILLED = StepState("", "", "0:9")
 
 
 def hold_lock(folder: Path) -> list[str]:
-    """Shell lines that make the shell, and what it becomes or starts, hold the lock of the job that has its number.
+    """Return shell lines that lock the file named by the shell's number until the job is over.
 
     Where nothing can be locked the job runs all the same, and its process number has to do.
     """
@@ -50,7 +47,7 @@ def hold_lock(folder: Path) -> list[str]:
 
 
 def is_alive(folder: Path, job_id: str) -> bool:
-    """Whether the job of that submission and number is not over; a child of ours that ended is reaped on the way."""
+    """Tell whether a job is not over; reap it if it is an ended child of this process."""
     # a damaged event
     if not job_id.isdecimal():
         return False
@@ -58,7 +55,7 @@ def is_alive(folder: Path, job_id: str) -> bool:
 
 
 def was_killed(folder: Path, job_id: str) -> bool:
-    """Whether a job that is over was killed as a whole: one that comes to its own end takes its lock away."""
+    """Tell whether a job that is over was killed as a whole: other ends remove its lock file."""
     return job_id.isdecimal() and (folder / f"{job_id}.lock").exists()
 
 
@@ -96,7 +93,7 @@ def _command_of(process: str) -> bytes:
 
 
 def take_pickle(folder: Path, index: int) -> list[str]:
-    """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which the job looks for it."""
+    """Return shell lines that rename `task-<index>.pkl` to the name that the job looks for."""
     place = shlex.quote(str(folder))
     return [
         # the command's own would stay open until the job ends
@@ -106,7 +103,7 @@ def take_pickle(folder: Path, index: int) -> list[str]:
 
 
 def run_controller(folder: Path) -> str:
-    """A shell line that runs the job under a controller of ours; submitit's own, which would follow, never starts.
+    """Return a shell line that runs the job under `local_controller`; submitit's own never starts.
 
     Unless the controller was killed, the job's lock goes, as `was_killed` wants it.
     """
@@ -116,7 +113,7 @@ def run_controller(folder: Path) -> str:
 
 
 def begun(folder: Path, count: int) -> list[str]:
-    """Ids of a submission's jobs, for a command that goes on; "" for each that has not begun, and now never will."""
+    """Return the ids of a submission's jobs; "" for each that has not begun, and now never will."""
     for index in range(count):
         (folder / f"task-{index}.pkl").unlink(missing_ok=True)
     ids = dict(path.stem.split("-") for path in folder.glob("[0-9]*-[0-9]*.pkl"))
@@ -124,7 +121,7 @@ def begun(folder: Path, count: int) -> list[str]:
 
 
 def kill_command(job: Submitted) -> list[str]:
-    """Return the command that kills a submission's processes, which all have the folder as their last argument.
+    """Return the command that kills a submission's processes, which all end with the folder.
 
     The folder's name alone is unique, and nothing in it means anything to a regular expression, as
     its path may.

@@ -1,10 +1,13 @@
-"""Submission to Slurm through submitit that makes each array exactly once, whatever the controller does meanwhile.
+"""Executor of jobs on Slurm that makes each array exactly once, whatever the controller does.
 
-submitit calls sbatch once and takes whatever goes wrong for a refusal. But a controller that is
-paused, restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
+submitit calls sbatch once and takes any error for a refusal. But a controller that is paused,
+restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
 submission has a name of its own, and that name is looked up before another attempt. Jobs find their
 pickles by array index: once sbatch was called nothing is left to do, and a submitter that is killed
 then has lost nothing.
+
+submitit's template of a batch script is private (`_make_sbatch_string`, `_convert_mem`); it is used
+here alone.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ NO: dict[type[RefusedError], str] = {
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
-# of a job whose process is killed, see `come_again`
+# of a job whose process is killed, see `requeue_if_killed`
 REVIVALS = 3
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
@@ -81,11 +84,10 @@ SETTLE_S = 5.0
 
 
 def trust_folder(folder: Path) -> list[str]:
-    """Shell lines that end a job whose folder has come to belong to somebody else."""
+    """Return shell lines that end a job if its folder belongs to somebody else by now."""
     place = shlex.quote(str(folder))
-    return [
-        f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}"
-    ]
+    message = "': is not yours; nothing in it is executed'"
+    return [f"[ -O {place} ] || {{ echo {place}{message} >&2; exit 1; }}"]
 
 
 def know_pickles(hashes: Sequence[str]) -> str:
@@ -94,23 +96,25 @@ def know_pickles(hashes: Sequence[str]) -> str:
 
 
 def start_command(python: str, folder: Path) -> str:
-    """Return what each worker of the task runs, with the hash that its script knows."""
+    """Return the command of a task's workers, with the hash that the script knows."""
     index = "${SLURM_ARRAY_TASK_ID:-0}"
     return job_command(python, folder, f'"{index}"', f'"${{tula_pickles[{index}]}}"')
 
 
-def come_again(folder: Path) -> list[str]:
-    """Shell lines after the task: a job that was killed, though nobody cancelled it, is requeued a few times.
+def requeue_if_killed(folder: Path) -> list[str]:
+    """Return shell lines that requeue a job a few times if it was killed and not cancelled.
 
-    Not one that ended by itself, with code 0 or 1: it has said why.
+    Not one that ended by itself, with code 0 or 1: it has told its reason.
     """
     killed = shlex.quote(str(folder / "killed"))
+    pauses = " ".join(map(str, REQUEUE_PAUSES_S))
     return [
         "tula_code=$?",
-        'if [ "$tula_code" -gt 1 ] && scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
+        'if [ "$tula_code" -gt 1 ] && '
+        'scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
         f'  echo "$tula_code" >>{killed}',
         # a controller that does not answer for a moment must not be the end of the sweep
-        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || for pause in {" ".join(map(str, REQUEUE_PAUSES_S))}; do',
+        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || for pause in {pauses}; do',
         '    scontrol requeue "$SLURM_JOB_ID" && break',
         '    sleep "$pause"',
         "  done",
@@ -135,9 +139,8 @@ class SlurmJobs:
         """Raise `LaunchError` where there is no sbatch, or no srun, which the script calls."""
         for name in ("sbatch", "srun"):
             if shutil.which(name) is None:
-                raise LaunchError(
-                    f"{name} is not on PATH: run this on a Slurm login node, or with a local cluster file"
-                )
+                where = "run this on a Slurm login node, or with a local cluster file"
+                raise LaunchError(f"{name} is not on PATH: {where}")
 
     def most_together(self, count: int) -> int:
         """Return how many the site's MaxArraySize lets an array have."""
@@ -146,7 +149,7 @@ class SlurmJobs:
     def other_jobs(self) -> int:
         """Count this user's jobs, tasks of arrays one by one."""
         # a controller job is one of them itself
-        return slurm.patiently(slurm.own_jobs) - (slurm_job_id() is not None)
+        return slurm.retry_until_answered(slurm.own_jobs) - (slurm_job_id() is not None)
 
     def submit(
         self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
@@ -167,14 +170,14 @@ class SlurmJobs:
     def states(
         self, jobs: Sequence[Submitted], timeout_s: float | None = None
     ) -> dict[str, JobState]:
-        """Return what squeue tells, without the jobs that are over."""
+        """Return squeue's states, without the jobs that are over."""
         ids = [job.job_id for job in jobs]
         if timeout_s is not None:
             return _active(slurm.queue(ids, timeout_s))
-        return _active(slurm.patiently(lambda: slurm.queue(ids)))
+        return _active(slurm.retry_until_answered(lambda: slurm.queue(ids)))
 
     def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
-        """Return what accounting tells."""
+        """Return the states in accounting."""
         return slurm.steps([job.job_id for job in jobs])
 
     def hosts(self, job: Submitted) -> list[str]:
@@ -249,7 +252,7 @@ class SlurmJobs:
         parameters = self.parameters(request)
         parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup]
         if request.stage == CONTROL:
-            parameters["teardown"] = come_again(folder)
+            parameters["teardown"] = requeue_if_killed(folder)
         if tasks > 1:
             parameters["map_count"] = tasks
         command = start_command(python, folder)
@@ -322,7 +325,10 @@ def submit_once(script: Path, name: str) -> str:
 
 
 def _accepted(printed: str, name: str, *, is_first: bool) -> str:
-    """Return the id of the one job that stays, of several where an earlier attempt was accepted late."""
+    """Return the id of the one job that stays.
+
+    An earlier attempt that failed may have been accepted late.
+    """
     job_id = id_in(printed)
     if not job_id:
         if found := submissions_named(name):
@@ -345,34 +351,34 @@ def id_in(printed: str) -> str:
 
 
 def _refusal(words: str) -> type[RefusedError] | None:
-    """What sbatch failed of, by its words: a no of the scheduler, or None where that did not answer."""
+    """Return the kind of refusal in sbatch's words, or None if the scheduler did not answer."""
     if slurm.is_unanswered(words):
         return None
     return SubmitLimitError if slurm.is_submit_limit(words) else RefusedError
 
 
 def submissions_named(name: str, *, settled: bool = False) -> list[str]:
-    """Ids of the jobs or arrays of this name, oldest first; asked once more after a while where there seem to be none.
+    """Return the ids of the jobs or arrays of this name, oldest first.
 
-    Waits for a controller that does not answer.
+    Waits for a controller that does not answer, and asks again if there seem to be none.
 
     Raises:
         LaunchError: It has not answered for minutes.
     """
-    found = slurm.patiently(lambda: slurm.named(name))
+    found = slurm.retry_until_answered(lambda: slurm.named(name))
     if not found and not settled:
         time.sleep(SETTLE_S)
-        found = slurm.patiently(lambda: slurm.named(name))
+        found = slurm.retry_until_answered(lambda: slurm.named(name))
     return found
 
 
 def could_start(script: str) -> str:
-    """When and where the job of a script could start, in sbatch's words; nothing is submitted.
+    """Return sbatch's words on when and where a script's job could start; nothing is submitted.
 
     Raises:
         SubmitLimitError: The scheduler would not take it while there are so many jobs.
         RefusedError: It would not take it for another reason.
-        LaunchError: It did not say.
+        LaunchError: It did not answer.
     """
     try:
         with outside_of_job(options_of(script)):
@@ -391,9 +397,12 @@ def could_start(script: str) -> str:
 
 
 def _with_limit(line: str, words: str) -> str:
-    """The last line says of every limit the same; the one that was reached stands in a line before."""
-    told = [name for name in dict.fromkeys(slurm.limits_named(words)) if name not in line]
-    return ": ".join([line, *told])
+    """Add the limits that were reached, named before the last line.
+
+    The last line is the same for every limit.
+    """
+    limits = dict.fromkeys(slurm.limits_named(words))
+    return ": ".join([line, *(name for name in limits if name not in line)])
 
 
 def _last_line(words: str) -> str:
