@@ -138,12 +138,10 @@ class Launcher:
             minutes: Time limit of each job.
             data: Further fields of each job's "submitted" event.
             after: Ids of jobs that must be over before.
-            patient: Whether to wait for room below a limit of the site, and to record a refusal as
-                the stage's failure.
+            patient: Whether to wait for room below a site's limit, and to record a refusal.
 
         Returns:
-            The accepted jobs, at least one: the first ones, if the site limits how many a user may
-            submit.
+            The accepted jobs, at least one: the first ones, if the site limits their number.
 
         Raises:
             LaunchError: The scheduler refused, or there is no room and waiting would not help.
@@ -253,15 +251,13 @@ class Launcher:
         self, folder: Path, notice: Notice, ids: Sequence[str], known: Collection[str] = ()
     ) -> list[Submitted]:
         """Record those of a submission's jobs that are not on record yet; return them."""
-        new = [
-            (job_id, data)
-            for job_id, data in zip(ids, notice.tasks, strict=True)
-            if job_id not in known
-        ]
-        for job_id, data in new:
-            fields = {"folder": str(folder.relative_to(self.run.root)), **data}
-            self.run.log_event("submitted", notice.stage, job_id=job_id, data=fields)
-        return [Submitted(job_id, folder) for job_id, _ in new]
+        new = []
+        for job_id, data in zip(ids, notice.tasks, strict=True):
+            if job_id not in known:
+                fields = {"folder": str(folder.relative_to(self.run.root)), **data}
+                self.run.log_event("submitted", notice.stage, job_id=job_id, data=fields)
+                new.append(Submitted(job_id, folder))
+        return new
 
     def find_lost(self) -> list[Submitted]:
         """Record jobs that a command submitted and was killed before it recorded them; return them.
@@ -269,19 +265,17 @@ class Launcher:
         Raises:
             LaunchError: The controller has not answered for minutes.
         """
-        return [
-            job for path, notice, known in lost(self.run) for job in self._find(path, notice, known)
-        ]
-
-    def _find(self, path: Path, notice: Notice, known: Collection[str]) -> list[Submitted]:
-        ids = self.executor.find_lost(path, notice, known)
-        if not any(ids):
+        found = []
+        for path, notice, known in lost(self.run):
+            ids = self.executor.find_lost(path, notice, known)
+            if any(ids):
+                found += self._log_submitted(path.parent, notice, ids, {*known, ""})
+                continue
             # an sbatch that is still at work must not start them later
             for pickled in path.parent.glob("task-*.pkl"):
                 pickled.unlink(missing_ok=True)
             path.rename(path.with_name(REFUSED))
-            return []
-        return self._log_submitted(path.parent, notice, ids, {*known, ""})
+        return found
 
     def wait(
         self, jobs: Sequence[Submitted], tick: Callable[[str], None] = lambda _: None
@@ -302,7 +296,8 @@ class Launcher:
         """
         limits = self.executor.limits
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
-        started, looked = time.monotonic(), 0
+        started = time.monotonic()
+        looked = 0
         while True:
             looked += 1
             active = self.active(jobs)
@@ -336,7 +331,8 @@ class Launcher:
 
     def _ended(self, jobs: Sequence[Submitted]) -> list[Ended]:
         rows = self.executor.ended(jobs)
-        ended, full = [], None
+        ended = []
+        full: str | None = None
         for job in jobs:
             log_file, logs = read_logs(job.log_files())
             failure = classify(rows.get(job.job_id, []), ends(logs, LOG_READ_LINES))
@@ -344,9 +340,9 @@ class Launcher:
             # or it could not even write down that there is no space
             if failure is Failure.BUG:
                 full = full_disk(self.run.root) if full is None else full
-                failure, tail = (
-                    (Failure.NO_SPACE, f"{tail}\n{full}".strip()) if full else (failure, tail)
-                )
+                if full:
+                    failure = Failure.NO_SPACE
+                    tail = f"{tail}\n{full}".strip()
             hosts = self._broken_hosts(job) if failure is Failure.DEVICE_FAILED else ()
             ended.append(Ended(job, failure, tail, log_file, hosts))
         return ended
@@ -378,8 +374,6 @@ def _reason(state: JobState) -> str:
     if state.state != "PENDING" or state.reason in ("", "None"):
         return ""
     wait = explain(state)
-    return (
-        f" ({state.reason}: {wait.words}; this does not go away by itself)"
-        if wait.stuck
-        else f" ({state.reason})"
-    )
+    if not wait.stuck:
+        return f" ({state.reason})"
+    return f" ({state.reason}: {wait.words}; this does not go away by itself)"

@@ -303,15 +303,17 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
     match = _TASKS.fullmatch(shown)
     if match is None:
         return [shown] if shown in wanted else []
-    spans = [span for item in match["tasks"].split(",") if (span := _SPAN.fullmatch(item))]
-    ranges = [range(int(span["first"]), int(span["last"] or span["first"]) + 1) for span in spans]
+    ranges = []
+    for item in match["tasks"].split(","):
+        if span := _SPAN.fullmatch(item):
+            ranges.append(range(int(span["first"]), int(span["last"] or span["first"]) + 1))
     # it may show an array that is larger than any: those that are wanted are looked for in it
-    tasks = [
-        (job_id, count_in(job_id.partition("_")[2]))
-        for job_id in wanted
-        if job_id.startswith(f"{match['parent']}_")
-    ]
-    return [job_id for job_id, task in tasks if any(task in each for each in ranges)]
+    shown_ids = []
+    for job_id in wanted:
+        parent, _, task = job_id.partition("_")
+        if parent == match["parent"] and any(count_in(task) in each for each in ranges):
+            shown_ids.append(job_id)
+    return shown_ids
 
 
 def largest_array() -> int:
@@ -346,11 +348,12 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
             found.setdefault(job_id, []).append(
                 StepState(step_id, state.partition(" ")[0], exit_code)
             )
-    ended = {
-        row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over
-    }
-    late = [job_id for job_id in job_ids if job_id not in ended]
-    return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
+    for job_id in job_ids:
+        rows = found.get(job_id, [])
+        is_known = any(row.job_id == job_id and JobState(row.state, "").is_over for row in rows)
+        if not is_known and (last := _last_words(job_id)):
+            found[job_id] = last
+    return found
 
 
 def _last_words(job_id: str) -> list[StepState]:
@@ -360,11 +363,10 @@ def _last_words(job_id: str) -> list[StepState]:
     """
     fields = _job_fields(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    return [
-        StepState(job_id, state, fields.get(key, ""))
-        for key in ("ExitCode", "DerivedExitCode")
-        if state
-    ]
+    if not state:
+        return []
+    codes = [fields.get(key, "") for key in ("ExitCode", "DerivedExitCode")]
+    return [StepState(job_id, state, code) for code in codes]
 
 
 class Leaving(StrEnum):
@@ -477,16 +479,11 @@ def accounted_runs(
     found: dict[str, list[AccountedRun]] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if (
-            len(fields) == len(FIELDS)
-            and fields[0] in job_ids
-            and fields[1].startswith(name_prefix)
-        ):
-            found.setdefault(fields[0], []).append(_run(fields))
+        if len(fields) != len(FIELDS):
+            continue
+        job_id, name, state, elapsed, nodes = fields
+        if job_id in job_ids and name.startswith(name_prefix):
+            elapsed_s = float(count_in(elapsed) or 0)
+            run = AccountedRun(job_id, state.partition(" ")[0], elapsed_s, count_in(nodes) or 0)
+            found.setdefault(job_id, []).append(run)
     return found
-
-
-def _run(fields: list[str]) -> AccountedRun:
-    job_id, _, state, elapsed, nodes = fields
-    numbers = [count_in(text) or 0 for text in (elapsed, nodes)]
-    return AccountedRun(job_id, state.partition(" ")[0], float(numbers[0]), numbers[1])
