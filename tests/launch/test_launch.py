@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm import slurm as submitit_slurm
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
@@ -21,7 +23,6 @@ from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_files import setup_text
 from tula_hpc.launch.launcher import (
-    CONTROL_MINUTES,
     NOTICE,
     REFUSED,
     Launcher,
@@ -32,7 +33,7 @@ from tula_hpc.launch.launcher import (
     _describe,
 )
 from tula_hpc.launch.local_executor import is_alive
-from tula_hpc.launch.slurm_executor import PatientExecutor, come_again, could_start
+from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.run_directory import CONTROL, GUARD, events_of, unsettled
 
@@ -159,7 +160,7 @@ def test_ids_of_jobs_return(tmp_path: Path) -> None:
 def test_what_an_sbatch_that_was_given_up_submits_late_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tula_hpc.launch.launcher.SBATCH_S", 0.0)
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)
     monkeypatch.setattr("tula_hpc.launch.slurm_executor.SETTLE_S", 0.0)
     monkeypatch.setattr(slurm, "named", lambda name: [])
     there = launcher(tmp_path, executor="slurm")
@@ -218,8 +219,6 @@ def test_a_wckey_is_given_only_where_the_user_gives_one(
     """submitit's own, which no site knows, would be refused where wckeys are enforced."""
     script = launcher(tmp_path, executor="slurm", sbatch=sbatch).script(stage="train", nodes=1, minutes=20, tasks=1)
     assert [line for line in script.splitlines() if line.startswith("#SBATCH --wckey")] == lines
-    submitted = PatientExecutor(tmp_path, max_num_timeout=1)._make_submission_file_text("true", "")
-    assert "#SBATCH --wckey" not in submitted
 
 
 @pytest.mark.parametrize("visible", ["2,3", "", None])
@@ -246,7 +245,7 @@ def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None
     """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    setup = launcher(tmp_path).parameters(stage="profile", nodes=1, minutes=1)["local_setup"]
+    setup = launcher(tmp_path).executor.parameters(Request("profile", 1, 1))["setup"]
     command = " && ".join([*setup, f"{sys.executable} -c 'import os; print(os.getppid())'"])
     with subprocess.Popen([shell, "-c", command], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -258,7 +257,7 @@ def test_a_ctrl_c_at_the_terminal_does_not_reach_local_jobs(tmp_path: Path, shel
     """They are in the command's process group; the command says that it leaves them as they are."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    setup = launcher(tmp_path).parameters(stage="train", nodes=1, minutes=1)["local_setup"]
+    setup = launcher(tmp_path).executor.parameters(Request("train", 1, 1))["setup"]
     code = "import os, signal; os.killpg(0, signal.SIGINT); print('goes on')"
     command = " && ".join([*setup, f'{sys.executable} -c "{code}"'])
     done = subprocess.run(
@@ -395,18 +394,25 @@ def test_what_a_user_has_squeue_leave_out_is_not_left_out_here(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("minutes", [2, 30, 60 * 24 * 40])
-def test_a_controller_that_waits_for_room_is_bounded_by_time_not_by_a_number_of_requeues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int
-) -> None:
-    monkeypatch.setattr(slurm, "available", lambda: True)
-    there = launcher(tmp_path, executor="slurm")
-    folder = tmp_path / "folder"
-    limits = {
-        stage: there._executor(folder, Request(stage, 1, minutes))._executor.max_num_timeout
-        for stage in ("profile", CONTROL)
-    }
-    assert limits["profile"] == 3
-    assert CONTROL_MINUTES <= limits[CONTROL] * minutes < CONTROL_MINUTES + minutes
+def test_a_controller_that_waits_for_room_is_bounded_by_time_not_by_a_number_of_requeues(minutes: int) -> None:
+    assert time_outs(Request("profile", 1, minutes)) == 3
+    assert CONTROL_MINUTES <= time_outs(Request(CONTROL, 1, minutes)) * minutes < CONTROL_MINUTES + minutes
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (submitit_slurm, "_make_sbatch_string"),
+        (submitit_slurm, "_convert_mem"),
+        (submitit_slurm.SlurmJobEnvironment, "_requeue"),
+        (submitit_slurm.SlurmJobEnvironment, "_handle_signals"),
+        (DelayedSubmission(print), "_timeout_min"),
+        (DelayedSubmission(print), "_timeout_countdown"),
+    ],
+)
+def test_submitit_has_the_private_names_that_are_used_here(owner: object, name: str) -> None:
+    """A new version may drop them: the first two are for scripts, the others for a job's start and its requeue."""
+    assert hasattr(owner, name)
 
 
 @pytest.mark.parametrize(("in_job", "jobs", "waits"), [(False, 0, False), (False, 1, True), (True, 1, False)])
@@ -464,7 +470,7 @@ def test_a_controller_that_is_killed_comes_again_a_few_times(
     scontrol.chmod(0o700)
     folder = tmp_path / "a b"
     folder.mkdir()
-    script = "\n".join([f"(exit {code})", *come_again(folder)])
+    script = "\n".join([f"(exit {code})", *requeue_if_killed(folder)])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "STATE": state}
     for _ in range(times):
         assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == code
@@ -483,7 +489,7 @@ def test_a_controller_that_is_killed_asks_again_where_slurm_does_not_answer(
         f"echo >>{log}; [ $(wc -l <{log}) -gt {silences} ]\n"
     )
     scontrol.chmod(0o700)
-    script = "\n".join(["(exit 137)", *come_again(tmp_path)])
+    script = "\n".join(["(exit 137)", *requeue_if_killed(tmp_path)])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     assert subprocess.run(["bash", "-c", script], env=environment, check=False, timeout=60).returncode == 137
     assert log.read_text().count("\n") == asked

@@ -12,7 +12,6 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-from submitit.local.local import LocalExecutor
 
 from tests import planning_data
 from tests.run_factory import measurement
@@ -20,6 +19,7 @@ from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import SECRET_FILE
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.launch import local_executor
 from tula_hpc.launch.job_files import SETUP_FILE
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import REFUSED, Launcher
@@ -72,20 +72,22 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def before_any_process() -> None:
-    LocalExecutor._submit_command = die  # type: ignore[assignment,method-assign] # in a process of its own
+    # in a process of its own
+    vars(local_executor)["start_controller"] = die
 
 
 def after_the_first_process() -> None:
-    submit = LocalExecutor._submit_command
+    start = vars(local_executor)["start_controller"]
 
-    def submit_once(self: LocalExecutor, command: str) -> None:
-        submit(self, command)
+    def start_once(folder: Path, *arguments: Any, **options: Any) -> None:
+        start(folder, *arguments, **options)
         deadline = time.monotonic() + 20
-        while not list(Path(self.folder).glob("[01]-*.pkl")) and time.monotonic() < deadline:
+        while not list(folder.glob("[01]-*.pkl")) and time.monotonic() < deadline:
             time.sleep(0.01)
         die()
 
-    LocalExecutor._submit_command = submit_once  # type: ignore[assignment,method-assign] # in a process of its own
+    # in a process of its own
+    vars(local_executor)["start_controller"] = start_once
 
 
 def before_the_first_event() -> None:

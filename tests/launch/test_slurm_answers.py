@@ -19,7 +19,7 @@ from tula_hpc.errors import LaunchError, RefusedError, StorageError
 from tula_hpc.launch import slurm, slurm_command
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
-from tula_hpc.launch.slurm_executor import could_start
+from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
 from tula_hpc.records import RunDirectory, write_atomically
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
@@ -234,7 +234,7 @@ def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
     put_commands(commands)
     there = launcher(tmp_path)
     jobs = there.submit([print, print], stage="train", nodes=1, minutes=5)
-    monkeypatch.setattr("tula_hpc.launch.launcher.POLL_S", 0.0)
+    monkeypatch.setattr(SlurmJobs, "limits", SlurmJobs.limits._replace(poll_s=0.0))
     for how in ("nothing", "a banner"):
         put_commands(commands, how, "squeue")
         with pytest.raises(LaunchError, match="has not answered for 9 minutes: squeue"):

@@ -222,10 +222,10 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
         return "an answer"
 
     if silences < 3:
-        assert slurm.patiently(ask) == "an answer"
+        assert slurm.retry_until_answered(ask) == "an answer"
     else:
         with pytest.raises(LaunchError, match=r"has not answered for 9 minutes: .*no answer 2"):
-            slurm.patiently(ask)
+            slurm.retry_until_answered(ask)
     words = "Slurm does not answer (squeue failed: squeue: error: no answer {}); trying again in 0 s"
     lines = [words.format(number) for number in range(2)]
     expected = {0: [], 2: [*lines, "Slurm answers again"], 3: lines}

@@ -161,13 +161,13 @@ from pathlib import Path
 from tests.slurm.test_submission import launcher_at, says
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
-from tula_hpc.launch.slurm_executor import PatientExecutor
+from tula_hpc.launch import slurm_executor
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 
 root, notes, at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 if at == "before sbatch":
-    PatientExecutor._submit_command = die
+    slurm_executor.submit_once = die
 elif at == "after sbatch":
     Launcher._log_submitted = die
 else:
@@ -186,7 +186,7 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     launcher = launcher_at(tmp_path)
     known = [event.job_id for event in launcher.run.events()]
     assert len(known) == 1
-    monkeypatch.setattr("tula_hpc.launch.launcher.SBATCH_S", 0.0)  # no sbatch is at work any more
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)  # no sbatch is at work any more
     found = launcher.find_lost()
     assert len(found) == 3
     ids = [event.job_id for event in launcher.run.events()]

@@ -11,9 +11,18 @@ import pytest
 from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.launch.job_specs import ProfileJob, counted
+from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, Submitted
-from tula_hpc.records import Configuration, Footprint, JobNote, Measurement, RunDirectory, append_record, notes_file
+from tula_hpc.records import (
+    Configuration,
+    Footprint,
+    JobNote,
+    Measurement,
+    RunDirectory,
+    append_record,
+    measurements_for_search,
+    notes_file,
+)
 from tula_hpc.stages.context import LineProgress, Sweep
 from tula_hpc.stages.profile import (
     Estimate,
@@ -72,7 +81,7 @@ def test_failures_of_an_earlier_command_may_have_been_mended() -> None:
         Measurement.model_validate({"status": status, "finished_at": at, "partition": part, **fields})
         for status, at, part in [("failed", 100, ""), ("failed", 300, ""), ("oom", 100, ""), ("oom", 300, "other")]
     ]
-    assert counted(rows, "", since=200.0) == rows[1:3]
+    assert measurements_for_search(rows, "", since=200.0) == rows[1:3]
 
 
 def test_one_allocation_for_all_needs_packing() -> None:
@@ -191,7 +200,7 @@ def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_a
         (second, "failed", Failure.DEVICE_FAILED),
     ]
     # another command tries it again
-    assert [m.configuration for m in counted(records, "", time.time())] == [first]
+    assert [m.configuration for m in measurements_for_search(records, "", time.time())] == [first]
 
 
 def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

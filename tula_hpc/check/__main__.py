@@ -1,15 +1,15 @@
-"""`tula check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
+"""Command `tula check CLUSTER.toml`: is a cluster as its file says, and fit for a training?
 
-First what this machine can tell, then a job of at most three minutes on two nodes, submitted as
-profile and training jobs are. Verdicts come from `check_verdicts` and `check_rank_verdicts`.
+First this machine asks Slurm, then a job of at most three minutes on two nodes measures, submitted
+as profile and training jobs are. Verdicts come from `site_verdicts` and `rank_verdicts`.
 
 `--json` prints one object:
 
     cluster, exit_code
     logs         folder of the job's logs, where it did not end well; else empty
-    partitions   for each: partition ("" without [[partitions]]), verdicts (topic, level, found, remedy, hosts),
-                 site (what Slurm said, see `check_site.Site`), job_id, ranks (see
-                 `check_job.RankReport`)
+    partitions   for each: partition ("" without [[partitions]]),
+                 verdicts (topic, level, found, remedy, hosts),
+                 site (Slurm's answers, see `site.Site`), job_id, ranks (see `job.RankReport`)
 """
 
 from __future__ import annotations
@@ -46,28 +46,27 @@ MINUTES = 3
 SIGNAL_DELAY_S = 10
 WAIT_MINUTES = 10
 POLL_S = 1.0
-# A job that is requeued is missing from squeue for a moment.
-GONE_POLLS = 3
 CANCEL_S = 10.0
 LEVEL_WIDTH, TOPIC_WIDTH = 9, 18
 
 EXIT_CODES = """\
-exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, the job is cancelled.
+exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, job cancelled.
 --json prints the same as one JSON object, whose keys the module describes.
 """
 
 
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tula check",
-        description="Check a cluster before anything is trained there: its file, Slurm's limits, and, "
-        f"by a job of at most {MINUTES} minutes on {NODES} nodes, devices, cores, network, data, signals and requeue.",
+        description="Check a cluster before anything is trained there: its file, Slurm's limits, "
+        f"and, by a job of at most {MINUTES} minutes on {NODES} nodes, devices, cores, network, "
+        "data, signals and requeue.",
         epilog=EXIT_CODES,
     )
     parser.add_argument("cluster", type=Path, metavar="CLUSTER.toml", help="see slurm_templates/")
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep",
         type=Path,
         metavar="SWEEP.toml",
-        help="whose data folder and loader are checked too (default: made-up images)",
+        help="check this sweep's data folder and loader too (default: synthetic images)",
     )
     parser.add_argument(
         "--wait-minutes",
@@ -139,7 +138,7 @@ def _make_run_directory() -> RunDirectory:
 
 
 class _Check:
-    """The check of one partition, or of a cluster without [[partitions]]."""
+    """Check of one partition, or of a cluster without [[partitions]]."""
 
     def __init__(
         self, partition: str, cluster: ClusterSpec, workload: WorkloadSpec, run: RunDirectory
@@ -148,12 +147,15 @@ class _Check:
         from tula_hpc.config import JOB_NAMES
         from tula_hpc.launch.launcher import Launcher
 
-        self.partition, self.cluster, self.workload = partition, cluster, workload
-        self.nodes = 1 if cluster.executor == "local" else min(NODES, cluster.max_nodes)
+        self.partition = partition
+        self.cluster = cluster
+        self.workload = workload
+        self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check")
+        several_hosts = self.launcher.executor.limits.several_hosts
+        self.nodes = min(NODES, cluster.max_nodes) if several_hosts else 1
         folder = run.profile / (partition or "all")
         folder.mkdir(mode=0o700)
         self.task = CheckJob(cluster, workload, self.nodes, folder)
-        self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check")
         self.site: Site | None = None
         self.job: Submitted | None = None
         self.is_complete = False
@@ -161,13 +163,12 @@ class _Check:
         self.verdicts: list[Verdict] = []
 
     def begin(self) -> None:
-        """Judge what this machine can tell, and submit the job unless it cannot be one."""
+        """Judge Slurm's answers, and submit the job unless it would be refused."""
         from tula_hpc.check.site import readable_here
         from tula_hpc.check.site_verdicts import Topic, failed, judge_data_here
         from tula_hpc.errors import LaunchError
 
-        on_slurm = self.cluster.executor == "slurm"
-        if on_slurm and not self._ask_slurm():
+        if self.cluster.executor == "slurm" and not self._ask_slurm():
             return
         folder = self.workload.data_dir
         if folder is not None:
@@ -177,17 +178,17 @@ class _Check:
                 [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False
             )
         except KeyboardInterrupt:
-            # sbatch may have been heard
+            # Slurm may have accepted the job
             self.job = next(iter(self.launcher.find_lost()), None)
             raise
         except LaunchError as error:
-            remedy = "change what it complains of and run the check again"
+            remedy = "fix the cause and run the check again"
             self.verdicts.append(failed(Topic.JOB, str(error), remedy))
             return
         _say(f"job {self.job.job_id} is submitted: at most {MINUTES} minutes")
 
     def _ask_slurm(self) -> bool:
-        """Judge the site; returns whether there is a place for a job."""
+        """Judge the site; return whether it has a partition for the job."""
         from tula_hpc.check.site import ask_site
         from tula_hpc.check.site_verdicts import Topic, failed, judge_site
         from tula_hpc.errors import LaunchError
@@ -210,7 +211,7 @@ class _Check:
         return Launcher(self.cluster, self.launcher.run, self.launcher.name)
 
     def finish(self, wait_s: float) -> None:
-        """Wait for the job and judge what its workers report."""
+        """Wait for the job and judge its workers' reports."""
         from tula_hpc.check.rank_verdicts import judge_job, judge_network
 
         if self.job is None:
@@ -236,11 +237,11 @@ class _Check:
 
     @property
     def has_telling_logs(self) -> bool:
-        """Whether the job began and did not come to its end."""
+        """Tell whether the job began and did not run to its end."""
         return self.job is not None and not self.is_complete and bool(self.job.log_files())
 
     def as_json(self) -> dict[str, object]:
-        """Return what `--json` prints of it."""
+        """Return this partition's part of `--json`."""
         return {
             "partition": self.partition,
             "verdicts": [verdict.model_dump(mode="json") for verdict in self.verdicts],
@@ -251,7 +252,7 @@ class _Check:
 
 
 def _for_check(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with nccl's own account of the network that it takes."""
+    """Return the cluster with nccl's log of the network that it takes."""
     telling = (
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
     )
@@ -265,21 +266,20 @@ class _Watch:
     def __init__(self, launcher: Launcher, job: Submitted, task: CheckJob, expected: int) -> None:
         self.launcher, self.job, self.task, self.expected = launcher, job, task, expected
         self.reports: list[RankReport] = []
-        self._said = ""
+        self._shown = ""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers have reported all."""
+        """Tell whether all workers have finished their reports."""
         return len(self.reports) == self.expected and all(each.finished for each in self.reports)
 
     def follow(self, wait_s: float) -> list[Verdict]:
-        """Wait; returns what is wrong with the job itself."""
+        """Wait; return the verdicts on the job itself."""
         from tula_hpc.launch.reasons import explain, waits
 
         ends = time.monotonic() + wait_s
         gone = 0
-        polls = GONE_POLLS if self.launcher.cluster.executor == "slurm" else 1
-        while gone < polls:
+        while gone < self.launcher.executor.limits.gone_polls:
             state = self.launcher.active([self.job]).get(self.job.job_id)
             self.reports = self.task.reports()
             if self.is_complete:
@@ -300,9 +300,9 @@ class _Watch:
         return [] if self.is_complete else [self._ended_early()]
 
     def _say(self, words: str) -> None:
-        if words != self._said:
+        if words != self._shown:
             _say(f"job {self.job.job_id} {words}")
-            self._said = words
+            self._shown = words
 
     def _complete_requeued(self) -> None:
         """Take the requeue for granted where it ended rank 0 before that could say so."""
@@ -333,9 +333,7 @@ def _not_started(why: str, wait_s: float, *, stuck: bool) -> Verdict:
     from tula_hpc.check.site_verdicts import Topic, failed
 
     if stuck:
-        return failed(
-            Topic.JOB, f"will not start: {why}", "change what it waits for and run the check again"
-        )
+        return failed(Topic.JOB, f"will not start: {why}", "fix the cause and run the check again")
     found = f"did not start within {wait_s / 60:g} minutes: {why}"
     return failed(
         Topic.JOB, found, "run the check again when nodes are free, or with more --wait-minutes"
@@ -347,7 +345,7 @@ _NETWORK = re.compile(r"NCCL INFO .*Using network (\S+)")
 
 
 def _networks(job: Submitted) -> list[str]:
-    """Return which networks nccl says that it uses."""
+    """Return the networks that nccl names in its log."""
     from tula_hpc.launch.reasons import last_bytes
 
     found: set[str] = set()

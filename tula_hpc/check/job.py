@@ -1,14 +1,16 @@
-"""The job of `tula_hpc.check`: its callable, and what its workers report. Imports no torch."""
+"""Job of `tula_hpc.check`: its data, and the records that its workers report. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.leaving import leaving_at_once
 from tula_hpc.env import join_job, restart_count
 from tula_hpc.launch.job_specs import Requeueable
@@ -18,7 +20,7 @@ VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
 
 
 class Probe(StrEnum):
-    """What each worker measures; the result is the field of `RankReport` of the same name."""
+    """Measurement of a worker; its result is the field of `RankReport` of the same name."""
 
     DEVICE = "device"
     MEETING = "meeting"
@@ -32,7 +34,7 @@ class Probe(StrEnum):
 
 
 class Scope(StrEnum):
-    """Which workers take part in a timed all-reduce."""
+    """Workers that take part in a timed all-reduce."""
 
     ALL = "all"
     NODE = "node"
@@ -40,7 +42,7 @@ class Scope(StrEnum):
 
 
 class Skip(StrEnum):
-    """Why no collective was tried: it would have killed the workers or hung."""
+    """Reason for which no collective was tried: it would have killed the workers or hung."""
 
     SINGLE_WORKER = "single_worker"
     NO_DEVICE = "no_device"
@@ -59,7 +61,7 @@ class Interface(Record):
 
 
 class Host(Record):
-    """What a worker finds on its node before it imports torch."""
+    """A worker's node, described before torch is imported."""
 
     cores: tuple[int, ...]
     node_cores: int
@@ -74,14 +76,14 @@ class Host(Record):
     wanted_interface: str = ""
 
     def lacks_interface(self, backend: str) -> bool:
-        """Whether the variable asks for interfaces of which this node has none."""
+        """Tell whether this node has none of the interfaces that the variable names."""
         wanted = [name for name in self.wanted_interface.split(",") if name]
         if not wanted or self.wanted_interface.startswith("^"):
             return False
         return not self.chosen_interfaces(backend)
 
     def chosen_interfaces(self, backend: str) -> list[Interface]:
-        """Interfaces that collectives over sockets may use, by the libraries' own rules.
+        """Return the interfaces that collectives over sockets may use, by the libraries' own rules.
 
         gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after
         "^".
@@ -116,7 +118,7 @@ class Device(Record):
 
 
 class Meeting(Record):
-    """How long this worker took to meet the others."""
+    """Time that this worker took to meet the others."""
 
     seconds: float
 
@@ -136,7 +138,7 @@ class Transfer(Record):
 
 
 class Signal(Record):
-    """Whether USR2, sent through Slurm to the whole job, reached this worker."""
+    """Arrival of USR2, sent through Slurm to the whole job."""
 
     arrived: bool
     # words of scancel, on the worker that asked
@@ -151,7 +153,7 @@ class Data(Record):
 
 
 class Loader(Record):
-    """Images that the workload's loader gave, after what lay ready."""
+    """Images from the workload's loader, after those that were ready."""
 
     dataset: str
     processes: int
@@ -183,7 +185,7 @@ class Requeue(Record):
 
 
 class RankReport(Record):
-    """All that one worker found; on disk after each probe, as the next may kill the process."""
+    """Report of one worker; on disk after each probe, as the next may kill the process."""
 
     rank: int
     node_rank: int
@@ -215,37 +217,38 @@ class CheckJob(Requeueable):
         cluster: The cluster, or one partition of it.
         workload: Data and loader to measure.
         nodes: Of the job.
-        folder: Where each worker leaves its report.
+        folder: For each worker's report.
     """
+
+    run: ClassVar[str] = "tula_hpc.check.job:run"
 
     cluster: ClusterSpec
     workload: WorkloadSpec
     nodes: int
     folder: Path
 
-    def __call__(self) -> None:
-        """Measure and report; every worker calls this."""
-        # The requeue is the last that is tested; the command cancels the job then.
-        if restart_count() > 0:
-            return
-        from tula_hpc.ddp.agreement import StopRequest
-
-        stop = StopRequest().install()
-        env = join_job()
-        from tula_hpc.check.probes import run_probes
-
-        with leaving_at_once():
-            run_probes(self, env, stop)
-
     def report_file(self, rank: int) -> Path:
-        """Where one worker reports."""
+        """Return the file of one worker's report."""
         return self.folder / f"rank-{rank}.json"
 
     def reports(self) -> list[RankReport]:
-        """What the workers have reported so far, by rank.
+        """Return the workers' reports so far, by rank.
 
         Raises:
             RunDirectoryError: A report is damaged.
         """
         reports = [read_document(RankReport, path) for path in self.folder.glob("rank-*.json")]
         return sorted(reports, key=lambda report: report.rank)
+
+
+def run(job: CheckJob) -> None:
+    """Measure and report; every worker calls this."""
+    # The requeue is the last that is tested; the command cancels the job then.
+    if restart_count() > 0:
+        return
+    stop = StopRequest().install()
+    env = join_job()
+    from tula_hpc.check.probes import run_probes
+
+    with leaving_at_once():
+        run_probes(job, env, stop)

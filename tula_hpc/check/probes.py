@@ -1,6 +1,6 @@
-"""What the workers of `tula_hpc.check` measure on their nodes.
+"""Measurements of the workers of `tula_hpc.check` on their nodes.
 
-No probe may hide what another one finds: each is limited in time, its error is part of the report,
+No probe may hide the findings of another: each is limited in time, its error is part of the report,
 and the report is on disk before the next one begins. Those that can kill the job, or end it on
 purpose, come last.
 """
@@ -139,7 +139,7 @@ class Reporter:
         )
 
     def attempt(self, probe: Probe, measure: Callable[[], Record], limit_s: int = PROBE_S) -> None:
-        """Report what a probe measures, or how it failed."""
+        """Report a probe's result, or its error."""
         self._note(at_work_on=probe)
         try:
             with _time_limit(limit_s):
@@ -151,11 +151,11 @@ class Reporter:
             self._note(**{probe.value: found})
 
     def describe_host(self, cluster: ClusterSpec) -> None:
-        """Report what is known without any probe."""
+        """Report the node, which needs no probe."""
         self._note(host=describe_host(backend_of(cluster)))
 
     def finish(self) -> None:
-        """Say that nothing more will come."""
+        """Mark the report as finished."""
         self._note(at_work_on=None, finished=True)
 
     def _note(self, **fields: object) -> None:
@@ -271,7 +271,7 @@ def _infiniband_ports() -> Iterator[Interface]:
 
 
 def _read(path: Path) -> str:
-    """Return a line of sysfs; empty where the kernel refuses, as it does for what is down."""
+    """Return a line of sysfs; empty where the kernel refuses, as for interfaces that are down."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -399,7 +399,7 @@ def look_into(folder: Path) -> Data:
 
 
 def time_loader(job: CheckJob, place: WorkerEnvironment) -> Loader:
-    """Time the loader alone, on all workers at once, after what its processes had ready."""
+    """Time the loader alone, on all workers at once, after the batches that were ready."""
     spec = job.workload
     train = build_data(spec).train
     samples = len(train)  # type: ignore[arg-type] # checked when the data was built

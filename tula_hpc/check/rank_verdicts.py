@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check` on what its workers reported: pure functions of `check_job`'s facts.
+"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `job`.
 
 Every threshold stands here, with its reason.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from tula_hpc.check.job import (
     AllReduce,
@@ -39,13 +40,14 @@ LEAST_LINK_SHARE = 1 / 3
 # PCIe 3 x16 gives 12 GB/s from pinned memory; a fifth of that is a narrow bus.
 LEAST_TRANSFER_GBS = 2.5
 
+T = TypeVar("T")
 Known = Sequence[tuple[RankReport, Device]]
 
 
 def judge_job(
     cluster: ClusterSpec, workload: WorkloadSpec, reports: Sequence[RankReport], expected: int
 ) -> list[Verdict]:
-    """Judge what the workers of the job reported.
+    """Judge the reports of the job's workers.
 
     Args:
         cluster: Where the job ran.
@@ -92,8 +94,10 @@ REMEDY_OF = {
     Probe.TRANSFER: "report the node to the site, and keep off it with [sbatch] exclude",
     Probe.SIGNAL: "ask the site whether jobs may be signalled",
     Probe.DATA: "set workload.data_dir to a folder that all nodes see",
-    Probe.LOADER: "see workload.data_dir and loader_workers; file systems that are slow to list take long",
-    Probe.COLLECTIVES: "name the interface that connects the nodes, see interfaces; NCCL_DEBUG=INFO tells more",
+    Probe.LOADER: "see workload.data_dir and loader_workers; slow file systems take long to list",
+    Probe.COLLECTIVES: (
+        "name the interface that connects the nodes, see interfaces; NCCL_DEBUG=INFO tells more"
+    ),
     Probe.REQUEUE: "ask the site whether jobs may be requeued",
 }
 
@@ -115,6 +119,23 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         yield make(TOPIC_OF[probe], f"{_named(hosts)}: {text}", REMEDY_OF[probe], hosts)
 
 
+def _having(
+    reports: Sequence[RankReport], result: Callable[[RankReport], T | None]
+) -> list[tuple[RankReport, T]]:
+    """Return the reports that have a result, each with it."""
+    pairs = [(report, result(report)) for report in reports]
+    return [(report, found) for report, found in pairs if found is not None]
+
+
+def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
+    return _having(reports, lambda report: report.host)
+
+
+def _where(known: Iterable[tuple[RankReport, T]], holds: Callable[[T], bool]) -> list[str]:
+    """Return the host names of the results for which something holds."""
+    return [report.hostname for report, result in known if holds(result)]
+
+
 def _named(hosts: Iterable[str]) -> str:
     """Name hosts once each, of many only the first."""
     names = sorted(set(hosts))
@@ -133,7 +154,7 @@ def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
 
 
 def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = [(report, report.device) for report in reports if report.device is not None]
+    known = _having(reports, lambda report: report.device)
     if not known:
         yield from _judge_given(reports)
         return
@@ -145,7 +166,7 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
     if cluster.device == "cpu":
         if len(names) == 1:
             yield ok(Topic.DEVICES, kinds)
-        yield ok(Topic.VERSIONS, f"torch {', '.join(sorted({d.torch for _, d in known}))}")
+        yield ok(Topic.VERSIONS, f"torch {_versions(device.torch for _, device in known)}")
         return
     ranks: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report, device in known:
@@ -157,11 +178,15 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
         yield ok(Topic.DEVICES, f"{kinds}, each worker with one of its own")
     yield from _judge_kernels(known)
     yield from _judge_device_memory(cluster, known)
-    torch, drivers, nccl = (
-        ", ".join(sorted({getattr(device, name) for _, device in known} - {""})) or "unknown"
-        for name in ("torch", "driver", "nccl")
-    )
-    yield ok(Topic.VERSIONS, f"torch {torch}, driver {drivers}, NCCL {nccl}")
+    devices = [device for _, device in known]
+    torch = _versions(device.torch for device in devices)
+    driver = _versions(device.driver for device in devices)
+    nccl = _versions(device.nccl for device in devices)
+    yield ok(Topic.VERSIONS, f"torch {torch}, driver {driver}, NCCL {nccl}")
+
+
+def _versions(found: Iterable[str]) -> str:
+    return ", ".join(sorted(set(found) - {""})) or "unknown"
 
 
 def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
@@ -199,16 +224,13 @@ def _judge_kernels(known: Known) -> Iterator[Verdict]:
 
 def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict]:
     total = min((device.total_bytes for _, device in known if device.total_bytes), default=0)
-    used = [
-        report.hostname
-        for report, device in known
-        if device.free_bytes is not None
-        and device.total_bytes
-        and device.free_bytes < LEAST_FREE_SHARE * device.total_bytes
-    ]
+    used = _where(known, _in_use)
     if used:
         found = f"on {_named(used)} some of it is in use before the job begins"
-        remedy = "see nvidia-smi there; exclusive = true keeps others off, left-over processes are the site's"
+        remedy = (
+            "see nvidia-smi there; exclusive = true keeps others off, "
+            "left-over processes are the site's"
+        )
         yield warning(Topic.DEVICE_MEMORY, found, remedy, used)
     typed = cluster.memory_limit_bytes
     if total and typed is not None and typed > total:
@@ -222,8 +244,10 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
         yield ok(Topic.DEVICE_MEMORY, f"{format_bytes(total)} each{at_least}")
 
 
-def _hosts(reports: Sequence[RankReport]) -> list[tuple[RankReport, Host]]:
-    return [(report, report.host) for report in reports if report.host is not None]
+def _in_use(device: Device) -> bool:
+    if device.free_bytes is None or not device.total_bytes:
+        return False
+    return device.free_bytes < LEAST_FREE_SHARE * device.total_bytes
 
 
 def _judge_cores(
@@ -231,10 +255,11 @@ def _judge_cores(
 ) -> Iterator[Verdict]:
     known = _hosts(reports)
     wanted = cluster.cpus_per_worker
-    fewer = [report.hostname for report, host in known if len(host.cores) < wanted]
+    fewer = _where(known, lambda host: len(host.cores) < wanted)
     least = min(len(host.cores) for _, host in known)
+    usable = f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
     if fewer:
-        found = f"on {_named(fewer)} a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
+        found = f"on {_named(fewer)} {usable}"
         remedy = (
             "see srun_args: what binds tasks to cores has to leave each cpus_per_worker of them"
         )
@@ -251,35 +276,30 @@ def _judge_cores(
         remedy = f"set cpus_per_worker = {workload.loader_workers + 1} or lower loader_workers"
         yield warning(Topic.CORES, found, remedy)
     elif not fewer and not sharing:
-        yield ok(
-            Topic.CORES, f"a worker may use {plural(least, 'core')}; cpus_per_worker = {wanted}"
-        )
+        yield ok(Topic.CORES, usable)
 
 
 def _shares_cores(report: RankReport, host: Host, known: Sequence[tuple[RankReport, Host]]) -> bool:
-    """Whether a worker is bound to cores to which another of its node is bound, too."""
+    """Tell whether a worker is bound to cores to which another of its node is bound, too."""
     if len(host.cores) == host.node_cores:
         return False
-    others = [
-        set(each.cores)
-        for other, each in known
-        if other.hostname == report.hostname and other.rank != report.rank
-    ]
-    return any(cores & set(host.cores) for cores in others if len(cores) < host.node_cores)
+    for other, its_host in known:
+        if other.hostname == report.hostname and other.rank != report.rank:
+            cores = set(its_host.cores)
+            if len(cores) < host.node_cores and cores & set(host.cores):
+                return True
+    return False
 
 
 def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterator[Verdict]:
     known = _hosts(reports)
-    few = [report.hostname for report, host in known if host.open_files < LEAST_OPEN_FILES]
+    few = _where(known, lambda host: host.open_files < LEAST_OPEN_FILES)
     least = min(host.open_files for _, host in known)
     if few:
         found = f"on {_named(few)} a worker may open {least} files"
         yield warning(Topic.LIMITS, found, 'setup = ["ulimit -n 65536"]', few)
-    locked = [
-        report.hostname
-        for report, host in known
-        if host.memlock_bytes is not None and any(each.infiniband for each in host.interfaces)
-    ]
+    with_ports = [pair for pair in known if any(each.infiniband for each in pair[1].interfaces)]
+    locked = _where(with_ports, lambda host: host.memlock_bytes is not None)
     if locked and cluster.device == "cuda":
         found = (
             f"on {_named(locked)} locked memory is limited, which InfiniBand needs without limit"
@@ -287,10 +307,8 @@ def _judge_limits(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Iterat
         remedy = 'setup = ["ulimit -l unlimited"]; where that is refused, ask the site'
         yield warning(Topic.LIMITS, found, remedy, locked)
     elif not few:
-        memlock = min(
-            (h.memlock_bytes for _, h in known if h.memlock_bytes is not None), default=None
-        )
-        shown = "unlimited" if memlock is None else format_bytes(memlock)
+        limits = [h.memlock_bytes for _, h in known if h.memlock_bytes is not None]
+        shown = format_bytes(min(limits)) if limits else "unlimited"
         yield ok(Topic.LIMITS, f"{least} open files, locked memory {shown}")
 
 
@@ -314,7 +332,7 @@ def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> It
     backend = "nccl" if cluster.device == "cuda" else "gloo"
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     wanted = known[0][1].wanted_interface
-    lacking = [report.hostname for report, host in known if host.lacks_interface(backend)]
+    lacking = _where(known, lambda host: host.lacks_interface(backend))
     if lacking:
         example = next(host for report, host in known if report.hostname == lacking[0])
         there = ", ".join(map(_rate, _candidates(example))) or "none that is up"
@@ -324,12 +342,8 @@ def _judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> It
         )
         return
     chosen = {each.name: each for _, host in known for each in host.chosen_interfaces(backend)}
-    down = [
-        report.hostname
-        for report, host in known
-        if wanted and not any(each.up for each in host.chosen_interfaces(backend))
-    ]
-    if down:
+    down = _where(known, lambda host: not any(i.up for i in host.chosen_interfaces(backend)))
+    if wanted and down:
         found = f"{variable}={wanted}, which is down on {_named(down)}"
         yield failed(
             Topic.INTERFACES, found, "use one that is up, or report the nodes to the site", down
@@ -360,10 +374,11 @@ def _rate(interface: Interface) -> str:
 
 
 def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    times = {report.rank: report.compute.times_s for report in reports if report.compute}
-    if not times:
+    known = _having(reports, lambda report: report.compute)
+    if not known:
         return
-    flops = next(report.compute.flops for report in reports if report.compute)
+    times = {report.rank: compute.times_s for report, compute in known}
+    flops = known[0][1].flops
     medians = {rank: statistics.median(each) for rank, each in times.items()}
     slow = slow_ranks(times)
     if slow:
@@ -371,8 +386,14 @@ def _judge_compute(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         worst = max(medians[rank] for rank in slow)
         hosts = [report.hostname for report in reports if report.rank in slow]
         who = ", ".join(f"rank {rank}" for rank in sorted(slow)) + f" on {_named(hosts)}"
-        found = f"{who}: {worst / others:.1f} times the time of the others, and all wait for the slowest"
-        remedy = "see what else runs there; report the node to the site, or keep off it with [sbatch] exclude"
+        found = (
+            f"{who}: {worst / others:.1f} times the time of the others, "
+            "and all wait for the slowest"
+        )
+        remedy = (
+            "see what else runs there; report the node to the site, "
+            "or keep off it with [sbatch] exclude"
+        )
         yield warning(Topic.COMPUTE, found, remedy, hosts)
         return
     rates = sorted(flops / each / GB for each in medians.values())
@@ -404,15 +425,14 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _judge_transfer(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    rates = {
-        report: report.transfer.payload_bytes / statistics.median(report.transfer.times_s) / GB
-        for report in reports
-        if report.transfer
-    }
+    rates = [
+        (report, transfer.payload_bytes / statistics.median(transfer.times_s) / GB)
+        for report, transfer in _having(reports, lambda report: report.transfer)
+    ]
     if not rates:
         return
-    shown = f"{_range(sorted(rates.values()))} GB/s"
-    slow = [report.hostname for report, rate in rates.items() if rate < LEAST_TRANSFER_GBS]
+    shown = f"{_range(sorted(rate for _, rate in rates))} GB/s"
+    slow = _where(rates, lambda rate: rate < LEAST_TRANSFER_GBS)
     if slow:
         found = f"{shown}; {_named(slow)} is below {LEAST_TRANSFER_GBS:g}"
         remedy = "ask the site how the GPUs are attached; bind workers to the cores beside them"
@@ -445,7 +465,8 @@ def _judge_collectives(cluster: ClusterSpec, reports: Sequence[RankReport]) -> I
     link_gbs = _link_gbs(reports, known[0].backend)
     crossing = rates.get(Scope.BETWEEN, rates[Scope.ALL])
     if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
-        found = f"{found}, {crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)} that the link is said to carry"
+        share = f"{crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)}"
+        found = f"{found}, {share} that the link should carry"
         remedy = (
             "see interfaces; look for a link that is slow or shared, and for cores that are too few"
         )
@@ -490,11 +511,11 @@ def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
 
 
 def _judge_data(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = [(report, report.data) for report in reports if report.data]
+    known = _having(reports, lambda report: report.data)
     if not known:
         return
     folder = known[0][1].folder
-    lacking = [report.hostname for report, data in known if not data.readable]
+    lacking = _where(known, lambda data: not data.readable)
     if lacking:
         remedy = REMEDY_OF[Probe.DATA]
         yield failed(Topic.DATA_THERE, f"{_named(lacking)} cannot read {folder}", remedy, lacking)
@@ -513,11 +534,11 @@ def _judge_loader(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
-    known = [(report, report.signal) for report in reports if report.signal]
+    known = _having(reports, lambda report: report.signal)
     if not known:
         return
     refused = next((each.refused for _, each in known if each.refused), "")
-    deaf = [report.hostname for report, each in known if not each.arrived]
+    deaf = _where(known, lambda each: not each.arrived)
     if refused:
         remedy = "make Slurm's commands work in jobs: trainings ask for their requeue from there"
         yield failed(Topic.SIGNAL, f"scancel on a node: {refused}", remedy)

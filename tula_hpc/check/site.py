@@ -1,6 +1,6 @@
-"""What a login node can tell of a cluster for `tula_hpc.check`: what Slurm says of it.
+"""Slurm's description of a cluster, as a login node sees it, for `tula_hpc.check`.
 
-Formats: scontrol(1), sinfo(1) and sacctmgr(1). What a site does not show is None or empty.
+Formats: scontrol(1), sinfo(1) and sacctmgr(1). Fields that a site does not show are None or empty.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Nodes(Record):
 
     @property
     def usable(self) -> bool:
-        """Whether jobs may come to run there, now or later."""
+        """Tell whether jobs may come to run there, now or later."""
         return not re.search("down|drain|fail|maint|power.*down|unk", self.state.lower())
 
 
@@ -63,7 +63,7 @@ class Limits(Record):
 
 
 class Answer(Record):
-    """What `sbatch --test-only` says of a job like those that a sweep submits."""
+    """Answer of `sbatch --test-only` to a job like those that a sweep submits."""
 
     job: str
     minutes: int
@@ -250,7 +250,7 @@ def _answer(launcher: Launcher, job: str, minutes: int, nodes: int) -> Answer:
 
 
 def readable_here(folder: Path) -> bool:
-    """Whether this machine sees a data folder and may list it."""
+    """Tell whether this machine sees a data folder and may list it."""
     try:
         next(folder.iterdir(), None)
     except OSError:

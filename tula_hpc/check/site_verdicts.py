@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check`, and those on what Slurm says: pure functions of `check_site`'s facts."""
+"""Verdicts of `tula_hpc.check`, and those on Slurm's answers: functions of `site`'s records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_MEMORY_SHARE = 0.5
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity of a verdict."""
 
     OK = "ok"
     WARNING = "warning"
@@ -26,7 +26,7 @@ class Level(StrEnum):
 
 
 class Topic(StrEnum):
-    """What a verdict is about, in the order of the table."""
+    """Subject of a verdict, in the order of the table."""
 
     SLURM = "slurm"
     PARTITION = "partition"
@@ -62,9 +62,9 @@ class Verdict(Record):
     topic: Topic
     level: Level
     found: str
-    # what to do; empty where all is well
+    # advice; empty where all is well
     remedy: str = ""
-    # of which it is said, where not of all
+    # the hosts concerned, if not all
     hosts: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ def _once(hosts: Iterable[str]) -> tuple[str, ...]:
 
 
 def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
-    """Judge what Slurm says of the place where jobs are to run."""
+    """Judge Slurm's description of the place where jobs are to run."""
     if site.partition is None:
         wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
         there = ", ".join(site.partitions) or "none that you may see"
@@ -231,7 +231,7 @@ def _reasons(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
 
 
 def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
-    """Say what a job asks for that nodes of this kind do not have."""
+    """Return the demands of a job that nodes of this kind cannot meet."""
     misfits = []
     cores = cluster.workers_per_node * cluster.cpus_per_worker
     if cores > nodes.cpus:
@@ -297,7 +297,8 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
         elif answer.accepted:
             yield ok(Topic.SBATCH, f"{job}: {answer.text}")
         else:
-            remedy = f"change what it complains of; {command_line('sweep', '--dry-run')} shows the script"
+            shown = f"{command_line('sweep', '--dry-run')} shows the script"
+            remedy = f"fix the cause; {shown}"
             yield failed(Topic.SBATCH, f"{job}: {answer.text}", remedy)
 
 

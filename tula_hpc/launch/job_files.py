@@ -1,27 +1,21 @@
-"""The pickle of a job: written by who submits it, with its SHA-256, and loaded by the job only if it is that one.
+"""Files that a job starts from: its pickle, and the shell lines of `setup` and `[environment]`.
 
+The pickle is written by who submits, with its SHA-256, and the job loads only bytes of that hash.
 Whoever may write to a folder above the run directory can put another folder in its place while a
-job waits, one of the job's owner too, which then holds a link to, or a file of, a stranger. So the
-folder's owner proves nothing. The hash travels in the batch script, which Slurm keeps from the time
-of the submission on, or in the environment of a local job.
+job waits, so the folder's owner proves nothing. The hash travels in the batch script, which Slurm
+keeps from the submission on, or in the environment of a local job. What remains: who can change
+the script (its owner, administrators, or somebody who exchanges the folder in the moment in which
+sbatch reads it) or the job's Python runs what they like, and whoever can exchange the folder can
+keep the job from running.
 
-submitit writes the pickle of a job that it requeues anew, on the node, where no script knows its
-hash. All that differs is how many time-outs the job may still have. Here only this number is
-written, as text, and a job may never have more of them than its pickle says: whoever forges it ends
-a job's requeues early, or keeps them at their first number.
+submitit pickles a job again when it requeues it, on the node, where no script knows that hash. All
+that differs is how many time-outs are left. Here only this number is written, as text, and a job
+never has more of them than its pickle says: a forged number ends its requeues early at worst.
 
-What remains: who can change the script (its owner, the site's administrators; or a stranger who
-exchanges the folder in the moment in which sbatch reads it) or the job's Python and its modules
-runs what he likes, and whoever can exchange the folder can keep the job from running.
-
-What the shell of a job does first, `setup` and `[environment]` of the cluster file, without anybody
-seeing it.
-
-Both may hold keys and passwords. A command line is shown to everybody on the machine, and a script
-to whoever it is mailed to. So the lines travel in a file of the submission's folder, for its owner
-alone. The shell of the job knows the file's SHA-256 and evaluates the very text that has it, for
-the reason that `job_pickle` gives; the file begins with a random number, so that nobody can find a
-short password by trying hashes.
+Setup lines may hold keys and passwords, but command lines are visible to everybody on the machine,
+and scripts to whoever they are mailed to. So the lines travel in a file of the submission's folder,
+for its owner alone. The job's shell knows the file's SHA-256 and evaluates the very text that has
+it; the file begins with a random number, so that short passwords cannot be found by trying hashes.
 """
 
 from __future__ import annotations
@@ -34,7 +28,9 @@ import re
 import secrets
 import shlex
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -45,12 +41,15 @@ from tula_hpc.files import in_words, read_bounded
 from tula_hpc.records import write_atomically
 from tula_hpc.search_path import is_found_elsewhere
 
-WHAT_TO_DO = "nothing of it is executed; look at who may write to the folders above it, and submit the job again"
+WHAT_TO_DO = (
+    "nothing of it is executed; look at who may write to the folders above it, "
+    "and submit the job again"
+)
 SETUP_FILE = "setup.sh"
 
 
 def write_setup(folder: Path, cluster: ClusterSpec) -> str:
-    """Write the file; returns its SHA-256.
+    """Write the setup file; return its SHA-256.
 
     Raises:
         StorageError: It cannot be written.
@@ -61,10 +60,9 @@ def write_setup(folder: Path, cluster: ClusterSpec) -> str:
 
 
 def setup_text(cluster: ClusterSpec) -> str:
-    """Return the lines, so that `$tula_setup` is `done` behind them.
+    """Return the setup lines, after which `$tula_setup` is `done`.
 
-    On this machine a line that fails ends the job, on Slurm it is up to the lines what they do
-    then.
+    On this machine a line that fails ends the job; on Slurm the lines themselves decide.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in _variables(cluster).items()]
     lines = [*cluster.setup, *exports, "tula_setup=done"]
@@ -79,7 +77,7 @@ def _variables(cluster: ClusterSpec) -> dict[str, str]:
 
 
 def run_setup(folder: Path, sha256: str) -> list[str]:
-    """Shell lines that run the file, if it is still the same; what ends early or is no shell ends the job."""
+    """Return shell lines that run the setup file; a changed or unfinished one ends the job."""
     path = folder / SETUP_FILE
     return [
         f"tula_setup=$(cat {shlex.quote(str(path))})",
@@ -90,7 +88,7 @@ def run_setup(folder: Path, sha256: str) -> list[str]:
         ),
         'eval "$tula_setup"',
         _or_end(
-            '[ "$tula_setup" = done ]', f"{path}: setup of the cluster file did not come to its end"
+            '[ "$tula_setup" = done ]', f"{path}: setup of the cluster file did not run to its end"
         ),
     ]
 
@@ -100,7 +98,7 @@ def _or_end(condition: str, words: str) -> str:
 
 
 def describe_setup(cluster: ClusterSpec) -> str:
-    """Return a comment for the script, which names the variables and counts the lines."""
+    """Return a comment for the script that names the variables and counts the setup lines."""
     count = f"{len(cluster.setup)} line{'' if len(cluster.setup) == 1 else 's'} of setup"
     return f"# {SETUP_FILE}, for you alone: {count}; variables {', '.join(_variables(cluster))}"
 
@@ -110,7 +108,7 @@ MOST_BYTES = 2**28
 
 
 def write_pickle(folder: Path, index: int, job: DelayedSubmission) -> str:
-    """Write `task-<index>.pkl`, for its owner alone; returns its SHA-256, of what was to be written.
+    """Write `task-<index>.pkl`, for its owner alone; return the SHA-256 of the intended bytes.
 
     Raises:
         OSError: It cannot be written, or is there already.
@@ -122,13 +120,32 @@ def write_pickle(folder: Path, index: int, job: DelayedSubmission) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def write_pickles(
+    folder: Path, tasks: Sequence[Callable[[], Any]], minutes: int, time_outs: int
+) -> list[str]:
+    """Write the pickle of every task; return their SHA-256.
+
+    Raises:
+        OSError: One cannot be written, or is there already.
+    """
+    hashes = []
+    for index, task in enumerate(tasks):
+        job = DelayedSubmission(task)
+        job.set_timeout(minutes, time_outs)
+        hashes.append(write_pickle(folder, index, job))
+    return hashes
+
+
 def job_command(python: str, folder: Path, index: int | str, sha256: str) -> str:
-    """Return what a worker of a job runs, as shell words; an index and a hash may be what the shell makes of them."""
+    """Return the command of a job's worker, as shell words.
+
+    Index and hash may be shell expressions.
+    """
     return f"{python} -u -m tula_hpc.launch.job_start {shlex.quote(str(folder))} {index} {sha256}"
 
 
 def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
-    """Load a job, from the very bytes that were found to have this hash.
+    """Load a job from the very bytes that have this hash.
 
     Raises:
         LaunchError: It is another one, or cannot be read.
@@ -143,7 +160,8 @@ def load_pickle(path: Path, sha256: str) -> DelayedSubmission:
             f"expected the pickle that was submitted, with SHA-256 {sha256}, found one with {found}"
         )
         raise LaunchError(f"{path}: {words}; {WHAT_TO_DO}")
-    job: DelayedSubmission = pickle.loads(content)  # noqa: S301 - these bytes are the submitter's own
+    # these bytes are the submitter's own
+    job: DelayedSubmission = pickle.loads(content)  # noqa: S301
     return job
 
 
@@ -161,7 +179,7 @@ def _read_unlinked(path: Path) -> bytes:
 
 
 class TimeOutsLeft(DelayedSubmission):
-    """What submitit writes down of a job when it requeues it: the number alone, see the module."""
+    """A job's remaining time-outs, all that submitit writes when it requeues it; see the module."""
 
     def dump(self, filepath: str | Path) -> None:
         """Write the number."""
@@ -169,16 +187,16 @@ class TimeOutsLeft(DelayedSubmission):
 
 
 class RequeuePaths(JobPaths):
-    """Where submitit writes that."""
+    """Paths of a job, with a text file in the place of the pickle of a requeue."""
 
     @property
     def submitted_pickle(self) -> Path:
-        """A text file in the place of a pickle."""
+        """Return the file of the remaining time-outs."""
         return self.folder / f"{self.job_id}_time_outs_left.txt"
 
 
 def with_time_outs_left(job: DelayedSubmission, paths: JobPaths) -> DelayedSubmission:
-    """Give a job that was requeued the number of time-outs that it has left, never more than it was submitted with."""
+    """Give a requeued job its remaining time-outs, never more than it was submitted with."""
     try:
         noted = read_bounded(paths.submitted_pickle, 100)
     except OSError:

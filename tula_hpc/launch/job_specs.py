@@ -1,36 +1,40 @@
-"""The callables that submitit sends to the nodes. Importing this imports no torch: login nodes only pickle them."""
+"""Jobs that run on nodes: data only. Importing this imports no torch: login nodes pickle them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.ddp.leaving import leaving_at_once
-from tula_hpc.env import join_job
-from tula_hpc.records import (
-    MAIN_LABEL,
-    Configuration,
-    Measurement,
-    RunDirectory,
-    read_records,
-    with_rank_files,
-)
+from tula_hpc.launch.job_files import TimeOutsLeft
+from tula_hpc.records import MAIN_LABEL, Configuration
+
+
+def resolve(name: str) -> Callable[[Any], Any]:
+    """Return the function that `module:function` names."""
+    module, _, function = name.partition(":")
+    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 class Requeueable:
-    """A job that submitit may start again as it is: what it has done is on disk."""
+    """A job that submitit may start again unchanged, since its progress is on disk.
+
+    Attributes:
+        run: `module:function` that does the job; every worker calls it with the job.
+    """
+
+    run: ClassVar[str]
 
     def __call__(self) -> Any:
         """Do the job; every worker calls this."""
-        raise NotImplementedError
+        return resolve(self.run)(self)
 
     def checkpoint(self) -> Any:
-        """What submitit writes down when it handles a signal itself; the job is the same, and is not pickled again."""
-        from tula_hpc.launch.job_files import TimeOutsLeft
-
+        """Return submitit's note for a requeue: the time-outs left, in place of a second pickle."""
         return TimeOutsLeft(self)
 
 
@@ -38,16 +42,24 @@ class Requeueable:
 class ProfileJob(Requeueable):
     """Measures configurations in one allocation, one after another.
 
-    Attributes: sweep: The frozen sweep. cluster: The frozen cluster, or that part of it which is
-        measured. configurations: The first to be measured; what the output already holds is not
-        measured again after a requeue. output: JSON Lines file that this job alone appends to.
-        nodes: Of the allocation. A configuration of fewer runs on the first of them. partition:
-        Which part of the cluster it is, see `Measurement.partition`. asks: Whether to go on, after
-        the list, with what the search proposes for these nodes. smaller: Whether that may be on
-        fewer of them: not while other jobs run, which may measure the same. since: Failures before
-        this time do not count for the search, see `counted`. trusted_batch: For the search, see
-        `propose`. submitted_at: Unix time.
+    Attributes:
+        sweep: The frozen sweep.
+        cluster: The frozen cluster, or the partition of it that is measured.
+        configurations: The first to be measured; those already in the output are left out after a
+            requeue.
+        output: JSON Lines file that this job alone appends to.
+        nodes: Of the allocation. A smaller configuration runs on the first of them.
+        partition: Name of the partition, see `Measurement.partition`.
+        asks: Whether to go on, after the list, with proposals of the search for these nodes.
+        smaller: Whether proposals may take fewer nodes: not while other jobs run, which may
+            measure the same.
+        since: Failures before this time do not count for the search, see
+            `measurements_for_search`.
+        trusted_batch: For the search, see `propose`.
+        submitted_at: Unix time.
     """
+
+    run: ClassVar[str] = "tula_hpc.profiling.job:run"
 
     sweep: SweepSpec
     cluster: ClusterSpec
@@ -61,37 +73,6 @@ class ProfileJob(Requeueable):
     trusted_batch: int | None = None
     submitted_at: float = 0.0
 
-    def __call__(self) -> int:
-        """Measure and append; every worker of the job calls this. Returns how many configurations are on record."""
-        from tula_hpc.profiling.work_queue import Agenda
-
-        env = join_job()
-        # says that the job began, before torch is imported, which takes seconds
-        agenda = Agenda(self, env)
-        from tula_hpc.ddp.device_errors import telling_broken_devices
-        from tula_hpc.profiling.session import run_profile
-
-        with leaving_at_once(), telling_broken_devices(self.output.parent.parent, "profile"):
-            return run_profile(self, env, agenda)
-
-    def recorded(self) -> list[Measurement]:
-        """What this job has written so far."""
-        return read_records(Measurement, with_rank_files(self.output)).records
-
-    def known(self) -> list[Measurement]:
-        """All that the run has measured on this part of the cluster, as far as it counts for the search."""
-        everything = read_records(Measurement, sorted(self.output.parent.glob("*.jsonl"))).records
-        return counted(everything, self.partition, self.since)
-
-
-def counted(measurements: Iterable[Measurement], partition: str, since: float) -> list[Measurement]:
-    """Those that count for the search on one part of the cluster.
-
-    A failure before `since`, in an earlier run of the command, may have been mended.
-    """
-    own = (m for m in measurements if m.partition == partition)
-    return [m for m in own if m.status != "failed" or m.finished_at >= since]
-
 
 @dataclass(frozen=True)
 class TrainJob(Requeueable):
@@ -103,8 +84,10 @@ class TrainJob(Requeueable):
         configuration: Nodes, workers per node and local batch to train with.
         root: The run directory.
         label: Name of this training inside the run directory.
-        partition: Which part of the cluster it is, see `Candidate.partition`.
+        partition: Name of the partition, see `Candidate.partition`.
     """
+
+    run: ClassVar[str] = "tula_hpc.training.job:run"
 
     sweep: SweepSpec
     cluster: ClusterSpec
@@ -112,29 +95,6 @@ class TrainJob(Requeueable):
     root: Path
     label: str = MAIN_LABEL
     partition: str = ""
-
-    def measurements(self) -> list[Measurement]:
-        """What was measured on this part of the cluster."""
-        everything = RunDirectory(self.root).measurements().records
-        return [m for m in everything if m.partition in ("", self.partition)]
-
-    def __call__(self) -> str:
-        """Train; every worker calls this.
-
-        Returns: `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
-            `preempted` if the job is on its way out.
-        """
-        from tula_hpc.ddp.agreement import StopRequest
-
-        # before torch is imported, which takes seconds
-        stop = StopRequest().install()
-        # it may have been deleted while this job waited
-        RunDirectory(self.root).make_train(self.label)
-        from tula_hpc.ddp.device_errors import telling_broken_devices
-        from tula_hpc.training.loop import run_training
-
-        with leaving_at_once(), telling_broken_devices(self.root, "train"):
-            return run_training(self, stop)
 
 
 @dataclass(frozen=True)
@@ -147,12 +107,8 @@ class ControlJob(Requeueable):
         started_at: Unix time of the command that was detached.
     """
 
+    run: ClassVar[str] = "tula_hpc.cli.controller:run_controller"
+
     root: Path
     until: str
     started_at: float
-
-    def __call__(self) -> None:
-        """Carry on."""
-        from tula_hpc.cli.controller import run_controller
-
-        run_controller(self)

@@ -1,10 +1,9 @@
-"""How each worker of a job begins: from the pickle that was submitted, and no other.
+"""Start of each worker of a job: it loads the pickle that was submitted, and no other.
 
     python -m tula_hpc.launch.job_start FOLDER INDEX SHA256
 
-It takes the place of `python -m submitit.core._submit FOLDER`, which unpickles what it finds.
-Signals are handled by submitit as there; what the job returns is not pickled, since nobody would
-load it.
+It replaces `python -m submitit.core._submit FOLDER`, which unpickles whatever it finds. submitit
+handles signals as there; the job's result is not pickled, since nothing would load it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     enter_submission(folder)
     env, logger = JobEnvironment(), get_logger()
     logger.info(f"Starting with {env}")
-    path = _pickle_of(env, Path(folder), index)
+    path = _pickle_path(env, Path(folder), index)
     logger.info(f"Loading pickle: {path}")
     _await(path)
     try:
@@ -47,7 +46,9 @@ def main(arguments: Sequence[str]) -> None:
     paths = RequeuePaths(folder, job_id=env.job_id, task_id=env.global_rank)
     job = with_time_outs_left(job, paths)
     if env.cluster == "slurm":
-        env._requeue = Requeue(env.job_id, job._timeout_countdown)  # type: ignore[method-assign] # which it calls
+        requeue = Requeue(env.job_id, job._timeout_countdown)
+        # submitit calls it
+        env._requeue = requeue  # type: ignore[method-assign]
     env._handle_signals(paths, job)
     try:
         job.result()
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Requeue:
-    """Asks for the requeue of a job that has to leave, in the place of submitit, which takes a refusal for a bug.
+    """Requeue of a job that has to leave, in place of submitit's, which takes a refusal for a bug.
 
     Args:
         job_id: Of the job.
@@ -69,14 +70,14 @@ class Requeue:
         self.job_id, self.time_outs_left = job_id, time_outs_left
 
     def __call__(self, countdown: int) -> None:
-        """Ask.
+        """Ask for it.
 
         Args:
-            countdown: Time-outs that are left now; fewer where submitit takes this for one.
+            countdown: Time-outs left now; fewer than before if submitit counts this as one.
 
         Raises:
-            UncompletedJobError: It is one, and refused.
-            PreemptedError: Refused.
+            UncompletedJobError: The job reached its time limit, and Slurm refused.
+            PreemptedError: Slurm refused.
         """
         words = slurm.requeue(self.job_id)
         if words is None:
@@ -90,14 +91,14 @@ class Requeue:
 
 
 def _await(path: Path) -> None:
-    """Wait a while for a file system that shows this node late what the submitter wrote."""
+    """Wait for a file system that shows this node late what another one wrote."""
     deadline = time.monotonic() + WAIT_S
     while not os.path.lexists(path) and time.monotonic() < deadline:
         time.sleep(1.0)
 
 
-def _pickle_of(env: JobEnvironment, folder: Path, index: str) -> Path:
-    """A job on this machine has taken its pickle for itself, see `local_jobs`."""
+def _pickle_path(env: JobEnvironment, folder: Path, index: str) -> Path:
+    # a job on this machine has renamed its pickle, see `local_executor.take_pickle`
     name = f"{index}-{env.job_id}" if env.cluster == "local" else f"task-{index}"
     return folder / f"{name}.pkl"
 

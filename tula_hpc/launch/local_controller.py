@@ -1,4 +1,4 @@
-"""submitit's controller of a job on this machine, which also ends the job when one of its workers has failed.
+"""submitit's controller of a local job, which also ends the job when one of its workers has failed.
 
     python -m tula_hpc.launch.local_controller FOLDER
 
@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 
 class EndingController(Controller):
-    """See the module."""
+    """Controller that ends a job's other workers after one has failed."""
 
     def start_tasks(self) -> None:
         """Start the workers, and a thread that watches them."""
@@ -38,7 +38,7 @@ class EndingController(Controller):
         Thread(target=self._end_after_a_failure, args=(list(self.tasks),), daemon=True).start()
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """As submitit's; who was killed is told in srun's words, as nobody else here would."""
+        """Wait as submitit does; report a killed worker in srun's words."""
         codes = super().wait(freq)
         for rank, code in enumerate(codes):
             if code == -SIGKILL and rank not in self.ended:

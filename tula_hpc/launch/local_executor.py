@@ -1,16 +1,13 @@
-"""Jobs on this machine through submitit's local executor; none is lost where the command is killed meanwhile.
+"""Executor of jobs on this machine, of which none is lost if the command is killed meanwhile.
 
 submitit starts a process and then renames the pickle that it waits for: a command that is killed in
-between leaves a process that waits in vain, and one that is killed a little later a job that nobody
-knows. Here a job takes its pickle itself, by a rename that says which job of the submission it is,
-and of which process. Where somebody else has taken the pickle away before, the job never runs.
+between leaves a process that waits in vain, and one that is killed a little later an unknown job.
+Here a job takes its pickle itself, by a rename that tells which job of the submission it is, and
+of which process. If the pickle was taken away before, the job never runs.
 
-Whether a job on this machine lives: it holds a lock on a file of its own, and the kernel lets go
-when it ends.
-
-A process number alone does not tell. The shell that has the number may be killed while what it
-started goes on; the number may have come to another process since; and on another host of a shared
-file system it means nothing.
+A job that lives holds a lock on a file of its own, which the kernel releases when it ends. Its
+process number alone tells nothing: the shell that has the number may be killed while its children
+go on, the number may have passed to another process, and it means nothing on another host.
 """
 
 from __future__ import annotations
@@ -19,25 +16,30 @@ import contextlib
 import fcntl
 import os
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from submitit import Job
-from submitit.core.utils import DelayedSubmission
-from submitit.local.local import LocalExecutor
+from submitit.local.local import start_controller
 
-from tula_hpc.launch.job_files import job_command, write_pickle
+from tula_hpc.config import ClusterSpec
+from tula_hpc.env import gpus_as_here
+from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
+from tula_hpc.launch.job_files import job_command, run_setup, write_pickles, write_setup
+from tula_hpc.launch.slurm import JobState, StepState
 
 # of a process without a command line
 EXEC_POLLS = 25
+# of a killed job, in Slurm's words
+KILLED = StepState("", "", "0:9")
 
 
 def hold_lock(folder: Path) -> list[str]:
-    """Shell lines that make the shell, and what it becomes or starts, hold the lock of the job that has its number.
+    """Return shell lines that lock the file named by the shell's number until the job is over.
 
     Where nothing can be locked the job runs all the same, and its process number has to do.
     """
@@ -45,7 +47,7 @@ def hold_lock(folder: Path) -> list[str]:
 
 
 def is_alive(folder: Path, job_id: str) -> bool:
-    """Whether the job of that submission and number is not over; a child of ours that ended is reaped on the way."""
+    """Tell whether a job is not over; reap it if it is an ended child of this process."""
     # a damaged event
     if not job_id.isdecimal():
         return False
@@ -53,7 +55,7 @@ def is_alive(folder: Path, job_id: str) -> bool:
 
 
 def was_killed(folder: Path, job_id: str) -> bool:
-    """Whether a job that is over was killed as a whole: one that comes to its own end takes its lock away."""
+    """Tell whether a job that is over was killed as a whole: other ends remove its lock file."""
     return job_id.isdecimal() and (folder / f"{job_id}.lock").exists()
 
 
@@ -91,7 +93,7 @@ def _command_of(process: str) -> bytes:
 
 
 def take_pickle(folder: Path, index: int) -> list[str]:
-    """Shell lines that make `task-<index>.pkl` the shell's own, under the name by which the job looks for it."""
+    """Return shell lines that rename `task-<index>.pkl` to the name that the job looks for."""
     place = shlex.quote(str(folder))
     return [
         # the command's own would stay open until the job ends
@@ -101,7 +103,7 @@ def take_pickle(folder: Path, index: int) -> list[str]:
 
 
 def run_controller(folder: Path) -> str:
-    """A shell line that runs the job under a controller of ours; submitit's own, which would follow, never starts.
+    """Return a shell line that runs the job under `local_controller`; submitit's own never starts.
 
     Unless the controller was killed, the job's lock goes, as `was_killed` wants it.
     """
@@ -111,34 +113,112 @@ def run_controller(folder: Path) -> str:
 
 
 def begun(folder: Path, count: int) -> list[str]:
-    """Ids of a submission's jobs, for a command that goes on; "" for each that has not begun, and now never will."""
+    """Return the ids of a submission's jobs; "" for each that has not begun, and now never will."""
     for index in range(count):
         (folder / f"task-{index}.pkl").unlink(missing_ok=True)
     ids = dict(path.stem.split("-") for path in folder.glob("[0-9]*-[0-9]*.pkl"))
     return [ids.get(str(index), "") for index in range(count)]
 
 
-class TakingExecutor(LocalExecutor):
-    """submitit's executor for jobs that take their pickles themselves; all are there before the first job starts."""
+def kill_command(job: Submitted) -> list[str]:
+    """Return the command that kills a submission's processes, which all end with the folder.
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[Job[Any]]:
-        for delayed in delayed_submissions:
-            delayed.set_timeout(self.parameters["timeout_min"], self.max_num_timeout)
-        folder, setup = Path(self.folder), self.parameters["setup"]
-        hashes = [
-            write_pickle(folder, index, delayed)
-            for index, delayed in enumerate(delayed_submissions)
-        ]
-        return [self._start(index, sha256, setup) for index, sha256 in enumerate(hashes)]
+    The folder's name alone is unique, and nothing in it means anything to a regular expression, as
+    its path may.
+    """
+    return ["pkill", "-KILL", "-f", f"/{job.folder.name}( |$)"]
 
-    def _start(self, index: int, sha256: str, setup: Sequence[str]) -> Job[Any]:
-        folder = Path(self.folder)
-        self.parameters["setup"] = [
-            *take_pickle(folder, index),
-            *setup,
-            *hold_lock(folder),
-            run_controller(folder),
-        ]
-        return self._submit_command(job_command(self.python, folder, index, sha256))
+
+class LocalJobs:
+    """Executor of jobs on this machine, which take their pickles themselves.
+
+    Args:
+        cluster: Whose nodes are emulated: one machine runs all workers.
+    """
+
+    limits = Limits(gone_polls=1, poll_s=0.2, longest_poll_s=0.2, several_hosts=False)
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+
+    def check(self) -> None:
+        """Do nothing: a machine runs its own jobs."""
+
+    def most_together(self, count: int) -> int:
+        """Return all of them."""
+        return count
+
+    def other_jobs(self) -> int:
+        """Return 0: no limit counts them."""
+        return 0
+
+    def submit(
+        self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
+    ) -> list[str]:
+        """Start a controller for each job, when the pickles of all are there."""
+        parameters = self.parameters(request)
+        setup = [*parameters.pop("setup"), *run_setup(folder, write_setup(folder, self.cluster))]
+        hashes = write_pickles(folder, tasks, request.minutes, TIME_OUTS)
+        python = shlex.quote(sys.executable)
+        ids = []
+        for index, sha256 in enumerate(hashes):
+            process = start_controller(
+                folder,
+                job_command(python, folder, index, sha256),
+                setup=[
+                    *take_pickle(folder, index),
+                    *setup,
+                    *hold_lock(folder),
+                    run_controller(folder),
+                ],
+                **parameters,
+            )
+            ids.append(str(process.pid))
+        return ids
+
+    def states(
+        self, jobs: Sequence[Submitted], timeout_s: float | None = None
+    ) -> dict[str, JobState]:
+        """Return a state for each job that lives."""
+        alive = [job.job_id for job in jobs if is_alive(job.folder, job.job_id)]
+        return dict.fromkeys(alive, JobState("RUNNING", ""))
+
+    def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
+        """Return which jobs were killed."""
+        return {job.job_id: [KILLED] for job in jobs if was_killed(job.folder, job.job_id)}
+
+    def hosts(self, job: Submitted) -> list[str]:
+        """Return []: there is but one machine."""
+        return []
+
+    def cancel_command(self, jobs: Sequence[Submitted]) -> str:
+        """Return commands that kill: on TERM a training saves and is started again."""
+        return "; ".join(dict.fromkeys(shlex.join(kill_command(job)) for job in jobs))
+
+    def cancel(self, jobs: Sequence[Submitted]) -> None:
+        """Kill them."""
+        for job in jobs:
+            with contextlib.suppress(FileNotFoundError):
+                subprocess.run(kill_command(job), check=False)
+
+    def parameters(self, request: Request) -> dict[str, Any]:
+        """Return the arguments of submitit's `start_controller`."""
+        workers = request.nodes * self.cluster.workers_per_node
+        gpus = workers if self.cluster.device == "cuda" else 0
+        return {
+            "tasks_per_node": workers,
+            "cuda_devices": ",".join(map(str, range(gpus))),
+            "timeout_min": request.minutes,
+            # EXIT: keeps bash, where it is /bin/sh, from becoming its last command: submitit counts
+            # on a parent shell. INT: a terminal sends Ctrl-C to the jobs too, which are in the same
+            # process group; they are to go on
+            "setup": ["trap : EXIT", "trap '' INT", *([gpus_as_here()] if gpus else [])],
+        }
+
+    def script(self, request: Request, folder: Path, tasks: int) -> str:
+        """Return "": no script is handed to anybody."""
+        return ""
+
+    def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
+        """Return the ids of the jobs that have begun, see `begun`."""
+        return begun(path.parent, len(notice.tasks))

@@ -1,4 +1,4 @@
-"""What a dry run shows: sbatch scripts that would be submitted, and what Slurm would do with them.
+"""Preview of a submission for a dry run: its sbatch scripts, and Slurm's answer to them.
 
 Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is
 wrong shows before anything waits in a queue.
@@ -17,20 +17,20 @@ from tula_hpc.launch.launcher import Launcher
 
 
 class Script(NamedTuple):
-    """An sbatch script, and of what."""
+    """An sbatch script and its title."""
 
     title: str
     text: str
 
 
 class Preview(NamedTuple):
-    """What would be submitted, in words, and the scripts; none where jobs do not go through Slurm."""
+    """Description of a submission, and its scripts; none where jobs do not go through Slurm."""
 
     words: Sequence[str]
     scripts: Sequence[Script]
 
     def show(self) -> None:
-        """Print it, and what Slurm would do with it.
+        """Print it, with Slurm's answers.
 
         Raises:
             RefusedError: Slurm would not take all of it.
@@ -67,15 +67,18 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
 
 
 def _waits(error: RefusedError) -> bool:
-    """Whether a submission would wait until the user has fewer jobs. Slurm says the same of a job that is too large."""
-    return isinstance(error, SubmitLimitError) and slurm.patiently(slurm.own_jobs) > 0
+    """Tell whether a submission would wait until the user has fewer jobs.
+
+    Slurm names the same limit for a job that is too large.
+    """
+    return isinstance(error, SubmitLimitError) and slurm.retry_until_answered(slurm.own_jobs) > 0
 
 
 def script_of(
     launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int
 ) -> Iterator[Script]:
-    """The script of one submission; none where jobs do not go through Slurm."""
-    if launcher.cluster.executor == "slurm":
+    """Yield the script of one submission; none where jobs do not go through Slurm."""
+    text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
+    if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
-        text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
         yield Script(f"{where}{title}", text)

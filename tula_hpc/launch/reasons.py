@@ -1,10 +1,7 @@
-"""Why a job ended without a result: from what Slurm says of its steps, and from its log.
+"""Reasons: why a job ended without a result, by Slurm's states and its log, and why one waits.
 
-Why a job waits: Slurm's word for it in plain words, and whether it goes away by itself.
-
-The words are those of "JOB REASON CODES" in squeue(1) and of the controller's own descriptions.
-
-The logs of a job: those of its last run, as far as they tell why it ended.
+Slurm's words for a wait are those of "JOB REASON CODES" in squeue(1) and of the controller's own
+descriptions. Logs are read as far as they belong to the job's last run.
 """
 
 from __future__ import annotations
@@ -20,28 +17,34 @@ from tula_hpc.env import RUN_MARK
 from tula_hpc.errors import Failure
 from tula_hpc.launch.slurm import JobState, StepState
 
-# characters of what is told of a log
+# characters of a log's line that is shown
 MOST_WORDS = 500
 
 
 class _Sign(NamedTuple):
-    """What tells a failure: states of the job's steps, or words in its log."""
+    """Sign of a failure: states of the job's steps, or words in its log."""
 
     failure: Failure
     states: frozenset[str]
     words: str
 
 
-# What CUDA, NVML and the kernel's driver say of hardware or a driver that is broken. Sources:
-# - cudaGetErrorString of the errors 46, 100, 214, 220, 719, 802, 803, 999 (CUDA Runtime API, "Data types"); 46 in the
-#   words of older versions (jade-hpc-gpu.github.io#40 and #59: V100 nodes; E3SM#8699: two bad nodes of many)
-# - c10/cuda/CUDAFunctions.cpp: what torch makes of an error of cudaGetDeviceCount (hpc-community.unige.ch/t/4121)
-# - NVML, nvidia-smi and slurmstepd (LSSI-ETH/plmfit#40, rossumai/nvgpu#6, NVIDIA/open-gpu-kernel-modules#387)
-# - NVIDIA's "Xid Errors": the numbers that mean hardware or firmware, not those that an application causes (13, 31, 43)
-# An illegal memory access is the program's. 719 and 999 may be, too: they are tried elsewhere, and told if they return.
+# Messages of CUDA, NVML and the kernel's driver about broken hardware or a broken driver. Sources:
+# - cudaGetErrorString of the errors 46, 100, 214, 220, 719, 802, 803, 999 (CUDA Runtime API, "Data
+#   types"); 46 in the words of older versions (jade-hpc-gpu.github.io#40 and #59: V100 nodes;
+#   E3SM#8699: two bad nodes of many)
+# - c10/cuda/CUDAFunctions.cpp: torch's message for an error of cudaGetDeviceCount
+#   (hpc-community.unige.ch/t/4121)
+# - NVML, nvidia-smi and slurmstepd (LSSI-ETH/plmfit#40, rossumai/nvgpu#6,
+#   NVIDIA/open-gpu-kernel-modules#387)
+# - NVIDIA's "Xid Errors": the numbers that mean hardware or firmware, not those that an application
+#   causes (13, 31, 43)
+# An illegal memory access is the program's. 719 and 999 may be, too: they are tried elsewhere, and
+# reported if they return.
 DEVICE_WORDS = (
     r"uncorrectable ECC error|uncorrectable NVLink error|CUDA_ERROR_ECC_UNCORRECTABLE"
-    r"|CUDA-capable device(s|\(s\))? (are|is/are) busy or unavailable|no CUDA-capable device is detected"
+    r"|CUDA-capable device(s|\(s\))? (are|is/are) busy or unavailable"
+    r"|no CUDA-capable device is detected"
     r"|unspecified launch failure|CUDA error: unknown error|CUDA unknown error"
     r"|CUDA error: system not yet initialized|cudaGetDeviceCount\(\).{0,200}Error 80[23]: "
     r"|unsupported display driver / cuda driver"
@@ -94,7 +97,7 @@ _SIGNS = (
 
 
 def classify(rows: Sequence[StepState], log: str) -> Failure:
-    """Why a job ended without a result, from its steps' states and the end of its log."""
+    """Return why a job ended without a result, by its steps' states and the end of its log."""
     states = {"OUT_OF_MEMORY" if row.exit_code == "0:125" else row.state for row in rows}
     for sign in _SIGNS:
         if states & sign.states or re.search(sign.words, log, re.MULTILINE):
@@ -107,8 +110,8 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
     return Failure.KILLED if _vanished(exit_codes, log) else Failure.BUG
 
 
-# what a worker says whose peer is gone, or that outlived its own job: another process's end is the
-# reason
+# a worker's words after its peer is gone, or when it outlived its own job: another process's end is
+# the reason
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
     r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0|"
@@ -136,7 +139,10 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
-    """Tell whether nccl lost its peers, or a system call, though no process was killed or raised another error."""
+    """Tell whether nccl lost its peers, or a system call failed under it.
+
+    Not if a process was killed or raised another error.
+    """
     by_nccl = [*_exceptions(log), *_NCCL_ENDS.findall(log)]
     words = re.compile(f"{_NCCL_SYSTEM.pattern}|{_NCCL_REMOTE.pattern}|{_PEER_LOST.pattern}")
     crashed = _CRASHED.search(log.replace("Aborted", "")) or (_CRASH_CODES - {_ABORT_CODE}) & set(
@@ -151,7 +157,7 @@ def _network_failed(exit_codes: Sequence[str], log: str) -> bool:
 
 
 def device_word(log: str) -> str:
-    """Return the line of one task's log that says that a device is broken; "" where none does."""
+    """Return the line of one task's log about a broken device; "" if there is none."""
     for words in (DEVICE_WORDS, _NCCL_SYSTEM.pattern):
         found = next((line.strip() for line in log.splitlines() if re.search(words, line)), "")
         if found:
@@ -160,7 +166,7 @@ def device_word(log: str) -> str:
 
 
 def _vanished(exit_codes: Sequence[str], log: str) -> bool:
-    """Whether a process was killed, or lost its peers to that, and none raised an exception of its own.
+    """Tell whether a process was killed, or lost its peers to that, without another error.
 
     When one raises, srun -K1 kills the others, who may have lost it as a peer before.
     """
@@ -176,27 +182,31 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
 
 
 def telling_line(log: str) -> str:
-    """The line of a log that says most about its job's end, for a table: an exception, a sign of a kill, the last."""
+    """Return the line that tells most about a job's end: an exception, a sign, the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
     # these are sentences
     return re.sub(r"^tula_hpc\.errors\.\w+: ", "", best)[:MOST_WORDS]
 
 
 def weight(log: str) -> int:
-    """How much a log says about its job's end, to choose the one of several that tells it; 0: nothing."""
+    """Return how much a log tells about its job's end, for comparison with others; 0: nothing."""
     lines = _lines_by_weight(log)
     return next((len(lines) - index for index, found in enumerate(lines) if found), 0)
 
 
 def _lines_by_weight(log: str) -> list[list[str]]:
-    """Exceptions of its own, signs of other ends, exceptions for want of a peer, the last words, submitit's words."""
+    """Return a log's lines by weight, the most telling first.
+
+    Its own exceptions, signs of other ends, exceptions for want of a peer, the last line but for
+    submitit's, submitit's.
+    """
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
     lines = [line.strip() for line in without_chatter(log).splitlines()]
     telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(telling, line)]
-    said = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
-    return [own, signs, raised, said[-1:], lines[-1:]]
+    by_job = [line for line in lines if not line.startswith(("submitit INFO", "submitit WARNING"))]
+    return [own, signs, raised, by_job[-1:], lines[-1:]]
 
 
 def _no_word(log: str) -> str:
@@ -204,36 +214,37 @@ def _no_word(log: str) -> str:
 
 
 _CHATTER = re.compile(
-    r"submitit (INFO|ERROR) \(.*\) - (Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
+    r"submitit (INFO|ERROR) \(.*\) - "
+    r"(Starting with JobEnvironment|Loading pickle|Submitted job triggered an exception)"
 )
 
 
 def without_chatter(log: str) -> str:
-    """A log without what submitit writes around every job, which is never why one ended."""
+    """Remove the lines that submitit writes around every job, and empty ones."""
     return "\n".join(line for line in log.splitlines() if line.strip() and not _CHATTER.match(line))
 
 
 # Python's warnings have an indented line of code below them, as tracebacks have
 _WARNING = re.compile(r"^.*:\d+: \w*Warning: .*\n  .*(\n|$)", re.MULTILINE)
-_SAID_BY_SLURM = re.compile(r"(srun|slurmstepd): ")
+_SLURMS_LINE = re.compile(r"(srun|slurmstepd): ")
 
 
 def _exceptions(log: str) -> list[str]:
-    """The last lines of tracebacks: the first that is not indented after one that is."""
+    """Return the last lines of tracebacks: the first that is not indented after one that is."""
     # torch puts the rank before them
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in _WARNING.sub("", log).splitlines()]
-    pairs = itertools.pairwise(line for line in lines if not _SAID_BY_SLURM.match(line))
+    pairs = itertools.pairwise(line for line in lines if not _SLURMS_LINE.match(line))
     return [
         line for above, line in pairs if above.startswith("  ") and re.match(r"[\w.]+(:|$)", line)
     ]
 
 
 class Wait(NamedTuple):
-    """What a job waits for."""
+    """Reason for which a job waits."""
 
-    # "" where Slurm's word is none that is known here
+    # "" for a reason that is not known here
     words: str
-    # it will not go away by itself
+    # whether it will not go away by itself
     stuck: bool
 
 
@@ -338,12 +349,12 @@ WAITING = {"PENDING", *_STATES}
 
 
 def waits(job: JobState) -> bool:
-    """Whether a job that is not over waits."""
+    """Tell whether a job that is not over waits."""
     return job.state in WAITING
 
 
 def explain(job: JobState) -> Wait:
-    """Why a job waits."""
+    """Return why a job waits."""
     if job.state in _STATES:
         return _STATES[job.state]
     found = (kind for kind in _KINDS if re.fullmatch(kind.pattern, job.reason.strip("()")))
@@ -355,7 +366,7 @@ MAX_LOG_BYTES = 200_000
 
 
 def last_bytes(path: Path) -> str:
-    """The end of a file, as text."""
+    """Return the end of a file as text."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - MAX_LOG_BYTES))
@@ -365,7 +376,7 @@ def last_bytes(path: Path) -> str:
 def read_logs(
     paths: Iterable[Path], read: Callable[[Path], str] = last_bytes
 ) -> tuple[Path | None, list[str]]:
-    """The log that says most about why its job ended, the first of equals; and all logs of the last run.
+    """Return the log that tells most about its job's end, and the text of all, of the last run.
 
     Args:
         paths: Of the logs.
@@ -376,17 +387,16 @@ def read_logs(
 
 
 def ends(logs: Sequence[str], lines: int) -> str:
-    """So many last lines of each."""
+    """Join the last lines of each log."""
     tails = ("\n".join(log.splitlines()[-lines:]) for log in logs)
     return "\n".join(tail for tail in tails if tail)
 
 
 def complaining_nodes(paths: Iterable[Path]) -> list[int]:
-    """Return the numbers, within their job, of the nodes whose tasks' logs say that a device is broken.
+    """Return the numbers, within their job, of the nodes whose logs report a broken device.
 
     submitit writes at the top of a task's log where it runs: `Starting with JobEnvironment(…,
-    node=1(2), …)`. Where only nccl complains, and on several nodes, nobody knows which of them it
-    is.
+    node=1(2), …)`. If only nccl complains, and on several nodes, the node is unknown.
     """
     words: dict[str, list[str]] = {}
     nodes: dict[str, int] = {}
@@ -397,11 +407,15 @@ def complaining_nodes(paths: Iterable[Path]) -> list[int]:
             nodes[task] = int(places[-1])
         if word := device_word(_last_run(text)):
             words.setdefault(task, []).append(word)
-    found = {nodes[task]: said for task, said in words.items() if task in nodes}
-    sure = [
-        node for node, said in found.items() if any(re.search(DEVICE_WORDS, word) for word in said)
-    ]
-    return sorted(sure) if sure or len(found) > 1 else list(found)
+    sure = set()
+    found = set()
+    for task, lines in words.items():
+        if task in nodes:
+            found.add(nodes[task])
+            if any(re.search(DEVICE_WORDS, line) for line in lines):
+                sure.add(nodes[task])
+    # a single node of which only nccl complains
+    return sorted(sure or (found if len(found) == 1 else ()))
 
 
 def _last_run(text: str) -> str:

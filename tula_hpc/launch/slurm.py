@@ -1,12 +1,10 @@
-"""Slurm's own commands: which jobs are still there, and what is on record of those that are not.
+"""Slurm's own commands: states of jobs, their requeue, and the accounting of their runs.
 
-What Slurm's accounting knows of jobs: every run of each, requeued ones included, and the nodes that
-it held.
+Accounting lists every run of a job, requeued ones included, with the number of its nodes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import re
 import shutil
@@ -19,7 +17,9 @@ from typing import NamedTuple, TypeVar
 from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
-from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414 - for who asks what is not asked here
+
+# for others, who ask other questions
+from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
@@ -40,14 +40,14 @@ OVER = {
 
 
 class JobState(NamedTuple):
-    """What squeue says of one job: its state, and why it waits."""
+    """State of one job in squeue, and the reason for which it waits."""
 
     state: str
     reason: str
 
     @property
     def is_over(self) -> bool:
-        """Whether the job will not run (again)."""
+        """Tell whether the job will not run (again)."""
         return self.state in OVER
 
 
@@ -62,20 +62,22 @@ class StepState(NamedTuple):
 T = TypeVar("T")
 
 
-def patiently(ask: Callable[[], T]) -> T:
-    """An answer of the controller; one that does not answer for a while is waited out, and the user told of it.
+def retry_until_answered(ask: Callable[[], T]) -> T:
+    """Return an answer of the controller; retry while it does not answer, and tell the user so.
 
     Raises:
         LaunchError: There is no Slurm here, or no answer for 9 minutes.
     """
-    pauses, waited = iter(PATIENCE_S), False
+    pauses = iter(PATIENCE_S)
+    waited = False
     while True:
         try:
             answer = ask()
         except LaunchError as error:
             if not available():
                 raise
-            words, pause_s = in_one_line(error), next(pauses, None)
+            words = in_one_line(error)
+            pause_s = next(pauses, None)
             if pause_s is None:
                 raise LaunchError(
                     f"the Slurm controller has not answered for 9 minutes: {words}"
@@ -90,13 +92,13 @@ def patiently(ask: Callable[[], T]) -> T:
 
 
 def in_one_line(error: LaunchError) -> str:
-    """Which command failed, and the last of what it said: what led to that comes before."""
+    """Return the command that failed and the last line of its complaint."""
     first, *others = [line.strip() for line in str(error).splitlines()]
     return f"{first.partition(':')[0]}: {others[-1]}" if others else first
 
 
 def say(line: str) -> None:
-    """Tell whoever waits, at once."""
+    """Write a line to standard error at once."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
@@ -139,12 +141,12 @@ _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")
 
 
 def is_unanswered(words: str) -> bool:
-    """Whether an error of sbatch leaves open if the job was accepted."""
+    """Tell whether an error of sbatch leaves open if the job was accepted."""
     return bool(_UNANSWERED.search(words))
 
 
 def is_submit_limit(words: str) -> bool:
-    """Whether sbatch was refused because of how many jobs there are, as far as it says which limit was reached.
+    """Tell whether sbatch was refused because of the number of jobs.
 
     Of a job that is too large or too long for its account it often says the same, but for the
     limit's name.
@@ -154,12 +156,14 @@ def is_submit_limit(words: str) -> bool:
 
 
 def limits_named(words: str) -> list[str]:
-    """Limits of accounting that sbatch names."""
+    """Return the limits of accounting that sbatch names."""
     return _LIMIT.findall(words)
 
 
 def named(name: str) -> list[str]:
-    """Ids of the jobs or arrays of that name, oldest first; from the controller and, as far as it goes, accounting.
+    """Return the ids of the jobs or arrays of that name, oldest first.
+
+    The controller knows them, and, if it does not, perhaps accounting.
 
     Raises:
         LaunchError: The controller does not answer.
@@ -167,20 +171,8 @@ def named(name: str) -> list[str]:
     rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
     if not rows:
         try:
-            text = run_command(
-                [
-                    "sacct",
-                    "-X",
-                    "-n",
-                    "-P",
-                    "-S",
-                    "now-30days",
-                    "--name",
-                    name,
-                    "-o",
-                    "JobID,JobName",
-                ]
-            )
+            where = ["-S", "now-30days", "--name", name]
+            text = run_command(["sacct", "-X", "-n", "-P", *where, "-o", "JobID,JobName"])
         except LaunchError:
             # no accounting
             text = ""
@@ -196,11 +188,13 @@ def _queued(
     *,
     second: re.Pattern[str],
 ) -> list[list[str]]:
-    """Return squeue's rows. Its headings are asked for, too: without any job they tell an answer from none.
+    """Return squeue's rows; its headings tell an answer without jobs from no answer.
 
-    Args: columns: squeue's formats; the first is a job's id. options: Which jobs. timeout_s: For
-        the answer. second: What the second column holds, by which rows are told from lines that a
-        site puts around them.
+    Args:
+        columns: squeue's formats; the first is a job's id.
+        options: Which jobs.
+        timeout_s: For the answer.
+        second: Pattern of the second column, which a site's own lines do not match.
 
     Raises:
         LaunchError: It does not answer.
@@ -214,18 +208,18 @@ def _queued(
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:
-    """Return the rows of a table with bars, the last column as it is; a site's own lines around it are none."""
+    """Return the rows of a table with bars, the last column as it is; other lines are left out."""
     rows = ([cell.strip() for cell in line.split("|", columns - 1)] for line in text.splitlines())
     return [row for row in rows if len(row) == columns]
 
 
 def task_ids(job_id: str, count: int) -> list[str]:
-    """Ids of the tasks of an array of so many; a single one is a plain job."""
+    """Return the ids of an array's tasks; a single one is a plain job."""
     return [job_id] if count == 1 else [f"{job_id}_{index}" for index in range(count)]
 
 
 def own_jobs(timeout_s: float = COMMAND_TIMEOUT_S) -> int:
-    """Jobs that this user has in the queue, tasks of arrays counted one by one."""
+    """Count this user's jobs in the queue, tasks of arrays one by one."""
     return len(_queued(["%i", "%T"], ["-r", "-u", getpass.getuser()], timeout_s, second=_STATE))
 
 
@@ -235,58 +229,53 @@ def cancel(job_ids: Iterable[str]) -> None:
 
 
 def let_follow(job_id: str, after: str) -> None:
-    """Let a job that waits start when another one than so far is over, however that ends."""
+    """Have a waiting job start when another one than so far is over, however that ends."""
     run_command(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{after}"])
 
 
 def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None:
-    """Keep the tasks of an array that still wait off a host, besides those that one of its tasks was kept off.
+    """Keep the waiting tasks of an array off one more host.
 
     Raises:
         LaunchError: Slurm does not answer, or no task waits.
     """
     # which says (null) where there are none: without the field, those before would be forgotten
-    told = _shown_fields(task_id, timeout_s).get("ExcNodeList")
-    if told is None:
+    excluded = _shown_fields(task_id, timeout_s).get("ExcNodeList")
+    if excluded is None:
         raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
-    excluded = [] if told == "(null)" else [told]
-    run_command(
-        ["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={','.join([*excluded, host])}"],
-        timeout_s,
-    )
+    hosts = host if excluded == "(null)" else f"{excluded},{host}"
+    command = ["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={hosts}"]
+    run_command(command, timeout_s)
 
 
 def hosts_of(job_id: str) -> list[str]:
-    """Return the nodes of a job's last run, in the order of their numbers; none where nobody knows them."""
-    with contextlib.suppress(LaunchError):
-        rows = _rows(
-            run_command(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,NNodes,NodeList"]), 3
-        )
-        count, told = next(
-            ((count_in(row[1]), row[2]) for row in rows if row[0] == job_id), (0, "")
-        )
-        if count and told != "None assigned":
-            lines = run_command(["scontrol", "show", "hostnames", told]).splitlines()
-            beginnings = tuple(
-                item.partition("[")[0] for item in _BRACKETS.sub("[", told).split(",")
-            )
-            hosts = [
-                line
-                for line in map(str.strip, lines)
-                if line.startswith(beginnings) and _HOST.fullmatch(line)
-            ]
-            # a line more, and each number would lead to another node
-            return hosts if len(hosts) == count else []
-    return []
+    """Return the nodes of a job's last run, in the order of their numbers; [] if unknown."""
+    try:
+        columns = ["-o", "JobID,NNodes,NodeList"]
+        text = run_command(["sacct", "-X", "-n", "-P", "-j", job_id, *columns])
+        row = next((row for row in _rows(text, 3) if row[0] == job_id), None)
+        count = count_in(row[1]) if row else None
+        if row is None or not count or row[2] == "None assigned":
+            return []
+        lines = run_command(["scontrol", "show", "hostnames", row[2]]).splitlines()
+    except LaunchError:
+        return []
+    # a site's own lines are no names of nodes
+    names = _BRACKETS.sub("[", row[2]).split(",")
+    beginnings = tuple(name.partition("[")[0] for name in names)
+    stripped = [line.strip() for line in lines]
+    hosts = [each for each in stripped if each.startswith(beginnings) and _HOST.fullmatch(each)]
+    # with a line too many each number would lead to another node
+    return hosts if len(hosts) == count else []
 
 
 def available() -> bool:
-    """Whether Slurm's commands are here."""
+    """Tell whether Slurm's commands are here."""
     return shutil.which("sbatch") is not None
 
 
 def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, JobState]:
-    """States of those of the jobs that the controller still knows; a job that is long over is missing."""
+    """Return the states of the jobs that the controller still knows."""
     wanted = set(job_ids)
     if not wanted:
         return {}
@@ -310,23 +299,25 @@ def queue(job_ids: Iterable[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[
 
 
 def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
-    """Return those ids that squeue shows in one: of the tasks of an array that wait together, else that one."""
+    """Return the wanted ids in squeue's id, which may be a range of tasks that wait together."""
     match = _TASKS.fullmatch(shown)
     if match is None:
         return [shown] if shown in wanted else []
-    spans = [span for item in match["tasks"].split(",") if (span := _SPAN.fullmatch(item))]
-    ranges = [range(int(span["first"]), int(span["last"] or span["first"]) + 1) for span in spans]
+    ranges = []
+    for item in match["tasks"].split(","):
+        if span := _SPAN.fullmatch(item):
+            ranges.append(range(int(span["first"]), int(span["last"] or span["first"]) + 1))
     # it may show an array that is larger than any: those that are wanted are looked for in it
-    tasks = [
-        (job_id, count_in(job_id.partition("_")[2]))
-        for job_id in wanted
-        if job_id.startswith(f"{match['parent']}_")
-    ]
-    return [job_id for job_id, task in tasks if any(task in each for each in ranges)]
+    shown_ids = []
+    for job_id in wanted:
+        parent, _, task = job_id.partition("_")
+        if parent == match["parent"] and any(count_in(task) in each for each in ranges):
+            shown_ids.append(job_id)
+    return shown_ids
 
 
 def largest_array() -> int:
-    """Tasks that an array may have on this cluster; Slurm's default where the controller does not say."""
+    """Return how many tasks an array may have here, by default Slurm's own limit."""
     try:
         text = run_command(["scontrol", "show", "config"])
     except LaunchError:
@@ -337,9 +328,9 @@ def largest_array() -> int:
 
 
 def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
-    """The jobs and their steps as accounting has them; where it has not heard of an end, the controller's last words.
+    """Return the states of jobs and their steps from accounting, or else from the controller.
 
-    A job of which nobody knows anything is missing.
+    Jobs that neither knows are missing.
     """
     if not job_ids:
         return {}
@@ -357,29 +348,29 @@ def steps(job_ids: Sequence[str]) -> dict[str, list[StepState]]:
             found.setdefault(job_id, []).append(
                 StepState(step_id, state.partition(" ")[0], exit_code)
             )
-    ended = {
-        row.job_id for rows in found.values() for row in rows if JobState(row.state, "").is_over
-    }
-    late = [job_id for job_id in job_ids if job_id not in ended]
-    return found | {job_id: rows for job_id in late if (rows := _last_words(job_id))}
+    for job_id in job_ids:
+        rows = found.get(job_id, [])
+        is_known = any(row.job_id == job_id and JobState(row.state, "").is_over for row in rows)
+        if not is_known and (last := _last_words(job_id)):
+            found[job_id] = last
+    return found
 
 
 def _last_words(job_id: str) -> list[StepState]:
-    """What the controller remembers of a job that is over: for `MinJobAge`, by default five minutes.
+    """Return the end of a job from the controller, which keeps it for `MinJobAge` (five minutes).
 
     DerivedExitCode is the highest of the steps: 0:125 where one was killed for its memory.
     """
     fields = _job_fields(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    return [
-        StepState(job_id, state, fields.get(key, ""))
-        for key in ("ExitCode", "DerivedExitCode")
-        if state
-    ]
+    if not state:
+        return []
+    codes = [fields.get(key, "") for key in ("ExitCode", "DerivedExitCode")]
+    return [StepState(job_id, state, code) for code in codes]
 
 
 class Leaving(StrEnum):
-    """Why a running process's job is on its way out."""
+    """Reason for which a running process's job is on its way out."""
 
     CANCELLED = "cancelled"
     # without any time of grace, or after it; or requeued
@@ -387,9 +378,10 @@ class Leaving(StrEnum):
 
 
 def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None:
-    """Return why a running process's job is on its way out, or None if it is not: TERM comes for several reasons.
+    """Return why the job of a running process is on its way out, or None if it is not.
 
-    A job that is preempted or near its time limit is still RUNNING during its grace time.
+    TERM comes for several reasons. A job that is preempted or near its time limit is still RUNNING
+    during its grace time.
     """
     fields = _job_fields(job_id, timeout_s)
     if fields.get("JobState", "RUNNING") == "RUNNING":
@@ -402,7 +394,7 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
 
 
 def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
-    """Return what the controller knows of a job, by `scontrol show job`'s names; empty where it does not answer."""
+    """Return the fields of `scontrol show job`; {} where the controller does not answer."""
     try:
         return _shown_fields(job_id, timeout_s)
     except LaunchError:
@@ -416,11 +408,11 @@ def _shown_fields(job_id: str, timeout_s: float) -> dict[str, str]:
 
 
 def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
-    """Ask for a requeue of the running job, again and again for a while; None when granted, else Slurm's words.
+    """Ask for a requeue of the running job until Slurm answers; None if granted, else its words.
 
     Args:
         job_id: Of the job that asks.
-        within_s: So long; a job that is preempted or at its time limit is killed soon.
+        within_s: Time to try; a job that is preempted or at its time limit is killed soon.
     """
     until = time.monotonic() + within_s
     while True:
@@ -466,11 +458,14 @@ class AccountedRun(NamedTuple):
 def accounted_runs(
     job_ids: Collection[str], *, name_prefix: str, since: float, timeout_s: float
 ) -> dict[str, list[AccountedRun]]:
-    """The runs of these jobs, oldest first; a job that accounting does not know is missing.
+    """Return the runs of these jobs, oldest first; a job that accounting does not know is missing.
 
-    Args: job_ids: As Slurm shows them, tasks of arrays as `12_3`. name_prefix: Of the jobs' names.
-        An id may have been another's, where a controller began to count anew. since: Unix time of
-        the first submission. timeout_s: For the answer.
+    Args:
+        job_ids: As Slurm shows them, tasks of arrays as `12_3`.
+        name_prefix: Of the jobs' names. An id may have been another's, where a controller began to
+            count from 1 again.
+        since: Unix time of the first submission.
+        timeout_s: For the answer.
 
     Raises:
         LaunchError: There is no accounting, or it does not answer.
@@ -484,16 +479,11 @@ def accounted_runs(
     found: dict[str, list[AccountedRun]] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if (
-            len(fields) == len(FIELDS)
-            and fields[0] in job_ids
-            and fields[1].startswith(name_prefix)
-        ):
-            found.setdefault(fields[0], []).append(_run(fields))
+        if len(fields) != len(FIELDS):
+            continue
+        job_id, name, state, elapsed, nodes = fields
+        if job_id in job_ids and name.startswith(name_prefix):
+            elapsed_s = float(count_in(elapsed) or 0)
+            run = AccountedRun(job_id, state.partition(" ")[0], elapsed_s, count_in(nodes) or 0)
+            found.setdefault(job_id, []).append(run)
     return found
-
-
-def _run(fields: list[str]) -> AccountedRun:
-    job_id, _, state, elapsed, nodes = fields
-    numbers = [count_in(text) or 0 for text in (elapsed, nodes)]
-    return AccountedRun(job_id, state.partition(" ")[0], float(numbers[0]), numbers[1])

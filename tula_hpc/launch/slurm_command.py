@@ -1,4 +1,4 @@
-"""The one way in which a command of Slurm is run: what it prints may be anything, and may have no end.
+"""Call of a Slurm command, bounded in time and size: the output may be anything and never end.
 
 On many clusters `squeue` and its like are a site's own scripts, which put banners around answers,
 or are broken.
@@ -31,7 +31,7 @@ CHUNK_BYTES = 2**16
 
 
 class Done(NamedTuple):
-    """A command that has ended: its exit code and what it printed."""
+    """A command that has ended, its exit code and its output."""
 
     code: int
     stdout: str
@@ -39,13 +39,13 @@ class Done(NamedTuple):
 
     @property
     def complaint(self) -> str:
-        """What it says of its failure, as far as that can be read in one go; never empty."""
+        """Return the command's own words about its failure, shortened; never empty."""
         how = f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code}"
         return (self.stderr.strip() or self.stdout.strip() or how)[-MOST_WORDS:]
 
 
 def run_command(arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Standard output of one of Slurm's commands, without the filters that a user may have set for squeue.
+    """Return the output of a Slurm command, run without the user's filters for squeue.
 
     Raises:
         LaunchError: It failed or did not answer; the message holds its own words.
@@ -63,7 +63,7 @@ def run(
     stdin: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Done:
-    """Run a command to its end, whatever exit code it has; bytes that are no UTF-8 are shown by their numbers.
+    """Run a command to its end, whatever its exit code; bytes that are no UTF-8 become escapes.
 
     Raises:
         NotStartedError: It cannot be started.
@@ -76,15 +76,14 @@ def run(
         raise NotStartedError(_not_started(name, error)) from None
     with process, _killed_if_given_up(process):
         stdout, stderr = _read(process, name, timeout_s)
-    return Done(
-        process.returncode, *(text.decode(errors="backslashreplace") for text in (stdout, stderr))
-    )
+    texts = [text.decode(errors="backslashreplace") for text in (stdout, stderr)]
+    return Done(process.returncode, *texts)
 
 
 def _start(
     arguments: Sequence[str], stdin: str, environment: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
-    """Start it in a group of its own: a site's script must not leave behind what it has started."""
+    """Start a command in a group of its own, so that its children can be killed with it."""
     with contextlib.ExitStack() as stack:
         given: IO[bytes] | int = subprocess.DEVNULL
         if stdin:
@@ -111,7 +110,7 @@ def _not_started(name: str, error: OSError | ValueError) -> str:
 
 @contextlib.contextmanager
 def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process that is given up, and what it has started: it may have ended, and they hold its pipes."""
+    """Kill a process that is given up, and its children, which may hold its pipes."""
     try:
         yield
     except BaseException:
@@ -148,17 +147,15 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tupl
     raise LaunchError(f"{name} did not end within {timeout_s:g} s")
 
 
-def no_answer(name: str, said: str) -> LaunchError:
-    """Make the error for what a command printed though it did not fail: nothing, or nothing of what was asked for."""
-    lines = said.split("\n")
+def no_answer(name: str, printed: str) -> LaunchError:
+    """Make the error for output that does not hold the answer."""
+    lines = printed.split("\n")
     first = next((line.strip() for line in lines if line.strip()), "")
-    return LaunchError(
-        f"{name} gave no answer, but {first[:MOST_SHOWN]!r}"
-        if first
-        else f"{name} answered nothing"
-    )
+    if not first:
+        return LaunchError(f"{name} answered nothing")
+    return LaunchError(f"{name} gave no answer, but {first[:MOST_SHOWN]!r}")
 
 
 def count_in(text: str) -> int | None:
-    """Read a count as Slurm prints it; None where it is none, or out of all bounds."""
+    """Read a count as Slurm prints it; None where it is none, or absurdly large."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else None

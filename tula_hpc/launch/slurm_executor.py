@@ -1,33 +1,62 @@
-"""Submission to Slurm through submitit that makes each array exactly once, whatever the controller does meanwhile.
+"""Executor of jobs on Slurm that makes each array exactly once, whatever the controller does.
 
-submitit calls sbatch once and takes whatever goes wrong for a refusal. But a controller that is
-paused, restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
+submitit calls sbatch once and takes any error for a refusal. But a controller that is paused,
+restarts or is overloaded lets sbatch fail although the job may have been accepted. So every
 submission has a name of its own, and that name is looked up before another attempt. Jobs find their
 pickles by array index: once sbatch was called nothing is left to do, and a submitter that is killed
 then has lost nothing.
+
+submitit's template of a batch script is private (`_make_sbatch_string`, `_convert_mem`); it is used
+here alone.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+import shutil
+import sys
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit import Job
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import _convert_mem, _make_sbatch_string
 
-from tula_hpc.env import outside_of_job
-from tula_hpc.errors import LaunchError, NotStartedError, RefusedError, SubmitLimitError
+from tula_hpc.config import ClusterSpec
+from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
+from tula_hpc.errors import (
+    InputError,
+    LaunchError,
+    NotStartedError,
+    RefusedError,
+    SubmitLimitError,
+)
+from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
-from tula_hpc.launch.job_files import job_command, write_pickle
-from tula_hpc.launch.slurm_command import no_answer, run
+from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted
+from tula_hpc.launch.job_files import (
+    describe_setup,
+    job_command,
+    run_setup,
+    write_pickles,
+    write_setup,
+)
+from tula_hpc.launch.slurm import JobState, StepState
+from tula_hpc.launch.slurm_command import Done, no_answer, run
 from tula_hpc.records import write_atomically
+from tula_hpc.records.run_directory import CONTROL
 
+# tasks, where the site would allow more
+LARGEST_ARRAY = 1000
+# so long after its start an sbatch whose caller was killed may still be at work
+SBATCH_S = 20.0
+# so long a controller job may wait for room below a limit, requeued at each time limit of its own
+CONTROL_MINUTES = 30 * 24 * 60
+# in a dry run, for a hash of what is written at the submission
+MADE_LATER = "…"
 # after a failed attempt; about 8 minutes in all
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)
 # sbatch tries again by itself while the controller does not answer
@@ -40,7 +69,7 @@ NO: dict[type[RefusedError], str] = {
 }
 # submitit would write --wckey=submitit, which is refused where wckeys are enforced
 DEFAULTS: dict[str, Any] = {"wckey": None}
-# of a job whose process is killed, see `come_again`
+# of a job whose process is killed, see `requeue_if_killed`
 REVIVALS = 3
 _COULD_START = re.compile(r"\bJob [0-9]+ to start at\b")
 _PREFIX = re.compile(r"^((sbatch|error|allocation failure): )*")
@@ -55,11 +84,10 @@ SETTLE_S = 5.0
 
 
 def trust_folder(folder: Path) -> list[str]:
-    """Shell lines that end a job whose folder has come to belong to somebody else."""
+    """Return shell lines that end a job if its folder belongs to somebody else by now."""
     place = shlex.quote(str(folder))
-    return [
-        f"[ -O {place} ] || {{ echo {place}': is not yours; nothing in it is executed' >&2; exit 1; }}"
-    ]
+    message = "': is not yours; nothing in it is executed'"
+    return [f"[ -O {place} ] || {{ echo {place}{message} >&2; exit 1; }}"]
 
 
 def know_pickles(hashes: Sequence[str]) -> str:
@@ -68,23 +96,25 @@ def know_pickles(hashes: Sequence[str]) -> str:
 
 
 def start_command(python: str, folder: Path) -> str:
-    """Return what each worker of the task runs, with the hash that its script knows."""
+    """Return the command of a task's workers, with the hash that the script knows."""
     index = "${SLURM_ARRAY_TASK_ID:-0}"
     return job_command(python, folder, f'"{index}"', f'"${{tula_pickles[{index}]}}"')
 
 
-def come_again(folder: Path) -> list[str]:
-    """Shell lines after the task: a job that was killed, though nobody cancelled it, is requeued a few times.
+def requeue_if_killed(folder: Path) -> list[str]:
+    """Return shell lines that requeue a job a few times if it was killed and not cancelled.
 
-    Not one that ended by itself, with code 0 or 1: it has said why.
+    Not one that ended by itself, with code 0 or 1: it has told its reason.
     """
     killed = shlex.quote(str(folder / "killed"))
+    pauses = " ".join(map(str, REQUEUE_PAUSES_S))
     return [
         "tula_code=$?",
-        'if [ "$tula_code" -gt 1 ] && scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
+        'if [ "$tula_code" -gt 1 ] && '
+        'scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
         f'  echo "$tula_code" >>{killed}',
         # a controller that does not answer for a moment must not be the end of the sweep
-        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || for pause in {" ".join(map(str, REQUEUE_PAUSES_S))}; do',
+        f'  [ "$(wc -l <{killed})" -gt {REVIVALS} ] || for pause in {pauses}; do',
         '    scontrol requeue "$SLURM_JOB_ID" && break',
         '    sleep "$pause"',
         "  done",
@@ -93,146 +123,265 @@ def come_again(folder: Path) -> list[str]:
     ]
 
 
-class PatientExecutor(SlurmExecutor):
-    """submitit's executor with another way through sbatch; its parameter `name` must be unique to the submission.
+class SlurmJobs:
+    """Executor of jobs on Slurm: each submission is a job or an array, made exactly once.
 
-    Raises: SubmitLimitError: A limit on submitted jobs is reached; fewer at a time, or later, may
-        be accepted. RefusedError: The scheduler said no for another reason. LaunchError: It did not
-        answer for minutes; whether there is a job is open.
+    Args:
+        cluster: What sbatch is asked for.
     """
 
-    def __init__(self, folder: Path, max_num_timeout: int) -> None:
-        super().__init__(folder, max_num_timeout=max_num_timeout)
-        self.parameters |= DEFAULTS
+    limits = Limits(gone_polls=3, poll_s=2.0, longest_poll_s=30.0, several_hosts=True)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[Job[Any]]:
-        for delayed in delayed_submissions:
-            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
-        folder, count = Path(self.folder), len(delayed_submissions)
-        hashes = [
-            write_pickle(folder, index, delayed)
-            for index, delayed in enumerate(delayed_submissions)
-        ]
-        self.parameters["setup"] = [*self.parameters["setup"], know_pickles(hashes)]
-        if count > 1:
-            self.parameters["map_count"] = count
-        ids = slurm.task_ids(self._submit_once(), count)
-        return [SlurmJob(self.folder, task, list(range(self._num_tasks()))) for task in ids]
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
 
-    @property
-    def _submitit_command_str(self) -> str:
-        return start_command(self.python, Path(self.folder))
+    def check(self) -> None:
+        """Raise `LaunchError` where there is no sbatch, or no srun, which the script calls."""
+        for name in ("sbatch", "srun"):
+            if shutil.which(name) is None:
+                where = "run this on a Slurm login node, or with a local cluster file"
+                raise LaunchError(f"{name} is not on PATH: {where}")
 
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """Return the id from sbatch's words; a site's own words around them may speak of jobs too."""
-        text = string if isinstance(string, str) else string.decode(errors="replace")
-        if found := _SUBMITTED.findall(text):
-            return str(found[-1])
-        if alone := _ID_ALONE.fullmatch(text):
-            return alone[1]
-        raise FailedSubmissionError(
-            f"sbatch does not say which job it submitted: {_last_line(text)}"
-        )
+    def most_together(self, count: int) -> int:
+        """Return how many the site's MaxArraySize lets an array have."""
+        return 1 if count == 1 else min(count, LARGEST_ARRAY, slurm.largest_array())
 
-    def _submit_command(self, command: str) -> Job[Any]:
-        """As submitit's, but sbatch may print whatever it likes.
+    def other_jobs(self) -> int:
+        """Count this user's jobs, tasks of arrays one by one."""
+        # a controller job is one of them itself
+        return slurm.retry_until_answered(slurm.own_jobs) - (slurm_job_id() is not None)
 
-        Raises:
-            FailedJobError: sbatch failed; its words.
-            FailedSubmissionError: It did not say which job it has submitted.
-            LaunchError: It cannot be started, or had to be stopped.
-        """
-        key = uuid.uuid4().hex
-        script = Path(self.folder) / f".submission_file_{key}.sh"
-        write_atomically(script, self._make_submission_file_text(command, key))
-        done = run(self._make_submission_command(script), SUBMIT_S)
-        if done.code < 0:
-            raise LaunchError(f"sbatch failed: {done.complaint}")
-        if done.code:
-            raise FailedJobError(done.complaint)
-        job_id = self._get_job_id_from_submission_command(done.stdout)
-        job: Job[Any] = SlurmJob(self.folder, job_id, list(range(self._num_tasks())))
-        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
-        return job
+    def submit(
+        self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
+    ) -> list[str]:
+        """Submit a job or an array exactly once, see `submit_once`."""
+        sha256 = write_setup(folder, self.cluster)
+        hashes = write_pickles(folder, tasks, request.minutes, time_outs(request))
+        setup = [*run_setup(folder, sha256), know_pickles(hashes)]
+        python = shlex.quote(sys.executable)
+        text = self._script(request, folder, python=python, setup=setup, tasks=len(tasks))
+        script = folder / ".submission.sh"
+        write_atomically(script, text)
+        job_id = submit_once(script, request.name)
+        paths = JobPaths(folder, job_id=job_id)
+        paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return slurm.task_ids(job_id, len(tasks))
 
-    def _submit_once(self) -> str:
-        """One array under this name, and its id."""
-        words, tried = "", False
-        for pause_s in PAUSES_S:
-            if tried and (found := submissions_named(self.parameters["job_name"])):
-                return found[0]
-            try:
-                given = [name for name, value in self.parameters.items() if value is not None]
-                with outside_of_job([*given, *self.parameters.get("additional_parameters", {})]):
-                    job_id = str(self._submit_command(self._submitit_command_str).job_id)
-            except NotStartedError:
-                raise
-            except (FailedJobError, LaunchError) as error:
-                words, tried = _last_line(str(error)), True
-                # where sbatch was killed by us, nobody has refused anything
-                refusal = _refusal(str(error)) if isinstance(error, FailedJobError) else None
-                if refusal is not None:
-                    raise refusal(f"{NO[refusal]}: {_with_limit(words, str(error))}") from None
-                slurm.say(f"sbatch: {words}; looking for the job, then trying again")
-                time.sleep(pause_s)
-                continue
-            except FailedSubmissionError:
-                found = submissions_named(self.parameters["job_name"])
-                if not found:
-                    raise
-                return found[0]
-            if tried:
-                self._cancel_others(job_id)
-            return job_id
-        found = submissions_named(self.parameters["job_name"])
-        if not found:
-            raise LaunchError(f"the Slurm controller takes no job: {words}")
+    def states(
+        self, jobs: Sequence[Submitted], timeout_s: float | None = None
+    ) -> dict[str, JobState]:
+        """Return squeue's states, without the jobs that are over."""
+        ids = [job.job_id for job in jobs]
+        if timeout_s is not None:
+            return _active(slurm.queue(ids, timeout_s))
+        return _active(slurm.retry_until_answered(lambda: slurm.queue(ids)))
+
+    def ended(self, jobs: Sequence[Submitted]) -> Mapping[str, Sequence[StepState]]:
+        """Return the states in accounting."""
+        return slurm.steps([job.job_id for job in jobs])
+
+    def hosts(self, job: Submitted) -> list[str]:
+        """Return the nodes of a job's last run."""
+        return slurm.hosts_of(job.job_id)
+
+    def cancel_command(self, jobs: Sequence[Submitted]) -> str:
+        """Return a call of scancel."""
+        return "scancel " + " ".join(job.job_id for job in jobs)
+
+    def cancel(self, jobs: Sequence[Submitted]) -> None:
+        """Cancel them."""
+        slurm.cancel(job.job_id for job in jobs)
+
+    def parameters(self, request: Request) -> dict[str, Any]:
+        """Return the arguments of submitit's `_make_sbatch_string`."""
+        cluster = self.cluster
+        parameters: dict[str, Any] = {
+            **DEFAULTS,
+            "job_name": request.name,
+            "nodes": request.nodes,
+            "ntasks_per_node": cluster.workers_per_node,
+            "cpus_per_task": cluster.cpus_per_worker,
+            "time": request.minutes,
+            "array_parallelism": cluster.array_parallelism,
+            "signal_delay_s": cluster.signal_delay_s,
+            # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
+            "srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
+            "setup": [
+                f'echo "{RUN_MARK}${{SLURM_RESTART_COUNT:-0}}" >&2',
+                describe_setup(cluster),
+            ],
+            "additional_parameters": self._options(request),
+        }
+        for key in ("partition", "account", "qos", "gres", "constraint"):
+            if (value := getattr(cluster, key)) is not None:
+                parameters[key] = value
+        if cluster.memory_gb:
+            parameters["mem"] = _convert_mem(cluster.memory_gb)
+        if cluster.exclusive:
+            parameters["exclusive"] = True
+        return parameters
+
+    def _options(self, request: Request) -> dict[str, str | int | bool]:
+        """Return options of sbatch as they are written, the user's own among them."""
+        options: dict[str, str | int | bool] = {}
+        if self.cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}):
+            # a preempted job is lost without it where the site's default is JobRequeue=0
+            options["requeue"] = True
+        options |= self.cluster.sbatch
+        if request.avoided:
+            options["exclude"] = ",".join([*self._excluded(), *request.avoided])
+        if request.after:
+            options["dependency"] = "afterany:" + ":".join(request.after)
+        # submitit would write `--requeue=False`, which sbatch refuses
+        return {name: value for name, value in options.items() if value is not False}
+
+    def _excluded(self) -> list[str]:
+        """Return the hosts that the user excludes."""
+        own = str(self.cluster.sbatch.get("exclude", ""))
+        if "/" not in own:
+            return [own] if own else []
+        # sbatch takes that for a file with the names
+        try:
+            return Path(own).read_text().split()
+        except OSError as error:
+            raise InputError(f"{own}: {in_words(error)}", key="sbatch.exclude") from None
+
+    def _script(
+        self, request: Request, folder: Path, *, python: str, setup: Sequence[str], tasks: int
+    ) -> str:
+        parameters = self.parameters(request)
+        parameters["setup"] = [*trust_folder(folder), *parameters["setup"], *setup]
+        if request.stage == CONTROL:
+            parameters["teardown"] = requeue_if_killed(folder)
+        if tasks > 1:
+            parameters["map_count"] = tasks
+        command = start_command(python, folder)
+        return str(_make_sbatch_string(command=command, folder=folder, **parameters))
+
+    def script(self, request: Request, folder: Path, tasks: int) -> str:
+        """Return the script that `submit` would hand in, without the hashes; needs no Slurm."""
+        setup = [*run_setup(folder, MADE_LATER), know_pickles([MADE_LATER])]
+        return self._script(request, folder, python="python", setup=setup, tasks=tasks)
+
+    def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
+        """Return the ids of the array's tasks; [] where Slurm has none of that name."""
+        # by two clocks, where a server keeps the file
+        submitted_s = max(0.0, time.time() - path.stat().st_mtime)
+        # its sbatch may still be at work
+        time.sleep(max(0.0, SBATCH_S - submitted_s))
+        ids = sorted({job_id.partition("_")[0] for job_id in known})
+        ids = ids or submissions_named(notice.name)
+        if len(ids) > 1:
+            slurm.cancel(ids[1:])
+        return slurm.task_ids(ids[0], len(notice.tasks)) if ids else []
+
+
+def _active(states: Mapping[str, JobState]) -> dict[str, JobState]:
+    return {job_id: state for job_id, state in states.items() if not state.is_over}
+
+
+def time_outs(request: Request) -> int:
+    """Return how often a job may be requeued after its time limit."""
+    return math.ceil(CONTROL_MINUTES / request.minutes) if request.stage == CONTROL else TIME_OUTS
+
+
+def options_of(script: str) -> list[str]:
+    """Return the names of sbatch's options that a script sets."""
+    return re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
+
+
+def submit_once(script: Path, name: str) -> str:
+    """Submit one job or array under this name, which must be unique; return its id.
+
+    Raises:
+        SubmitLimitError: A limit on submitted jobs is reached; fewer, or later, may be accepted.
+        RefusedError: The scheduler refused for another reason.
+        LaunchError: It did not answer for minutes; whether there is a job is open.
+    """
+    options = options_of(script.read_text())
+    words = ""
+    for attempt, pause_s in enumerate(PAUSES_S):
+        if attempt and (found := submissions_named(name)):
+            return found[0]
+        try:
+            with outside_of_job(options):
+                done = run(["sbatch", str(script)], SUBMIT_S)
+        except NotStartedError:
+            raise
+        except LaunchError as error:
+            done = Done(-1, "", str(error))
+        if done.code == 0:
+            return _accepted(done.stdout, name, is_first=attempt == 0)
+        words = _last_line(done.complaint)
+        # where sbatch was killed, nobody has refused anything
+        refusal = _refusal(done.complaint) if done.code > 0 else None
+        if refusal is not None:
+            raise refusal(f"{NO[refusal]}: {_with_limit(words, done.complaint)}")
+        slurm.say(f"sbatch: {words}; looking for the job, then trying again")
+        time.sleep(pause_s)
+    if found := submissions_named(name):
         return found[0]
+    raise LaunchError(f"the Slurm controller accepts no job; sbatch: {words}; try again later")
 
-    def _cancel_others(self, job_id: str) -> None:
-        """An attempt that was taken for lost may still have been worked off."""
+
+def _accepted(printed: str, name: str, *, is_first: bool) -> str:
+    """Return the id of the one job that stays.
+
+    An earlier attempt that failed may have been accepted late.
+    """
+    job_id = id_in(printed)
+    if not job_id:
+        if found := submissions_named(name):
+            return found[0]
+        raise LaunchError(f"sbatch does not say which job it submitted: {_last_line(printed)}")
+    if not is_first:
         time.sleep(SETTLE_S)
-        for other in submissions_named(self.parameters["job_name"], settled=True):
+        for other in submissions_named(name, settled=True):
             if other != job_id:
                 slurm.cancel([other])
+    return job_id
+
+
+def id_in(printed: str) -> str:
+    """Return the id in sbatch's words; a site's own words around them may speak of jobs too."""
+    if found := _SUBMITTED.findall(printed):
+        return str(found[-1])
+    alone = _ID_ALONE.fullmatch(printed)
+    return alone[1] if alone else ""
 
 
 def _refusal(words: str) -> type[RefusedError] | None:
-    """What sbatch failed of, by its words: a no of the scheduler, or None where that did not answer."""
+    """Return the kind of refusal in sbatch's words, or None if the scheduler did not answer."""
     if slurm.is_unanswered(words):
         return None
     return SubmitLimitError if slurm.is_submit_limit(words) else RefusedError
 
 
 def submissions_named(name: str, *, settled: bool = False) -> list[str]:
-    """Ids of the jobs or arrays of this name, oldest first; asked once more after a while where there seem to be none.
+    """Return the ids of the jobs or arrays of this name, oldest first.
 
-    Waits for a controller that does not answer.
+    Waits for a controller that does not answer, and asks again if there seem to be none.
 
     Raises:
         LaunchError: It has not answered for minutes.
     """
-    found = slurm.patiently(lambda: slurm.named(name))
+    found = slurm.retry_until_answered(lambda: slurm.named(name))
     if not found and not settled:
         time.sleep(SETTLE_S)
-        found = slurm.patiently(lambda: slurm.named(name))
+        found = slurm.retry_until_answered(lambda: slurm.named(name))
     return found
 
 
 def could_start(script: str) -> str:
-    """When and where the job of a script could start, in sbatch's words; nothing is submitted.
+    """Return sbatch's words on when and where a script's job could start; nothing is submitted.
 
     Raises:
         SubmitLimitError: The scheduler would not take it while there are so many jobs.
         RefusedError: It would not take it for another reason.
-        LaunchError: It did not say.
+        LaunchError: It did not answer.
     """
-    given = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
     try:
-        with outside_of_job(given):
+        with outside_of_job(options_of(script)):
             done = run(["sbatch", "--test-only"], TEST_S, stdin=script)
     except LaunchError as error:
         raise LaunchError(f"sbatch gives no answer: {error}") from None
@@ -248,9 +397,12 @@ def could_start(script: str) -> str:
 
 
 def _with_limit(line: str, words: str) -> str:
-    """The last line says of every limit the same; the one that was reached stands in a line before."""
-    told = [name for name in dict.fromkeys(slurm.limits_named(words)) if name not in line]
-    return ": ".join([line, *told])
+    """Add the limits that were reached, named before the last line.
+
+    The last line is the same for every limit.
+    """
+    limits = dict.fromkeys(slurm.limits_named(words))
+    return ": ".join([line, *(name for name in limits if name not in line)])
 
 
 def _last_line(words: str) -> str:

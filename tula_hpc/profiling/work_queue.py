@@ -19,7 +19,16 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.records import Configuration, JobNote, Measurement, append_record, notes_file
+from tula_hpc.records import (
+    Configuration,
+    JobNote,
+    Measurement,
+    append_record,
+    measurements_for_search,
+    notes_file,
+    recorded_by_job,
+    recorded_in,
+)
 from tula_hpc.search_path import start_of_python
 
 TIMEOUT_S = 300.0
@@ -31,10 +40,11 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
     Raises:
         StageError: The search failed; the message ends with its last words.
     """
+    known = measurements_for_search(recorded_in(job.output.parent), job.partition, job.since)
     question = {
         "sweep": job.sweep.model_dump(mode="json"),
         "cluster": job.cluster.model_dump(mode="json"),
-        "measurements": [m.model_dump(mode="json", exclude={"samples"}) for m in job.known()],
+        "measurements": [m.model_dump(mode="json", exclude={"samples"}) for m in known],
         "trusted_batch": job.trusted_batch,
     }
     try:
@@ -104,7 +114,7 @@ class Agenda:
         if self._startup_s is None:
             self._startup_s = unix_time() - self._began_at
             self._note("ready")
-        recorded = self.job.recorded()
+        recorded = recorded_by_job(self.job.output)
         longest_s = max(
             (m.elapsed_s for m in recorded if m.finished_at >= self._here_since), default=None
         )

@@ -15,6 +15,10 @@ from tula_hpc.records.measurement import (
     StepTimes,
     compute_of,
     is_usable,
+    measurements_for_search,
+    measurements_of,
+    recorded_by_job,
+    recorded_in,
 )
 from tula_hpc.records.metrics import (
     SCALE_BINS_PER_OCTAVE,
@@ -78,12 +82,16 @@ __all__ = [
     "append_record",
     "compute_of",
     "is_usable",
+    "measurements_for_search",
+    "measurements_of",
     "notes_file",
     "parse_record",
     "rank_file",
     "read_document",
     "read_metrics",
     "read_records",
+    "recorded_by_job",
+    "recorded_in",
     "with_rank_files",
     "write_atomically",
 ]

@@ -6,13 +6,15 @@ An estimate of memory, before any profile.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tula_hpc.errors import Failure
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.storage import parse_record
+from tula_hpc.records.storage import parse_record, read_records, with_rank_files
 
 # what a record says beyond that is damaged
 CREDIBLE_S = 1e6
@@ -221,6 +223,35 @@ def parse_without_samples(line: bytes) -> Measurement:
         return parse_record(Measurement, line).without_samples()
     end = line.find(b"}", start)
     return parse_record(Measurement, line[:start] + _SAMPLES + line[end:])
+
+
+def measurements_for_search(
+    measurements: Iterable[Measurement], partition: str, since: float
+) -> list[Measurement]:
+    """Return those that count for the search on one partition.
+
+    A failure before `since`, in an earlier run of the command, may have been mended.
+    """
+    return [
+        m
+        for m in measurements
+        if m.partition == partition and (m.status != "failed" or m.finished_at >= since)
+    ]
+
+
+def measurements_of(measurements: Iterable[Measurement], partition: str) -> list[Measurement]:
+    """Return those of one partition, and of runs from before there were partitions."""
+    return [m for m in measurements if m.partition in ("", partition)]
+
+
+def recorded_by_job(output: Path) -> list[Measurement]:
+    """Return what one profile job has written so far, its workers' own files included."""
+    return read_records(Measurement, with_rank_files(output)).records
+
+
+def recorded_in(folder: Path) -> list[Measurement]:
+    """Return what all profile jobs of a run have written so far."""
+    return read_records(Measurement, sorted(folder.glob("*.jsonl"))).records
 
 
 def is_usable(measurement: Measurement) -> bool:

@@ -18,7 +18,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import plural
-from tula_hpc.launch.job_specs import ProfileJob, counted
+from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import (
     Configuration,
@@ -27,6 +27,7 @@ from tula_hpc.records import (
     JobNote,
     Measurement,
     append_record,
+    measurements_for_search,
     notes_file,
     read_records,
     with_rank_files,
@@ -165,7 +166,9 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
     """What the search wants next on this part; `trusted_batch` fits into memory by an estimate."""
     from tula_hpc.analysis.search.propose import propose
 
-    known = counted(part.run.measurements().records, part.partition, part.started_at)
+    known = measurements_for_search(
+        part.run.measurements().records, part.partition, part.started_at
+    )
     return propose(part.spec, part.cluster, known, trusted_batch=trusted_batch)
 
 
@@ -246,7 +249,9 @@ def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
-        (name, m.configuration) for name in parts for m in counted(records, name, sweep.started_at)
+        (name, m.configuration)
+        for name in parts
+        for m in measurements_for_search(records, name, sweep.started_at)
     }
 
 

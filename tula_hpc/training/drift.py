@@ -58,6 +58,7 @@ from tula_hpc.records import (
     Plan,
     RunDirectory,
     StepParts,
+    measurements_of,
     read_document,
     write_atomically,
 )
@@ -119,7 +120,7 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
     except RunDirectoryError:
         # a training that was started by hand
         return DriftStart(job.configuration)
-    measurements = job.measurements()
+    measurements = measurements_of(run.measurements().records, job.partition)
     update_s = update_time_s(measurements, job.configuration.world_size)
     drift = read_drift(run.train(job.label).drift_file)
     drift = drift if drift is not None and _is_of(drift, job) else None
@@ -399,7 +400,9 @@ class DriftGuard:
         """From the profiles; only rank 0 writes, and one reader is enough for a shared file system."""
         if self.worker.env.rank != 0:
             return StepParts()
-        return expected_parts(self.job.measurements(), self.job.configuration)
+        everything = RunDirectory(self.job.root).measurements().records
+        own = measurements_of(everything, self.job.partition)
+        return expected_parts(own, self.job.configuration)
 
     def _host(self, rank: int | None) -> str:
         hosts, per_node = self.worker.env.hosts, self.job.configuration.workers_per_node

@@ -1,0 +1,20 @@
+"""The profile job on its nodes. Importing this imports no torch, see `run`."""
+
+from __future__ import annotations
+
+from tula_hpc.ddp.leaving import leaving_at_once
+from tula_hpc.env import join_job
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.profiling.work_queue import Agenda
+
+
+def run(job: ProfileJob) -> int:
+    """Measure and append; every worker calls this. Return how many configurations it measured."""
+    env = join_job()
+    # notes that the job began, before torch is imported, which takes seconds
+    agenda = Agenda(job, env)
+    from tula_hpc.ddp.device_errors import telling_broken_devices
+    from tula_hpc.profiling.session import run_profile
+
+    with leaving_at_once(), telling_broken_devices(job.output.parent.parent, "profile"):
+        return run_profile(job, env, agenda)

@@ -1,0 +1,26 @@
+"""The training job on its nodes. Importing this imports no torch, see `run`."""
+
+from __future__ import annotations
+
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.leaving import leaving_at_once
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import RunDirectory
+
+
+def run(job: TrainJob) -> str:
+    """Train; every worker calls this.
+
+    Returns:
+        `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
+        `preempted` if the job is on its way out.
+    """
+    # before torch is imported, which takes seconds
+    stop = StopRequest().install()
+    # it may have been deleted while this job waited
+    RunDirectory(job.root).make_train(job.label)
+    from tula_hpc.ddp.device_errors import telling_broken_devices
+    from tula_hpc.training.loop import run_training
+
+    with leaving_at_once(), telling_broken_devices(job.root, "train"):
+        return run_training(job, stop)
