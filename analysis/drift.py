@@ -18,6 +18,7 @@ from tula_hpc.records import (
     Event,
     Measurement,
     Plan,
+    RunHistory,
     StepParts,
     StepTimes,
     is_usable,
@@ -320,14 +321,6 @@ def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
 
 
 def describe_drift(events: Iterable[Event]) -> str:
-    """The newest word on drift in the events, for a line of progress; empty when step times are as predicted."""
-    last = next((e for e in reversed(list(events)) if e.event in ("drifted", "recovered")), None)
-    if last is None or last.event == "recovered":
-        return ""
-    return f"; step time {last.data['ratio']:.2f} × the prediction ({last.data['part']})"
-
-
-def in_force(candidate: Candidate, events: Iterable[Event]) -> Candidate:
-    """The candidate with the batch that a job went on with; `events` are the job's own."""
-    batches = [int(e.data["local_batch"]) for e in events if e.event == "replanned"]
-    return candidate.model_copy(update={"local_batch": batches[-1]}) if batches else candidate
+    """Return the present drift for a line of progress; "" when step times are as predicted."""
+    drift = RunHistory(events).drift()
+    return f"step time {drift.ratio:.2f} × the prediction ({drift.part})" if drift else ""

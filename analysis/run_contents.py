@@ -45,6 +45,7 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
+    RunHistory,
     StepTimes,
     TrainDirectory,
     TrainResult,
@@ -232,11 +233,8 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
     """Where a training's last job was submitted to, "" on a cluster without partitions; None where no event says."""
-    jobs = [event.data for event in events if (event.event, event.stage) == ("submitted", "train")]
-    partition = next(
-        (data.get("partition") for data in reversed(jobs) if data.get("label") == label), None
-    )
-    return partition if isinstance(partition, str) else None
+    jobs = [job for job in RunHistory(events).submissions("train") if job.label == label]
+    return jobs[-1].partition if jobs else None
 
 
 class RunContents(NamedTuple):

@@ -22,6 +22,7 @@ from tula_hpc.records import (
     Event,
     Metrics,
     RunDirectory,
+    RunHistory,
     TrainResult,
     TunedRates,
     read_metrics,
@@ -100,14 +101,11 @@ def read_study(run: RunDirectory) -> StudyContents:
 
 
 def _failures(events: Iterable[Event]) -> dict[str, str]:
-    """Why each training that was not submitted again after a failure has none to show, by label."""
-    last: dict[str, str] = {}
-    for event in events:
-        label = event.data.get("label")
-        if isinstance(label, str) and event.event in ("submitted", "failed"):
-            words = str(event.failure or "").replace("_", " ")
-            last[label] = f"{words}: {event.detail}" if event.event == "failed" else ""
-    return {label: words for label, words in last.items() if words}
+    """Describe the failure of each training that was not submitted again afterwards, by label."""
+    return {
+        label: f"{str(failure.kind or '').replace('_', ' ')}: {failure.detail}"
+        for label, failure in RunHistory(events).last_failures().items()
+    }
 
 
 def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[Outcome]:

@@ -34,7 +34,7 @@ from tula_hpc.launch.launcher import (
 from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.launch.slurm_executor import PatientExecutor, come_again, could_start
 from tula_hpc.records import Event, RunDirectory, append_record
-from tula_hpc.records.run_directory import CONTROL, GUARD, events_of, unsettled
+from tula_hpc.records.events import CONTROL, GUARD
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -150,10 +150,10 @@ def test_ids_of_jobs_return(tmp_path: Path) -> None:
     run.log_event("submitted", "train", job_id="7", data={"label": "first"})
     run.log_event("oom", "train", job_id="7")
     run.log_event("ended", "train", job_id="7")
-    assert unsettled(run, "train") == []
+    assert run.history().unsettled("train") == []
     run.log_event("submitted", "train", job_id="7", data={"label": "second"})
-    assert [event.data["label"] for event in unsettled(run, "train")] == ["second"]
-    assert [event.event for event in events_of(run, "7")] == ["submitted"]
+    assert [job.label for job in run.history().unsettled("train")] == ["second"]
+    assert run.history().job("7").events == []
 
 
 def test_what_an_sbatch_that_was_given_up_submits_late_does_not_run(

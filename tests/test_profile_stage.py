@@ -213,7 +213,7 @@ def test_a_preemption_is_not_held_against_what_was_being_measured(tmp_path: Path
     data = {"output": "profile/n1.jsonl", "configurations": [list(small), list(large)], "folder": "slurm/a"}
     part.run.log_event("submitted", "profile", job_id="7", data=data)
     end = Ended(Submitted("7", tmp_path / "slurm" / "a"), failure, "", None)
-    told = _record_end(part, part.run.events()[-1], end)
+    told = _record_end(part, part.run.history().submissions()[-1], end)
     recorded = [m.configuration for m in part.run.measurements().records]
     if failure is Failure.PREEMPTED:
         assert (told, recorded, _broken_rounds(part)) == (False, [small], 0)

@@ -40,7 +40,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.run_directory import holder_of
-from tula_hpc.stages.train_many import ATTEMPTS
+from tula_hpc.stages.train import ATTEMPTS
 from tula_hpc.status import __main__ as status
 from tula_hpc.status import facts as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price

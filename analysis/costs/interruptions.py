@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec
 from tula_hpc.formatting import format_duration
-from tula_hpc.records import CREDIBLE_S, Event
+from tula_hpc.records import CREDIBLE_S, Event, RunHistory
 
 Array = NDArray[np.float64]
 
@@ -96,14 +96,8 @@ class SaveCost(NamedTuple):
 
 def measured_cost(events: Iterable[Event]) -> SaveCost | None:
     """What the run's trainings measured last; None where none has saved yet."""
-    costs = [
-        (event.time, event.data.get("cost_s")) for event in events if event.event == "checkpoint"
-    ]
-    known = [
-        (time, float(cost))
-        for time, cost in costs
-        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S
-    ]
+    costs = RunHistory(events).save_costs()
+    known = [(time, cost_s) for time, cost_s in costs if 0.0 <= cost_s < CREDIBLE_S]
     return SaveCost(max(known)[1]) if known else None
 
 

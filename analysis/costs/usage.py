@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.records import Event, JobNote, Measurement, TrainResult
+from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult
 
 
 class JobRun(NamedTuple):
@@ -119,9 +119,6 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 Array = NDArray[np.float64]
 
-BEGINS = ("started", "resumed")
-ENDS = ("preempted", "requeued", "finished", "failed", "oom")
-
 
 class Use(NamedTuple):
     """What a training used, as far as its records tell."""
@@ -144,20 +141,15 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
         events: Of the run directory.
         result: Of the training.
     """
-    train = sorted(
-        (event for event in events if event.stage == "train"), key=lambda event: event.time
-    )
-    end = max((event.time for event in train if event.event == "finished"), default=None)
+    signs = RunHistory(events).signs()
+    end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
     begin = None if end is None else end - result.wall_time_s
     seconds, runs, unknown = 0.0, 1, 0
-    for event in train:
-        if (
-            event.event in BEGINS
-            and event.time > (begin or 0.0)
-            and (runs > 1 or event.event == "resumed")
-        ):
+    for sign in signs:
+        begins = sign.kind == "resumed" or (sign.kind == "started" and runs > 1)
+        if begins and sign.time > (begin or 0.0):
             runs, unknown = runs + 1, unknown + (begin is not None)
-            begin = event.time
-        elif event.event in ENDS and begin is not None:
-            seconds, begin = seconds + event.time - begin, None
+            begin = sign.time
+        elif sign.kind in ("stopped", "finished") and begin is not None:
+            seconds, begin = seconds + sign.time - begin, None
     return Use(seconds * result.nodes, runs, unknown)

@@ -25,7 +25,7 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
-from tula_hpc.records import Candidate, Event, Measurement, Metrics
+from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory
 
 
 class Fitted(NamedTuple):
@@ -89,11 +89,7 @@ def fit_parts(
 
 def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
     """With the ratio of measured evaluations to those predicted; as they are where nobody knows which part trained."""
-    names = {
-        str(e.data.get("partition") or "")
-        for e in trained.events
-        if (e.event, e.stage) == ("submitted", "train")
-    }
+    names = {job.partition or "" for job in RunHistory(trained.events).submissions("train")}
     where = next((part for part in parts if not part.name or names == {part.name}), None)
     if trained.metrics is None or where is None:
         return parts

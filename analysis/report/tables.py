@@ -272,7 +272,7 @@ def event_table(events: Sequence[Event]) -> TextTable:
 
 def _event_cells(event: Event) -> tuple[str, ...]:
     detail = cut(event.detail or str(event.failure or ""))
-    return (format_time(event.time), event.stage, event.event, detail, event.job_id)
+    return (format_time(event.time), event.stage, event.title, detail, event.job_id)
 
 
 def format_time(unix_s: float) -> str:

@@ -22,7 +22,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import StillRunningError, Submitted
 from tula_hpc.records import RunDirectory
-from tula_hpc.records.run_directory import CONTROL, GUARD, guards, unsettled
+from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import Sweep, jobs_left
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
 
 
 def _detached_until(run: RunDirectory) -> str:
-    """The stage that the controllers of the run go to."""
-    said = [str(event.data.get("until", "")) for event in run.events() if event.event == "detached"]
-    return said[-1] if said else ""
+    """Return the stage that the controllers of the run go to, "" without any."""
+    detached = run.history().detached()
+    return detached.until if detached else ""
 
 
 def _step(sweep: Sweep, until: str) -> int:
@@ -124,7 +124,7 @@ def controllers(sweep: Sweep) -> list[Submitted]:
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
     """The same, guards apart."""
-    ids = guards(sweep.run)
+    ids = sweep.run.history().guards()
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
     return [job for job in left if job.job_id not in ids], [
         job for job in left if job.job_id in ids
@@ -211,10 +211,10 @@ def take_over(sweep: Sweep) -> None:
 
 def _relieve_controllers(sweep: Sweep) -> list[Submitted]:
     """Cancel the controllers that are left, and note their ends; returns those that were not over."""
-    left = unsettled(sweep.run, CONTROL)
+    left = sweep.run.history().unsettled(CONTROL)
     waiting = controllers(sweep) if left else []
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
-    for event in left:
-        sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
+    for job in left:
+        sweep.run.log_event("ended", CONTROL, job_id=job.job_id)
     return waiting

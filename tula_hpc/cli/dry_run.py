@@ -14,7 +14,6 @@ from tula_hpc.env import unix_time
 from tula_hpc.formatting import plural
 from tula_hpc.launch.preview import Preview, Script, script_of
 from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
-from tula_hpc.records.run_directory import unsettled
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.profile import (
@@ -82,7 +81,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
     for stage in ("train",) if training_began(sweep.run) else ("profile",):
-        jobs = [event.job_id for event in unsettled(sweep.run, stage)]
+        jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
         if jobs:
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
             yield f"first it waits for what was submitted before: {stage} job {jobs[0]}{more}"

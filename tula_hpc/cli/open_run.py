@@ -167,9 +167,8 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
 
 def _has_trained(run: RunDirectory) -> bool:
     """Whether a training has begun, or a job is on its way to that."""
-    from tula_hpc.records.run_directory import unsettled
-
-    return any((run.root / "train").glob("*/*")) or any(unsettled(run, "train", "control"))
+    on_its_way = run.history().unsettled("train", "control")
+    return any((run.root / "train").glob("*/*")) or bool(on_its_way)
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:

@@ -33,8 +33,8 @@ from tula_hpc.launch.job_files import describe_setup, run_setup, write_setup
 from tula_hpc.launch.local_executor import is_alive, was_killed
 from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, read_logs
 from tula_hpc.records import Record, RunDirectory, read_document, write_atomically
-from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, hosts_in, list_hosts
-from tula_hpc.records.run_directory import CONTROL, events_of, guards
+from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
+from tula_hpc.records.events import CONTROL
 
 POLL_S = 2.0
 # a requeued job is missing from squeue for a moment: believe its end only when seen so often
@@ -97,7 +97,7 @@ class Notice(Record):
     # of the job or array; unique
     name: str
     stage: str
-    # see `Event.data` of "submitted"
+    # see `SubmissionData`
     tasks: list[dict[str, Any]]
 
 
@@ -120,9 +120,8 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
         RunDirectoryError: A notice is damaged.
     """
     known: dict[str, list[str]] = {}
-    for event in run.events():
-        if event.event == "submitted":
-            known.setdefault(str(event.data.get("folder")), []).append(event.job_id)
+    for job in run.history().submissions():
+        known.setdefault(job.folder, []).append(job.job_id)
     found = []
     for path in sorted(run.slurm.glob(f"*/{NOTICE}")):
         notice, ids = (
@@ -259,7 +258,7 @@ class Launcher:
 
     def dismiss_guards(self) -> bool:
         """Cancel the guards of this run, but not the job that asks; returns whether there were any."""
-        idle = [job_id for job_id in guards(self.run) if job_id != slurm_job_id()]
+        idle = [job_id for job_id in self.run.history().guards() if job_id != slurm_job_id()]
         for job_id in idle:
             # it is over, or starts in vain
             with contextlib.suppress(LaunchError):
@@ -448,7 +447,7 @@ class Launcher:
 
     def _broken_hosts(self, job: Submitted) -> tuple[str, ...]:
         """Return the hosts whose workers say that a device failed, or whose logs do where no worker could."""
-        own = [host for event in events_of(self.run, job.job_id) for host in hosts_in(event)]
+        own = self.run.history().job(job.job_id).hosts
         if own or self.cluster.executor == "local":
             return tuple(dict.fromkeys(own))
         numbers = complaining_nodes(job.log_files())

@@ -5,7 +5,14 @@ skipped and counted.
 """
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.events import Event, JobNote
+from tula_hpc.records.events import (
+    MAIN_LABEL,
+    Event,
+    JobNote,
+    RunHistory,
+    StopReason,
+    Submission,
+)
 from tula_hpc.records.measurement import (
     CREDIBLE_S,
     Footprint,
@@ -26,7 +33,7 @@ from tula_hpc.records.metrics import (
     read_metrics,
 )
 from tula_hpc.records.plan import Candidate, Knee, Plan
-from tula_hpc.records.run_directory import MAIN_LABEL, RunDirectory, TrainDirectory
+from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
     ReadResult,
@@ -68,9 +75,12 @@ __all__ = [
     "ReadResult",
     "Record",
     "RunDirectory",
+    "RunHistory",
     "StepMetrics",
     "StepParts",
     "StepTimes",
+    "StopReason",
+    "Submission",
     "TrainDirectory",
     "TrainResult",
     "TunedRates",

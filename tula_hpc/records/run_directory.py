@@ -26,7 +26,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
-from tula_hpc.records.events import Event, JobNote
+from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobNote, RunHistory
 from tula_hpc.records.measurement import Footprint, Measurement, parse_without_samples
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
@@ -69,8 +69,6 @@ class TrainDirectory(NamedTuple):
         return None
 
 
-# of the training that a sweep ends with
-MAIN_LABEL = "main"
 # of measurements with every sample, which are most of their bytes and rarely read
 MAX_SAMPLED_BYTES = 32 * 1024**2
 
@@ -319,7 +317,11 @@ class RunDirectory:
         """All events, in the order they were written."""
         return read_records(Event, [self.events_file]).records
 
-    def log_event(self, event: str, stage: str, **fields: Any) -> None:
+    def history(self) -> RunHistory:
+        """Return what the events tell together."""
+        return RunHistory(self.events())
+
+    def log_event(self, event: EventName, stage: str, **fields: Any) -> None:
         """Append one event with the time of now."""
         append_record(self.events_file, Event(time=unix_time(), event=event, stage=stage, **fields))
 
@@ -424,34 +426,3 @@ def _is_locked_elsewhere(descriptor: int) -> bool:
         # a file system without such locks
         return False
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
-# the stage of a detached sweep's controller jobs
-CONTROL = "control"
-# the role of one that waits in case another dies with its whole job
-GUARD = "guard"
-
-
-def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
-    """The submissions of these stages whose jobs' ends have not been seen to, oldest first. Ids of jobs may return."""
-    left: dict[str, Event] = {}
-    for event in run.events():
-        if event.stage in stages and event.event in ("submitted", "ended"):
-            left.pop(event.job_id, None)
-            if event.event == "submitted":
-                left[event.job_id] = event
-    return list(left.values())
-
-
-def events_of(run: RunDirectory, job_id: str) -> list[Event]:
-    """A job's own events: those before the latest submission of that id are another's."""
-    own: list[Event] = []
-    for event in run.events():
-        if event.job_id == job_id:
-            own = [event] if event.event == "submitted" else [*own, event]
-    return own
-
-
-def guards(run: RunDirectory) -> list[str]:
-    """Ids of the run's guards whose end has not been seen to."""
-    return [event.job_id for event in unsettled(run, CONTROL) if event.data.get("role") == GUARD]

@@ -31,8 +31,8 @@ def plan_stage(sweep: Sweep) -> Plan:
 
 
 def training_began(run: RunDirectory) -> bool:
-    """Whether a training was submitted: from then on nothing is profiled or planned again."""
-    return any(event.event == "submitted" and event.stage == "train" for event in run.events())
+    """Tell whether a training was submitted: from then on nothing is profiled or planned again."""
+    return bool(run.history().submissions("train"))
 
 
 def plan_is_good(run: RunDirectory) -> bool:

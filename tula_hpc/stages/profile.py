@@ -20,12 +20,13 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import ProfileJob, counted
 from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     Configuration,
-    Event,
     Footprint,
     JobNote,
     Measurement,
+    Submission,
     append_record,
     notes_file,
     read_records,
@@ -33,16 +34,14 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.broken_hosts import RETRIES, profiled_in_vain, why_given_up
-from tula_hpc.records.run_directory import unsettled
 from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
+    describe_failures,
     failed_measurement,
-    last_line,
     stage_progress,
-    submission_of,
-    why,
+    submitted_job,
 )
 
 # importing torch on a busy login node takes the most of it
@@ -131,7 +130,7 @@ def profile_stage(sweep: Sweep) -> None:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
     if not good:
-        raise StageError(f"profile: nothing could be measured; {why(failures)}")
+        raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
 
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
@@ -177,20 +176,19 @@ def _measured_anything(part: Sweep) -> bool:
 
 
 def _broken_rounds(part: Sweep) -> int:
-    """Submissions of this command in which a job failed, for another reason than memory or a preemption."""
-    events = [event for event in part.run.events() if event.stage == "profile"]
-    folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
-    ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
-    broken = (
-        e
-        for e in ended
-        if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED
-    )
-    return len({folders.get(e.job_id) for e in broken} - {None})
+    """Count this command's submissions with a job that failed, but not of memory or preemption."""
+    folders = set()
+    for job in part.run.history().submissions("profile"):
+        end = job.end if _is_of(part, job) else None
+        if end is None or end.failure is None or end.time < part.started_at:
+            continue
+        if not end.failure.is_oom and end.failure is not Failure.PREEMPTED:
+            folders.add(job.folder)
+    return len(folders)
 
 
-def _is_of(part: Sweep, event: Event) -> bool:
-    return event.event == "submitted" and event.data.get("partition", "") == part.partition
+def _is_of(part: Sweep, job: Submission) -> bool:
+    return (job.partition or "") == part.partition
 
 
 def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
@@ -224,21 +222,18 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     Returns:
         Those that died without a record of their own.
     """
-    events = {
-        event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)
-    }
-    wanted = {
-        (part.partition, each) for event in events.values() for each in _configurations(event)
-    }
+    unsettled = part.run.history().unsettled("profile")
+    submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
+    wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     expected = len(_tried(part) | wanted)
 
     def tick(text: str) -> None:
         done = len(_tried(part))
         progress.update(done, max(done, expected), text)
 
-    jobs = [submission_of(part.run, event) for event in events.values()]
+    jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
-    return [end for end in ended if _record_end(part, events[end.job.job_id], end)]
+    return [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
@@ -250,21 +245,16 @@ def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
     }
 
 
-def _configurations(event: Event) -> list[Configuration]:
-    """What a profile job was submitted for."""
-    return [Configuration(*numbers) for numbers in event.data.get("configurations", [])]
-
-
-def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
-    """Whether the job died of what it measured; then that is on record. A preemption says nothing of it."""
-    output = part.run.root / str(event.data.get("output", ""))
-    blamed = died_of(_configurations(event), output) if output.is_file() else None
+def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
+    """Put on record how a job ended; tell whether a configuration ended it, not a preemption."""
+    output = part.run.root / job.output
+    blamed = died_of(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         # what made an earlier command's job fail may have been mended
-        if event.time < part.started_at:
-            record = record.model_copy(update={"finished_at": event.time})
+        if job.submitted_at < part.started_at:
+            record = record.model_copy(update={"finished_at": job.submitted_at})
         append_record(output, record)
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
         data = {
@@ -272,13 +262,13 @@ def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
             "configuration": list(blamed),
             "partition": part.partition,
         }
-        detail = last_line(end.log_tail)
+        detail = telling_line(end.log_tail)
         part.run.log_event(
-            "ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data
+            "ended", "profile", job_id=job.job_id, failure=end.failure, detail=detail, data=data
         )
         return True
     failure = end.failure if blamed is not None else None
-    part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
+    part.run.log_event("ended", "profile", job_id=job.job_id, failure=failure)
     return blamed is not None and not preempted
 
 

@@ -138,9 +138,7 @@ def _ask_this_machine(facts: Facts) -> Answer:
     jobs = undecided(facts)
     if jobs and host not in ("", here):
         return Answer(None, f"its jobs are processes of {host}, and this is {here}")
-    folders = {
-        job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs
-    }
+    folders = {job.job_id: facts.run.root / job.folder for job in jobs}
     alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
 
@@ -150,7 +148,7 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     from tula_hpc.launch import slurm
     from tula_hpc.status.jobs import Answer, undecided
 
-    jobs = {job.event.job_id for job in undecided(facts)}
+    jobs = {job.job_id for job in undecided(facts)}
     accounted = _ask_accounting(facts)
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
@@ -174,14 +172,14 @@ def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
     from tula_hpc.errors import LaunchError
     from tula_hpc.launch.slurm import accounted_runs
 
-    submitted = [event for event in facts.events if event.event == "submitted"]
+    submitted = facts.history.submissions()
     if not submitted:
         return None
     try:
         return accounted_runs(
-            {event.job_id for event in submitted},
+            {job.job_id for job in submitted},
             name_prefix=f"{facts.spec.job_name}-" if facts.spec else JOB_NAMES,
-            since=submitted[0].time,
+            since=submitted[0].submitted_at,
             timeout_s=ACCOUNTING_TIMEOUT_S,
         )
     except LaunchError:

@@ -18,8 +18,7 @@ from tula_hpc.formatting import format_money, format_number
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import Measurement, Record
 from tula_hpc.status.facts import Facts, TrainingFacts
-from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
-from tula_hpc.status.trainings import events_by_label
+from tula_hpc.status.jobs import JobPhase, JobStatus
 
 WATTS_PER_KILOWATT = 1000.0
 
@@ -249,8 +248,7 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     # the last on file, not the latest by its stamp: the command that submitted a job notes its end
     # by the same clock, while a job that began after the machine's clock was set has another
     last_signs = {
-        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time
-        for job in submissions(facts.events)
+        (job.job_id, job.submitted_at): job.last_sign_at for job in facts.history.submissions()
     }
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
@@ -294,14 +292,13 @@ def _bounded(seconds: float, limit_s: float) -> float:
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     """Where nobody knows how long jobs ran: a training's own events once it ended, its steps until then."""
-    events = events_by_label(facts)
     nodes = {job.label: job.nodes for job in jobs if job.stage == "train" and job.nodes}
     planned = facts.plan.chosen.nodes if facts.plan else 1
     used: dict[str, float] = {}
     partition = facts.plan.chosen.partition if facts.plan else ""
     for label, files in facts.trainings.items():
         if files.result is not None:
-            seconds = actual_use(events.get(label, []), files.result).node_seconds
+            seconds = actual_use(facts.history.of_training(label), files.result).node_seconds
             seconds = seconds or files.result.nodes * files.result.train_time_s
         else:
             seconds = nodes.get(label, planned) * _steps_s(files)

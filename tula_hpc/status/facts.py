@@ -20,11 +20,11 @@ from tula_hpc.launch.launcher import NOTICE, Submitted
 from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
     EpochMetrics,
-    Event,
     JobNote,
     Measurement,
     Plan,
     RunDirectory,
+    RunHistory,
     StepMetrics,
     TrainDirectory,
     TrainResult,
@@ -67,7 +67,7 @@ class Facts(NamedTuple):
     now: float
     spec: SweepSpec | None
     cluster: ClusterSpec | None
-    events: list[Event]
+    history: RunHistory
     notes: list[JobNote]
     measurements: list[Measurement]
     plan: Plan | None
@@ -122,14 +122,14 @@ def _read(run: RunDirectory) -> Facts:
     measured = run.measurements()
     if measured.skipped:
         doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
-    events = run.events()
-    cut_off = _cut_off(run, events)
+    history = run.history()
+    cut_off = _cut_off(run, history)
     return Facts(
         run=run,
         now=unix_time(),
         spec=spec,
         cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
-        events=events,
+        history=history,
         notes=run.job_notes(),
         measurements=measured.records,
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
@@ -148,11 +148,9 @@ def _read(run: RunDirectory) -> Facts:
     )
 
 
-def _cut_off(run: RunDirectory, events: Iterable[Event]) -> list[str]:
-    """Submissions that the command is at, or was killed in the midst of."""
-    known = {
-        Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"
-    }
+def _cut_off(run: RunDirectory, history: RunHistory) -> list[str]:
+    """Return the submissions that the command is at, or was killed in the midst of."""
+    known = {Path(job.folder).name for job in history.submissions()}
     return [
         path.parent.name
         for path in sorted(run.slurm.glob(f"*/{NOTICE}"))

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
-from tula_hpc.errors import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.records import MAIN_LABEL, Event, Plan, Record, is_usable
+from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
 from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts
-from tula_hpc.stages.train_many import ATTEMPTS, INTERRUPTIONS, is_tried_again
+from tula_hpc.records.events import JobFailure, StageFailure
+from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.status.facts import Facts
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
@@ -226,7 +226,7 @@ def describe(
         failures=_failures(facts, jobs),
         cost=cost_so_far(facts, jobs, accounted),
         doubts=facts.doubts,
-        avoided=broken_hosts(facts.events, facts.now) if facts.executor == "slurm" else [],
+        avoided=broken_hosts(facts.history.events, facts.now) if facts.executor == "slurm" else [],
     )
 
 
@@ -282,13 +282,13 @@ def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
     """None also when a command that stays has taken over since."""
-    event = next((event for event in reversed(facts.events) if event.event == "detached"), None)
-    if event is None:
+    detached = facts.history.detached()
+    if detached is None:
         return None
     control = [job for job in jobs if job.stage == "control"]
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
     return DetachedStatus.model_validate(
-        {"since": event.time, "until": str(event.data.get("until", "report")), **last}
+        {"since": detached.since, "until": detached.until or "report", **last}
     )
 
 
@@ -313,7 +313,7 @@ def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
-    if facts.plan is not None or _ended_with(facts) == "profile" or _went_on(facts):
+    if facts.plan is not None or facts.history.ended_stage() == "profile" or _went_on(facts):
         return "done"
     jobs = [job for job in all_jobs if job.stage == "profile"]
     phases = {job.phase for job in jobs}
@@ -332,24 +332,14 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 def _went_on(facts: Facts) -> bool:
     """Whether a training was submitted, or planning was tried last."""
     failed = _failed_stage(facts)
-    return any(event.stage == "train" for event in facts.events) or (
-        failed is not None and failed.stage == "plan"
-    )
+    return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
 
 
-def _failed_stage(facts: Facts) -> Event | None:
-    """What a command wrote down last, where that is why it could not plan or submit; no failure of a single job."""
-    last = facts.events[-1] if facts.events else None
-    if last is None or last.event != "failed" or last.job_id:
-        return None
-    # planned after all, by `analysis.plan --write`
-    return None if facts.plan_at > last.time else last
-
-
-def _ended_with(facts: Facts) -> str:
-    """The stage with which the last command ended, as it was to; "" where that is not on record."""
-    last = next((event for event in reversed(facts.events) if event.stage != "control"), None)
-    return last.stage if last is not None and last.event == "ended" and not last.job_id else ""
+def _failed_stage(facts: Facts) -> StageFailure | None:
+    """Return why the last command could not plan or submit, if that is why it ended."""
+    failure = facts.history.stage_failure()
+    # planned after all, by `tula plan --write`
+    return failure if failure is not None and facts.plan_at <= failure.time else None
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
@@ -408,21 +398,14 @@ def _failed_for_good(
     }
     if facts.spec is None or not _is_at_work(facts, jobs):
         return last
-    most = facts.spec.training.max_requeues
-    return {
-        label: job
-        for label, job in last.items()
-        if not _is_tried_again(facts.events, job, known[label].jobs, most)
-    }
-
-
-def _is_tried_again(events: Sequence[Event], job: JobStatus, jobs: int, max_requeues: int) -> bool:
-    """Whether the sweep submits a failed training of a study once more."""
-    if job.failure is Failure.DEVICE_FAILED:
-        return is_tried_again(events, job.label)
-    if job.failure in INTERRUPTIONS:
-        return jobs <= max_requeues
-    return job.failure in (Failure.BUG, Failure.KILLED, None) and jobs < ATTEMPTS
+    policy = study_policy(facts.spec.training.max_requeues)
+    given_up = {}
+    for label, job in last.items():
+        own = facts.history.job(job.job_id).own_failure
+        failure = JobFailure(job.failure, stop=own.stop if own else None)
+        if policy.judge(facts.history, label, failure) is Verdict.GIVE_UP:
+            given_up[label] = job
+    return given_up
 
 
 def _failure_words(job: JobStatus) -> str:
@@ -444,10 +427,10 @@ def verdict(parts: _Parts) -> tuple[State, str]:
     return "stopped", _stopped_words(parts)
 
 
-Verdict = tuple[State, str]
+StateAndText = tuple[State, str]
 
 
-def _finished(parts: _Parts) -> Verdict | None:
+def _finished(parts: _Parts) -> StateAndText | None:
     study, training = parts.study, parts.training
     ended = study is not None and study.finished + study.diverged == study.cells
     if not ended and not (training is not None and training.stand in ("finished", "diverged")):
@@ -459,11 +442,11 @@ def _finished(parts: _Parts) -> Verdict | None:
     return "finished", "everything is done"
 
 
-def _finished_early(parts: _Parts) -> Verdict | None:
+def _finished_early(parts: _Parts) -> StateAndText | None:
     """A sweep that was not to go further, as far as that is on record."""
     if parts.at_work or parts.training is not None:
         return None
-    stage = _ended_with(parts.facts)
+    stage = parts.facts.history.ended_stage()
     if parts.facts.plan is not None and (
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):
@@ -471,7 +454,7 @@ def _finished_early(parts: _Parts) -> Verdict | None:
     return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
 
 
-def _stuck(parts: _Parts) -> Verdict | None:
+def _stuck(parts: _Parts) -> StateAndText | None:
     stuck = [job for job in parts.jobs if job.stuck]
     if not stuck or parts.has(JobPhase.RUNNING):
         return None
@@ -481,7 +464,7 @@ def _stuck(parts: _Parts) -> Verdict | None:
     )
 
 
-def _going_on(parts: _Parts) -> Verdict | None:
+def _going_on(parts: _Parts) -> StateAndText | None:
     stages = [
         job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
     ]
@@ -517,7 +500,7 @@ def _command_words(parts: _Parts) -> str:
     return "a command is at work, and no job: it plans, submits or writes the report"
 
 
-def _stage_failed(parts: _Parts) -> Verdict | None:
+def _stage_failed(parts: _Parts) -> StateAndText | None:
     """A stage, not one of its jobs. Those do not run or wait by then."""
     event = _failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
@@ -527,7 +510,7 @@ def _stage_failed(parts: _Parts) -> Verdict | None:
     return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
 
 
-def _failed(parts: _Parts) -> Verdict | None:
+def _failed(parts: _Parts) -> StateAndText | None:
     control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
     if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
         return "failed", f"controller job {control.job_id}: {control.detail or 'no word of it'}"
@@ -549,11 +532,10 @@ def _failed(parts: _Parts) -> Verdict | None:
 
 def _falls_back(parts: _Parts) -> bool:
     """Interrupted between a training that ran out of memory and the submission of the next smaller batch."""
-    trained = [event for event in parts.facts.events if event.stage == "train"]
-    return bool(trained) and trained[-1].event == "fell_back"
+    return parts.facts.history.is_falling_back()
 
 
-def _left_alone(parts: _Parts) -> Verdict | None:
+def _left_alone(parts: _Parts) -> StateAndText | None:
     over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
     if over:
         what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"

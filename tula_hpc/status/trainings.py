@@ -7,9 +7,9 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
-from tula_hpc.records import MAIN_LABEL, Event, Record, StepMetrics
+from tula_hpc.records import Record, StepMetrics
 from tula_hpc.status.facts import Facts, TrainingFacts
-from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
+from tula_hpc.status.jobs import JobPhase, JobStatus
 
 Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", "unknown", "none"]
 
@@ -56,31 +56,13 @@ def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, Trai
     for job in jobs:
         if job.stage == "train":
             of_label.setdefault(job.label, []).append(job)
-    events = events_by_label(facts)
     return {
-        label: _status(facts, label, of_label.get(label, []), events.get(label, []))
+        label: _status(facts, label, of_label.get(label, []))
         for label in sorted({*of_label, *facts.trainings})
     }
 
 
-def events_by_label(facts: Facts) -> dict[str, list[Event]]:
-    """The events of each training. Those of a job whose submission is not on record are the plan's training's."""
-    label_of = {
-        job.event.job_id: job.label
-        for job in submissions(facts.events)
-        if job.event.stage == "train"
-    }
-    found: dict[str, list[Event]] = {}
-    for event in facts.events:
-        if event.stage == "train":
-            label = event.data.get("label") or label_of.get(event.job_id, MAIN_LABEL)
-            found.setdefault(str(label), []).append(event)
-    return found
-
-
-def _status(
-    facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequence[Event]
-) -> TrainingStatus:
+def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStatus:
     files = facts.trainings.get(label)
     epochs = facts.spec.workload.epochs if facts.spec else facts.plan.epochs if facts.plan else None
     known: dict[str, object] = {
@@ -89,9 +71,9 @@ def _status(
         "job_id": jobs[-1].job_id if jobs else "",
         "jobs": len(jobs),
         "epochs": epochs,
-        "restarts": sum(event.event == "resumed" for event in events),
-        "fallbacks": sum(event.event == "fell_back" for event in events),
-        "drift": _drift(events),
+        "restarts": facts.history.restarts(label),
+        "fallbacks": facts.history.fallbacks(label),
+        "drift": describe_drift(facts.history.of_training(label)),
     }
     if files is not None:
         age = (
@@ -101,14 +83,6 @@ def _status(
         )
         known |= age | (_ended(files) if files.result else _under_way(files, epochs))
     return TrainingStatus.model_validate(known)
-
-
-def _drift(events: Sequence[Event]) -> str:
-    try:
-        return describe_drift(events).lstrip("; ")
-    except (KeyError, TypeError, ValueError):
-        # of another version, or written by hand
-        return ""
 
 
 def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:
