@@ -1,4 +1,4 @@
-"""What `--dry-run` prints of a sweep: the next jobs, an upper bound of their node-hours, and the sbatch scripts."""
+"""Preview of `--dry-run`: the next jobs, an upper bound of their node-hours, and sbatch scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Wave(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What is profiled first on a part of the cluster."""
+    """First profiling jobs on a partition of the cluster."""
 
     part: Sweep
     # of memory, where the profile stage would make one
@@ -46,7 +46,7 @@ class Beginning(NamedTuple):
 
 
 def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """What a sweep would submit next; nothing is created.
+    """Describe the next jobs of a sweep; creates nothing.
 
     Raises:
         StageError: It would end in that, since no batch of its plan is left.
@@ -88,7 +88,7 @@ def _on_their_way(sweep: Sweep) -> Iterator[str]:
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:
-    """What would be trained by the plan that there is; None where one is made first."""
+    """Return the training of the present plan, None if a new plan is made first."""
     run = sweep.run
     changed = {
         **changes_of(run.sweep_file, sweep.spec),
@@ -100,7 +100,7 @@ def _chosen(sweep: Sweep) -> Candidate | None:
 
 
 def _beginning(part: Sweep) -> Beginning:
-    """What the search proposes first, by size of allocation, as if all could be submitted together."""
+    """Return the first proposals, by size of allocation, as if all could be submitted together."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
     made = _estimate(part)
@@ -113,7 +113,7 @@ def _beginning(part: Sweep) -> Beginning:
 
 
 def _estimate(part: Sweep) -> Estimate | None:
-    """The estimate of memory that the profile stage has made or would make; it is not kept."""
+    """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return Estimate(stored)

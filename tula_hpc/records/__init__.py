@@ -1,7 +1,7 @@
-"""What is written down: measurements, events, plans; their files; and the run directory that holds them.
+"""Records of a run (measurements, events, plans), their files, and the run directory.
 
-JSON Lines files are append-only, one record a line. A torn last line (a writer was killed) is
-skipped and counted.
+JSON Lines files are append-only, one record a line. A torn last line, of a writer that was killed,
+is skipped and counted.
 """
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode

@@ -1,4 +1,4 @@
-"""What a run knows of broken devices: in which hosts they are, and how often a job that met one is submitted again.
+"""Broken devices that a run knows of: hosts to avoid, and how often their jobs are submitted again.
 
 A host in which a device failed is left out of the run's later submissions for a day; then it is
 tried again, since it may have been repaired. A configuration or a training that met such hosts is
@@ -18,7 +18,7 @@ AVOIDED_S = 24 * 3600.0
 
 
 class BrokenHost(Record):
-    """A host in which a device failed."""
+    """Host in which a device failed."""
 
     host: str
     # by the worker there, or its log
@@ -28,7 +28,7 @@ class BrokenHost(Record):
 
 
 def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
-    """Return the hosts that a submission at this time leaves out, in the order in which they failed first."""
+    """Return the hosts that a submission at this time leaves out, the earliest failure first."""
     found: dict[str, BrokenHost] = {}
     for event in events:
         if event.failure is not Failure.DEVICE_FAILED:
@@ -42,19 +42,19 @@ def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
 
 
 def list_hosts(broken: Sequence[BrokenHost]) -> str:
-    """Name the hosts and what each said, in a line."""
+    """List the hosts and the error of each, in a line."""
     if not broken:
         return "on hosts that are not known"
     return "; ".join(f"{each.host} said {first_line(each.said)!r}" for each in broken)
 
 
 def first_line(text: str) -> str:
-    """Return the first line of what was said."""
+    """Return the first line of a text."""
     return text.strip().partition("\n")[0]
 
 
 def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
-    """Say, in one line, which hosts are broken, after the last attempt."""
+    """Describe in one line which hosts are broken, after the last attempt."""
     told = list_hosts(broken_hosts(events, now))
     return f"a device failed once more, in job {job_id}: {told}; have these nodes repaired"
 

@@ -1,12 +1,7 @@
-"""Paths inside a run directory, and whether it may be trusted.
-
-Paths of one training.
-
-Which command works on a run directory: asked without taking the lock, so that nobody is ever
-refused for the asking.
+"""Run directory: its paths, its lock, and whether it may be trusted.
 
 `RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there
-afterwards.
+afterwards. `holder_of` finds the owner without taking the lock, so that asking keeps nobody out.
 """
 
 from __future__ import annotations
@@ -40,22 +35,22 @@ class TrainDirectory(NamedTuple):
 
     @property
     def metrics_file(self) -> Path:
-        """One line per logged step and per epoch."""
+        """Return the file with one line per logged step and per epoch."""
         return self.root / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
+        """Return the folder of checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def drift_file(self) -> Path:
-        """There while measured step times lie beyond the plan's prediction: a `Drift`."""
+        """Return the file of a `Drift`, there while step times differ from the plan's."""
         return self.root / "drift.json"
 
     @property
     def result_file(self) -> Path:
-        """Written once, at the end of training."""
+        """Return the file that is written once, at the end of training."""
         return self.root / "result.json"
 
     def read_result(self) -> TrainResult | None:
@@ -74,14 +69,14 @@ MAX_SAMPLED_BYTES = 32 * 1024**2
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a folder of a run that might hold what someone else wants us to read or execute."""
+    """Refuse a folder of a run in which someone else may have put files for us to execute."""
     with contextlib.suppress(FileNotFoundError):
         if reason := mistrust(folder):
             raise RunDirectoryError(reason, source=folder)
 
 
 def _note_owner(lock: Path, descriptor: int, role: str) -> None:
-    """Write down who holds the lock, in place: a new file would not be the locked one."""
+    """Write the owner of the lock into the locked file; a new file would not be locked."""
     owner = f"process {os.getpid()} on {os.uname().nodename}"
     try:
         os.ftruncate(descriptor, 0)
@@ -102,7 +97,7 @@ class RunDirectory:
         self.root = root.absolute()
 
     def create(self) -> RunDirectory:
-        """Make the directory and its rooms; what is there already is checked first.
+        """Make the directory and its folders; check those that exist first.
 
         Raises: RunDirectoryError: It, or a room, belongs to someone else, others may write to it or
             to a folder above it,
@@ -122,7 +117,7 @@ class RunDirectory:
         return self
 
     def set_aside(self) -> Path | None:
-        """Move all that jobs and stages have left to a folder where nothing reads it; None where there is nothing.
+        """Move the files of jobs and stages to a folder that nothing reads; return it.
 
         The jobs' own files go first: one that comes back all the same finds nothing to do.
 
@@ -144,7 +139,7 @@ class RunDirectory:
         return aside
 
     def check_name(self) -> None:
-        """Refuse a path that would not be itself in a job script: Slurm and submitit fill in what stands behind a %.
+        """Refuse a path that job scripts would change: Slurm and submitit replace what follows a %.
 
         Raises:
             RunDirectoryError: It holds characters that have a meaning there.
@@ -189,11 +184,11 @@ class RunDirectory:
 
     @property
     def status_command(self) -> str:
-        """What a user types to see what goes on here."""
+        """Return the command that shows the state of this run."""
         return command_line("status", str(self.root))
 
     def check_owner(self) -> None:
-        """Refuse a directory that another user owns, may write to, or can put another one in the place of.
+        """Refuse a directory that another user owns, may write to, or may replace.
 
         Raises:
             RunDirectoryError: It may not be used.
@@ -224,7 +219,7 @@ class RunDirectory:
             )
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
-        """The folder of one training, made if it is missing.
+        """Return the folder of one training, made if it is missing.
 
         Raises:
             RunDirectoryError: It belongs to someone else, others may write to it, or it is a link.
@@ -240,46 +235,46 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Folder of measurements, one file per array task."""
+        """Return the folder of measurements, one file per array task."""
         return self.root / "profile"
 
     @property
     def slurm(self) -> Path:
-        """Submitit's folder: scripts, pickles, stdout, stderr."""
+        """Return submitit's folder: scripts, pickles, stdout, stderr."""
         return self.root / "slurm"
 
     @property
     def report(self) -> Path:
-        """Folder of figures, tables and the report."""
+        """Return the folder of figures, tables and the report."""
         return self.root / "report"
 
     @property
     def sweep_file(self) -> Path:
-        """The frozen sweep."""
+        """Return the file of the frozen sweep."""
         return self.root / "sweep.toml"
 
     @property
     def cluster_file(self) -> Path:
-        """The frozen cluster."""
+        """Return the file of the frozen cluster."""
         return self.root / "cluster.toml"
 
     def footprint_file(self, partition: str = "") -> Path:
-        """The estimate of memory before any profile, on one part of the cluster."""
+        """Return the file of the estimate of memory on one partition."""
         name = f"footprint-{partition}" if partition else "footprint"
         return self.root / f"{name.replace('/', '_')}.json"
 
     @property
     def plan_file(self) -> Path:
-        """The plan."""
+        """Return the file of the plan."""
         return self.root / "plan.json"
 
     @property
     def rates_file(self) -> Path:
-        """The learning rates that a study chose."""
+        """Return the file of the learning rates that a study chose."""
         return self.root / "study_rates.json"
 
     def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
-        """Those estimates that are there and not damaged, by partition."""
+        """Return the estimates that are there and not damaged, by partition."""
         found = {}
         for name in partitions:
             with contextlib.suppress(FileNotFoundError, RunDirectoryError):
@@ -288,11 +283,11 @@ class RunDirectory:
 
     @property
     def events_file(self) -> Path:
-        """Events of all stages."""
+        """Return the log of all stages."""
         return self.root / "events.jsonl"
 
     def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
-        """Files of one training.
+        """Return the files of one training.
 
         Raises:
             RunDirectoryError: The label leads out of the run directory.
@@ -302,7 +297,7 @@ class RunDirectory:
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
-        """All measurements, in order of file name and line; of very many without their single samples."""
+        """Read all measurements, by file name and line; of very many without single samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
         return read_records(
@@ -310,11 +305,11 @@ class RunDirectory:
         )
 
     def job_notes(self) -> list[JobNote]:
-        """What all profile jobs said of themselves, job by job."""
+        """Read the notes of all profile jobs, job by job."""
         return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
 
     def events(self) -> list[Event]:
-        """All events, in the order they were written."""
+        """Read all events, in the order they were written."""
         return read_records(Event, [self.events_file]).records
 
     def history(self) -> RunHistory:
@@ -359,7 +354,7 @@ _FLOCK = "hhqqi4x"
 
 
 class Holder(NamedTuple):
-    """The command that has the lock, or the last one that had it."""
+    """Command that holds the lock, or the last one that did."""
 
     # 0: unknown
     process: int
@@ -376,7 +371,7 @@ NOBODY = Holder(0, "", False)
 
 
 def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
-    """Who works on the run directory of that lock file, as far as this machine can see.
+    """Return who works on the run directory of that lock file, as far as can be seen from here.
 
     Args:
         lock_file: May be missing.
@@ -400,7 +395,7 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
 
 
 def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
-    """Whether a process of this machine holds a lock on the file.
+    """Tell whether a process of this machine holds a lock on the file.
 
     Some file systems show another device to stat than to the kernel's list: there the process must
     be the noted one.
@@ -418,7 +413,10 @@ def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
 
 
 def _is_locked_elsewhere(descriptor: int) -> bool:
-    """Whether the file server knows of a lock: NFS makes a lock on the whole file's range of every flock."""
+    """Tell whether the file server knows of a lock.
+
+    NFS makes a lock on the file's whole range of every flock.
+    """
     question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)

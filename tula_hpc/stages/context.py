@@ -1,4 +1,4 @@
-"""What the user sees while stages run: a live line on a terminal, plain lines in a log."""
+"""Progress of a stage on a terminal or in a log, and what the stages share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_EVERY_S = 60.0
 
 
 class StageProgress(Protocol):
-    """Shown while one stage runs; a context manager."""
+    """Display of one stage while it runs; a context manager."""
 
     def __enter__(self) -> StageProgress:
         """Start showing."""
@@ -35,16 +35,16 @@ class StageProgress(Protocol):
         """Stop showing."""
 
     def update(self, done: float, total: float, text: str) -> None:
-        """How much of the stage is done, and what it is doing."""
+        """Show how much of the stage is done, and its present work."""
 
 
 def stage_progress(stage: str) -> StageProgress:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a bar on a terminal, lines elsewhere."""
     return BarProgress(stage) if sys.stderr.isatty() else LineProgress(stage)
 
 
 class BarProgress:
-    """A rich progress bar on standard error."""
+    """Progress bar on standard error, by rich."""
 
     def __init__(self, stage: str) -> None:
         from rich.console import Console
@@ -91,7 +91,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """A line on standard error whenever something changes."""
+    """Line on standard error whenever something changes."""
 
     def __init__(self, stage: str) -> None:
         self.stage, self.last, self.printed_at = stage, "", 0.0
@@ -109,7 +109,7 @@ class LineProgress:
         """Nothing to stop."""
 
     def update(self, done: float, total: float, text: str) -> None:
-        """Print if it is news, or if nothing was said for long."""
+        """Print a line that changed, or any after a long silence."""
         line = f"{self.stage}: {done:.4g} of {total:.4g}: {text}"
         if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
             return

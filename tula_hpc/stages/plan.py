@@ -1,4 +1,4 @@
-"""Fit the models and choose, as a stage of a sweep."""
+"""Plan stage: fit the models and choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tula_hpc.stages.context import Sweep
 
 
 def plan_stage(sweep: Sweep) -> Plan:
-    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `plan_is_good`."""
+    """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`."""
     if plan_is_good(sweep.run):
         return sweep.run.read_plan()
     from tula_hpc.analysis.planning.planner import make_plan
@@ -36,7 +36,7 @@ def training_began(run: RunDirectory) -> bool:
 
 
 def plan_is_good(run: RunDirectory) -> bool:
-    """Training began with it, or nothing was measured since it was written (also by `analysis.plan --write`)."""
+    """Tell whether training began with the plan, or nothing was measured after it."""
     if not run.plan_file.exists():
         return False
     written = run.plan_file.stat().st_mtime

@@ -1,7 +1,7 @@
-"""The profile stage: rounds of jobs for what the search proposes, until it proposes nothing more.
+"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more.
 
-The estimate of memory before any profile, for callers without torch: it is made in a process of its
-own.
+The estimate of memory before the first profile is made in a process of its own, since it needs
+torch.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ TIMEOUT_S = 300.0
 
 
 class Estimate(NamedTuple):
-    """A footprint, or why there is none."""
+    """Estimate of memory, or the reason why there is none."""
 
     footprint: Footprint | None
     reason: str = ""
 
     @property
     def trusted_batch(self) -> int | None:
-        """Largest local batch that the estimate lets fit, 0 where none does; None where it says nothing."""
+        """Return the largest local batch that fits, 0 if none does, None if unknown."""
         return None if self.footprint is None else self.footprint.largest_local_batch
 
     def describe(self) -> str:
-        """Say which local batches it lets fit, or why it says nothing, in a sentence."""
+        """Describe in a sentence which local batches fit, or why that is unknown."""
         if self.footprint is None:
             return f"no estimate of memory ({self.reason}): the search begins with all batches"
         if self.trusted_batch == 0:
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 def estimate(
     sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
 ) -> Estimate:
-    """Run `tula footprint`. It never raises for what goes wrong there.
+    """Run `tula footprint`; return the reason instead of raising where that fails.
 
     Args:
         sweep_file: The sweep.
@@ -100,7 +100,6 @@ def estimate(
 
 
 def _last_line(text: str) -> str:
-    """Whatever a user's own module prints comes before it."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -110,7 +109,7 @@ HOPELESS_ROUNDS = 3
 
 
 def profile_stage(sweep: Sweep) -> None:
-    """Measure what the search proposes until it proposes nothing more, on each part of the cluster.
+    """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
         StageError: Nothing could be measured at all; the message holds the first failure's log.
@@ -134,7 +133,7 @@ def profile_stage(sweep: Sweep) -> None:
 
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
-    """The sweep on each part of the cluster that has nodes enough for any of its sizes, with those sizes alone."""
+    """Return the sweep on each partition with enough nodes, with the sizes that fit there."""
     named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
     return [
@@ -161,7 +160,7 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
 
 
 def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
-    """What the search wants next on this part; `trusted_batch` fits into memory by an estimate."""
+    """Return the proposals of the search here; `trusted_batch` fits into memory by an estimate."""
     from tula_hpc.analysis.search.propose import propose
 
     known = counted(part.run.measurements().records, part.partition, part.started_at)
@@ -169,7 +168,6 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
 
 
 def _measured_anything(part: Sweep) -> bool:
-    """Whether any profile of this part succeeded."""
     return any(
         m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records
     )
@@ -192,7 +190,7 @@ def _is_of(part: Sweep, job: Submission) -> bool:
 
 
 def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
-    """Largest local batch that fits by an estimate, made once, before the first profile, where a limit is known."""
+    """Return the largest local batch that fits by an estimate, made before the first profile."""
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return stored.largest_local_batch
@@ -209,7 +207,7 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
 
 
 def wants_estimate(part: Sweep) -> bool:
-    """Whether the first profile waits for an estimate of memory, which needs a limit to be of use."""
+    """Tell whether the first profile waits for an estimate of memory, which needs a limit."""
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
     return (
         part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
@@ -237,7 +235,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """What is measured or failed, on any part. A failure before this command may have been mended, see `counted`."""
+    """Return all measured or failed configurations, without earlier failures; see `counted`."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
@@ -282,7 +280,7 @@ def _is_tried_again(part: Sweep, blamed: Configuration, end: Ended) -> bool:
 def first_wave(
     spec: SweepSpec, cluster: ClusterSpec, proposed: Sequence[Configuration]
 ) -> list[tuple[Configuration, ...]]:
-    """What is submitted together, one batch of jobs for each size of allocation.
+    """Return the configurations that are submitted together, by size of allocation.
 
     Where jobs would disturb each other only the first batch or job is submitted; the search then
     proposes anew, knowing more (a batch that ran out of memory is not tried on more nodes).
@@ -297,19 +295,19 @@ def first_wave(
 
 
 def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Whether no two jobs of a part run beside each other."""
+    """Tell whether no two jobs of a partition run beside each other."""
     return spec.search.nest or cluster.executor == "local" or cluster.array_parallelism == 1
 
 
 def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
-    """Nodes of the allocation in which these are measured."""
+    """Return the nodes of the allocation in which these are measured."""
     return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
 
 
 def _submit(
     part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
 ) -> None:
-    """One job for each group. What the site's limits leave out is proposed again when these are over."""
+    """Submit one job for each group; the next round repeats what exceeds the site's limits."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
@@ -354,7 +352,7 @@ def _job(
 
 
 def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path:
-    """A file that no other job writes to: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
+    """Return a new file name: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
     ends = sorted({group[0].local_batch, group[-1].local_batch})
     partition = [part.partition.replace("/", "_")] if part.partition else []
     stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
@@ -365,7 +363,7 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
-    """The configuration that a job was measuring when it died without a word of its own; None if it did not.
+    """Return the configuration that ended a job without a record of its own, if any did.
 
     A job that died before it began to measure is held against the first of its list, so that it is
     not tried for ever.

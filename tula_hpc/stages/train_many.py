@@ -55,10 +55,13 @@ class Trainings:
         self.most = most_at_once(sweep.cluster, jobs[0].configuration.world_size) if jobs else 0
 
     def run(self, progress: StageProgress) -> dict[str, str]:
-        """Until every training has a result or has failed for good; returns the latter's labels with the reasons.
+        """Train until every training has a result or has failed for good.
 
-        Raises: StageError: Not one training came as far as its first logged step: something is
-            wrong with all of them.
+        Returns:
+            Labels of those that failed, with the reasons.
+
+        Raises:
+            StageError: Not one training came as far as its first logged step: something is wrong with all.
         """
         self._adopt()
         self._show(progress, "all done" if not (self.waiting or self.running) else "starting")
@@ -73,7 +76,7 @@ class Trainings:
         return self.failures
 
     def _goes_on(self) -> bool:
-        """Whether there is anything to do; what was done is to be done again where its folder has been deleted."""
+        """Tell whether anything is left; trainings with a deleted folder start again."""
         running = (job.label for job in self.running.values())
         known = {*self.waiting, *self.failures, *running}
         for label in self.jobs:
@@ -114,7 +117,7 @@ class Trainings:
                 self.failures[label] = _describe(failed[label])
 
     def _submit(self) -> None:
-        """On Slurm only when no array is left: two at a time would be twice `array_parallelism`."""
+        """Submit free slots; on Slurm only one array at a time, which bounds the jobs at once."""
         local = self.sweep.cluster.executor == "local"
         free = self.most - len(self.running) if local else self.most * (not self.running)
         labels = [self.waiting.popleft() for _ in range(min(max(0, free), len(self.waiting)))]
@@ -171,7 +174,7 @@ def _describe(failure: JobFailure) -> str:
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
-    """So many trainings are submitted together: on Slurm the tasks of an array, locally what the cores can carry.
+    """Return how many trainings run together: tasks of an array, or as many as the cores can carry.
 
     Locally `array_parallelism` bounds them only where the cluster file sets it: its default is
     meant for measuring. On GPUs it always does: each training's first worker takes the first GPU,

@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def status_of(root: Path) -> RunStatus:
-    """The state of the run in that directory at this moment.
+    """Return the state of the run in that directory at this moment.
 
     Raises:
         RunDirectoryError: It is none, or may not be read.
@@ -119,7 +119,7 @@ def status_of(root: Path) -> RunStatus:
 
 
 def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
-    """What the scheduler says of the jobs that the files leave open, and accounting of all."""
+    """Ask the scheduler for the jobs that the files leave open, and accounting for all."""
     from tula_hpc.status.jobs import Answer
 
     if facts.executor == "slurm":
@@ -167,7 +167,6 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
 
 
 def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
-    """None where there is no accounting, or it does not answer."""
     from tula_hpc.config import JOB_NAMES
     from tula_hpc.errors import LaunchError
     from tula_hpc.launch.slurm import accounted_runs
@@ -187,7 +186,7 @@ def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
 
 
 def _rate_labels(facts: Facts) -> list[str]:
-    """Of the trainings that choose a study's learning rates."""
+    """Return the labels of the trainings that choose a study's learning rates."""
     if facts.spec is None or facts.spec.study is None or not facts.spec.study.base_lrs:
         return []
     from tula_hpc.stages.study import trial_specs

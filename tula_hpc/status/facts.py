@@ -1,7 +1,6 @@
-"""What the files of a run directory tell at this moment, for `status`.
+"""Contents of a run directory at this moment, for `status`.
 
-Only reads, and needs no right to write. Whatever is missing, or cannot be made sense of, is left
-out and noted.
+Only reads, and needs no right to write. Missing or damaged files are left out and noted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MOST_BYTES = 1 << 24
 
 
 class Tail(NamedTuple):
-    """The end of metrics.jsonl, in the order of the file: the last lines count, also after a rollback."""
+    """End of metrics.jsonl, in the order of the file: after a rollback the later lines count."""
 
     steps: list[StepMetrics]
     epoch: EpochMetrics | None
@@ -60,7 +59,7 @@ class TrainingFacts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Everything that the files tell."""
+    """All that the files contain."""
 
     run: RunDirectory
     # Unix time
@@ -84,12 +83,12 @@ class Facts(NamedTuple):
 
     @property
     def executor(self) -> str:
-        """`local` or `slurm`; "" where the cluster file says nothing."""
+        """Return `local` or `slurm`, "" where the cluster file cannot be read."""
         return self.cluster.executor if self.cluster else ""
 
 
 def read_facts(run: RunDirectory) -> Facts:
-    """Read everything that is there.
+    """Read all files that are there.
 
     Raises:
         RunDirectoryError: There is no such directory, it holds no run, or it may not be read.
@@ -170,7 +169,7 @@ def _try(read: Callable[[], Read], doubts: list[str]) -> Read | None:
 
 
 def _labels(run: RunDirectory) -> list[str]:
-    """Of all trainings: folders in train/, and those in folders of a study in it."""
+    """Return the labels of all trainings: folders in train/, and in folders of a study in it."""
     root = run.root / "train"
     folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
     named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]
@@ -212,7 +211,7 @@ def _newest(paths: Iterable[Path]) -> float | None:
 
 
 def read_tail(path: Path) -> Tail:
-    """The last logged steps and the last epoch of a metrics.jsonl, without reading all of it."""
+    """Read the last logged steps and the last epoch, not the whole metrics.jsonl."""
     steps: list[StepMetrics] = []
     epoch: EpochMetrics | None = None
     for line in _lines_from_end(path):
@@ -230,7 +229,7 @@ def read_tail(path: Path) -> Tail:
 
 
 def _lines_from_end(path: Path) -> Iterator[bytes]:
-    """Lines from the last to the first, or until `MOST_BYTES` of the file were read."""
+    """Yield lines from the last to the first, or until `MOST_BYTES` were read."""
     if not path.is_file():
         return
     with open_regular(path) as file:
@@ -247,7 +246,7 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 
 
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
-    """The log that tells most of a job's end, as the command names it, and what it says; "" without one."""
+    """Return the log that explains a job's end best, and its most telling line; "" without one."""
     best, logs = read_logs(Submitted(job_id, folder).log_files(), _end_of)
     return (str(best), telling_line("\n".join(logs))) if best else ("", "")
 

@@ -1,4 +1,4 @@
-"""What became of each job of a run: from its own events and records, and, where they leave it open, from Slurm."""
+"""State of each job of a run: from its events and records, or else from the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tula_hpc.status.facts import Facts
 
 
 class JobPhase(StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -59,12 +59,12 @@ class JobStatus(Record):
 
     @property
     def kind(self) -> str:
-        """For people: the stage, or `guard`, of a job that carries a detached sweep on where its controller dies."""
+        """Return the stage, or `guard` for the stand-in of a controller, to be shown."""
         return self.label if self.stage == "control" and self.label else self.stage
 
 
 class Answer(NamedTuple):
-    """What the scheduler says; `local` jobs are answered for by the processes of this machine."""
+    """Answer of the scheduler; for `local` jobs, of this machine's processes."""
 
     # jobs that it still has; None: it could not be asked
     active: Mapping[str, JobState] | None
@@ -75,7 +75,7 @@ class Answer(NamedTuple):
 
 
 class _End(NamedTuple):
-    """What the files say of the end of a job."""
+    """End of a job as the files tell it."""
 
     phase: JobPhase
     failure: Failure | None = None
@@ -83,7 +83,7 @@ class _End(NamedTuple):
 
 
 class _Records:
-    """What profile jobs left, by job, and what later stages imply."""
+    """Records of profile jobs, by job, and what later stages imply."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -98,7 +98,7 @@ class _Records:
         self.has_trained = any(job.stage == "train" for job in self.jobs)
 
     def told(self, job: Submission) -> _End | None:
-        """None where the files leave open whether the job is over."""
+        """Return the end of a job; None where the files leave open whether it is over."""
         told = _by_events(job)
         if job.stage == "profile":
             return self._profiled(job, told)
@@ -136,7 +136,7 @@ class _Records:
         return None
 
     def _was_planned_after(self, job: Submission) -> bool:
-        """The sweep plans and trains only when all profile jobs are over."""
+        """Tell whether a later stage began: by then all profile jobs were over."""
         return self.has_trained or self.facts.plan_at > job.submitted_at
 
 
@@ -150,13 +150,13 @@ def _by_events(job: Submission) -> _End | None:
 
 
 def undecided(facts: Facts) -> list[Submission]:
-    """Jobs of which the files leave open whether they are over: the scheduler has to be asked."""
+    """Return the jobs that may not be over by the files: the scheduler has to be asked."""
     records = _Records(facts)
     return [job for job in records.jobs if records.told(job) is None]
 
 
 def job_statuses(facts: Facts, answer: Answer) -> list[JobStatus]:
-    """Every job, in the order of submission."""
+    """Return every job, in the order of submission."""
     records = _Records(facts)
     return [_status(job, records.told(job), answer) for job in records.jobs]
 

@@ -1,4 +1,4 @@
-"""The state of a run as a whole, from its files and the scheduler's answer. Pure: it asks nobody and reads nothing."""
+"""State of a run as a whole, from its files and the scheduler's answer, without any reading."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CommandStatus(Record):
 
 
 class DetachedStatus(Record):
-    """Controller jobs carry the sweep on."""
+    """Controller jobs that carry the sweep on."""
 
     # Unix time
     since: float
@@ -55,7 +55,7 @@ class DetachedStatus(Record):
 
 
 class SchedulerStatus(Record):
-    """Whether the scheduler was asked."""
+    """Answer of the scheduler."""
 
     # slurm, local, "" where the cluster file cannot be read
     executor: str
@@ -66,7 +66,7 @@ class SchedulerStatus(Record):
 
 
 class ProfileStatus(Record):
-    """The first stage."""
+    """State of the first stage."""
 
     stand: Stand
     # configurations
@@ -81,7 +81,7 @@ class ProfileStatus(Record):
 
 
 class PlanStatus(Record):
-    """What was chosen."""
+    """Chosen configuration."""
 
     nodes: int
     workers_per_node: int
@@ -98,18 +98,18 @@ class PlanStatus(Record):
 
     @property
     def whole_time_s(self) -> float:
-        """Expected time of the training with all that comes beside its steps, as far as the plan knows it."""
+        """Return the expected time of training with all overheads that the plan knows."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
 
     @classmethod
     def of(cls, plan: Plan) -> PlanStatus:
-        """What is told of a plan."""
+        """Summarise a plan."""
         names = set(cls.model_fields) - {"reason"}
         return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
 
 
 class StudyStatus(Record):
-    """The trainings of a study, and those that chose its learning rates."""
+    """Trainings of a study, and those that chose its learning rates."""
 
     cells: int
     finished: int
@@ -131,7 +131,7 @@ class StudyStatus(Record):
 
 
 class RunStatus(Record):
-    """Everything that `status` tells; `--json` prints it."""
+    """State of a run as `status` shows it; `--json` prints it."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -163,7 +163,7 @@ class RunStatus(Record):
 
 
 class _Parts(NamedTuple):
-    """What the verdict is made from."""
+    """Everything from which the state is derived."""
 
     facts: Facts
     answer: Answer
@@ -174,26 +174,26 @@ class _Parts(NamedTuple):
     detached: DetachedStatus | None
 
     def has(self, phase: JobPhase) -> bool:
-        """Whether a job is in this phase."""
+        """Tell whether a job is in this phase."""
         return any(job.phase is phase for job in self.jobs)
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it is open if jobs are on their way, since the scheduler could not be asked."""
+        """Tell whether jobs may be on their way while the scheduler could not be asked."""
         return self.has(JobPhase.UNKNOWN) or (
             bool(self.facts.cut_off) and self.answer.active is None
         )
 
     @property
     def at_work(self) -> bool:
-        """Whether something will act when jobs end."""
+        """Tell whether something will act when jobs end."""
         return _is_at_work(self.facts, self.jobs)
 
 
 def describe(
     facts: Facts, answer: Answer, rate_labels: Sequence[str] = (), accounted: Accounted = NO_ACCOUNT
 ) -> RunStatus:
-    """The whole state.
+    """Return the whole state.
 
     Args:
         facts: The files.
@@ -243,7 +243,7 @@ def _parts(
 
 
 def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Guards of controllers count only where they have to act."""
+    """Leave out guards of controllers that need not act."""
     open_phases = (*ALIVE, JobPhase.UNKNOWN)
     is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
     idle = (
@@ -253,7 +253,7 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Not a training's job that another one followed, nor a profile whose configurations were measured after all."""
+    """Return the failed jobs whose work was not done by a later one."""
     rows = [row for row in facts.measurements if row.stage == "profile"]
     known = {
         (row.partition, row.configuration)
@@ -274,14 +274,14 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
-    """Whether something will act when jobs end: a command, or a controller job."""
+    """Tell whether a command or a controller job will act when jobs end."""
     return bool(facts.holder.alive) or any(
         job.stage == "control" and job.phase in ALIVE for job in jobs
     )
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
-    """None also when a command that stays has taken over since."""
+    """Return the controllers, None also when a command that stays has taken over since."""
     detached = facts.history.detached()
     if detached is None:
         return None
@@ -330,7 +330,7 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 
 
 def _went_on(facts: Facts) -> bool:
-    """Whether a training was submitted, or planning was tried last."""
+    """Tell whether a training was submitted, or planning was tried last."""
     failed = _failed_stage(facts)
     return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
 
@@ -343,7 +343,7 @@ def _failed_stage(facts: Facts) -> StageFailure | None:
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
-    """An upper bound: batches beyond the memory are not measured."""
+    """Return an upper bound: batches beyond the memory are not measured."""
     if spec is None or cluster is None or spec.search.mode == "partial":
         return None
     own = [(sweep_for(spec, part), part.workers_per_node) for part in cluster.parts()]
@@ -392,7 +392,7 @@ def _study(
 def _failed_for_good(
     facts: Facts, known: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus]
 ) -> dict[str, JobStatus]:
-    """The last job of each training that is not submitted once more, by label."""
+    """Return the last job of each training that is not submitted again, by label."""
     last = {
         job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"
     }
@@ -414,12 +414,11 @@ def _failure_words(job: JobStatus) -> str:
 
 
 def _readable(path: str | os.PathLike[str]) -> str:
-    """A path whose bytes are no text would not fit into JSON."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def verdict(parts: _Parts) -> tuple[State, str]:
-    """The state, and what it means here."""
+    """Return the state, and its explanation."""
     for judge in (_finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
         found = judge(parts)
         if found is not None:
@@ -443,7 +442,7 @@ def _finished(parts: _Parts) -> StateAndText | None:
 
 
 def _finished_early(parts: _Parts) -> StateAndText | None:
-    """A sweep that was not to go further, as far as that is on record."""
+    """Recognise a sweep that was asked to end before training, if that is on record."""
     if parts.at_work or parts.training is not None:
         return None
     stage = parts.facts.history.ended_stage()
@@ -492,7 +491,7 @@ def _going_on(parts: _Parts) -> StateAndText | None:
 
 
 def _command_words(parts: _Parts) -> str:
-    """A command is at work while no job of its own runs."""
+    """Describe a command that works while no job of its own runs."""
     if parts.has(JobPhase.WAITING):
         return "a command waits for jobs that wait in the queue"
     if parts.has(JobPhase.UNKNOWN):
@@ -501,7 +500,7 @@ def _command_words(parts: _Parts) -> str:
 
 
 def _stage_failed(parts: _Parts) -> StateAndText | None:
-    """A stage, not one of its jobs. Those do not run or wait by then."""
+    """Report the failure of a stage as a whole; none of its jobs runs or waits by then."""
     event = _failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
@@ -531,7 +530,6 @@ def _failed(parts: _Parts) -> StateAndText | None:
 
 
 def _falls_back(parts: _Parts) -> bool:
-    """Interrupted between a training that ran out of memory and the submission of the next smaller batch."""
     return parts.facts.history.is_falling_back()
 
 

@@ -1,4 +1,4 @@
-"""How far each training has come."""
+"""Progress of each training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainingStatus(Record):
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
-    """Every training that was submitted or left files, by label."""
+    """Return every training that was submitted or left files, by label."""
     of_label: dict[str, list[JobStatus]] = {}
     for job in jobs:
         if job.stage == "train":
@@ -117,7 +117,7 @@ def _ended(files: TrainingFacts) -> dict[str, object]:
 
 
 def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
-    """From the last lines of its metrics. An epoch's line comes after the last step's of that epoch."""
+    """Read the progress from the last lines of the metrics; an epoch's line follows its steps."""
     known: dict[str, object] = {}
     if files.tail.epoch is not None:
         last_epoch = files.tail.epoch
@@ -144,7 +144,7 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
 
 
 def _samples_per_step(steps: Sequence[StepMetrics]) -> float:
-    """The present global batch: after a fallback it is another than in the beginning."""
+    """Return the present global batch, which a fallback changes."""
     for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
         if after.step > before.step and after.samples_seen > before.samples_seen:
             return (after.samples_seen - before.samples_seen) / (after.step - before.step)
