@@ -97,7 +97,7 @@ def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.M
         raise StageError("plan: too little data")
 
     monkeypatch.setattr(detach, "_step", fail)
-    with pytest.raises(SystemExit, match="plan: too little data\nMend the cause and run the same command again"):
+    with pytest.raises(SystemExit, match="plan: too little data\nFix the cause and run the same command again"):
         detach.run_controller(ControlJob(run.root, "report", 0.0))
     monkeypatch.setattr(detach, "TURN_S", 0.0)
     with run.locked(), pytest.raises(SystemExit, match="is in use by process"):

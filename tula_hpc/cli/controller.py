@@ -153,9 +153,7 @@ def run_controller(job: ControlJob) -> None:
         with contextlib.suppress(StorageError):
             _log_end(run, words)
     if words:
-        sys.exit(
-            f"{words}\nMend the cause and run the same command again: what is done is not done again."
-        )
+        sys.exit(f"{words}\nFix the cause and run the same command again; finished work is kept.")
 
 
 @contextlib.contextmanager

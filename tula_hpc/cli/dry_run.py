@@ -29,7 +29,7 @@ from tula_hpc.stages.train import next_candidate
 
 
 class Wave(NamedTuple):
-    """Configurations that are measured in allocations of one size: in one job, or in a job for each."""
+    """Configurations that are measured in allocations of one size, in one job or one each."""
 
     nodes: int
     configurations: tuple[Configuration, ...]
@@ -84,7 +84,7 @@ def _on_their_way(sweep: Sweep) -> Iterator[str]:
         jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
         if jobs:
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            yield f"first it waits for what was submitted before: {stage} job {jobs[0]}{more}"
+            yield f"first it waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:

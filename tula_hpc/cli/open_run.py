@@ -139,9 +139,10 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
         aside = run.set_aside()
         for path, inputs in _files(run, spec, cluster):
             write_atomically(path, freeze(inputs))
-    what = f"; what came of the others is in {aside}" if aside else ""
+    moved = f"; the files of the earlier ones are in {aside}" if aside else ""
     sys.stderr.write(
-        f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n"
+        f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
+        f"{moved}\n"
     )
 
 
@@ -203,7 +204,7 @@ def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
         lines.append(f"To plan again over the same measurements: {again}")
     elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
-        lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
+        lines.append(f"To train again over the same measurements, delete {run.root / 'train'}.")
     if not _has_results(run) and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
@@ -224,7 +225,7 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
-    """Carry out an open run up to a stage; returns the exit code: 0 done or detached, 130 interrupted.
+    """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.

@@ -45,7 +45,7 @@ def list_hosts(broken: Sequence[BrokenHost]) -> str:
     """List the hosts and the error of each, in a line."""
     if not broken:
         return "on hosts that are not known"
-    return "; ".join(f"{each.host} said {first_line(each.said)!r}" for each in broken)
+    return "; ".join(f"{each.host} reported {first_line(each.said)!r}" for each in broken)
 
 
 def first_line(text: str) -> str:

@@ -159,7 +159,7 @@ class CheckpointData(EventData):
 
 
 class DriftData(EventData):
-    """Data of "drifted": the measured step time over the predicted one, and the part that changed."""
+    """Data of "drifted"."""
 
     ratio: float | None = None
     part: str = ""
@@ -316,20 +316,10 @@ class Submission(JobEvents):
 
 
 def _submission(event: Event) -> Submission:
-    data = SubmissionData.of(event)
-    return Submission(
-        job_id=event.job_id,
-        stage=event.stage,
-        submitted_at=event.time,
-        label=data.label or (MAIN_LABEL if event.stage == "train" else ""),
-        role=data.role,
-        partition=data.partition,
-        nodes=data.nodes,
-        folder=data.folder,
-        configuration=data.configuration,
-        configurations=data.configurations,
-        output=data.output,
-    )
+    fields = dict(SubmissionData.of(event))
+    if event.stage == "train" and not fields["label"]:
+        fields["label"] = MAIN_LABEL
+    return Submission(job_id=event.job_id, stage=event.stage, submitted_at=event.time, **fields)
 
 
 class DriftState(NamedTuple):
@@ -433,7 +423,7 @@ class RunHistory:
         return any(event.stage == stage for event in self.events)
 
     def of_training(self, label: str) -> list[Event]:
-        """Return a training's events; those of jobs that nobody submitted are the main training's."""
+        """Return a training's events; jobs that nobody submitted are the main one's."""
         label_of = {job.job_id: job.label for job in self.submissions("train")}
         return [
             event
@@ -509,10 +499,6 @@ class RunHistory:
                 data = DriftData.of(event)
                 return None if data.ratio is None else DriftState(data.ratio, data.part)
         return None
-
-    def replanned_batch(self) -> int | None:
-        """Return the local batch that a job last chose in place of its own after drift."""
-        return JobEvents("", self.events).replanned_batch
 
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings, in the order of time."""

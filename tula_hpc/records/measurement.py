@@ -26,7 +26,7 @@ SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)
 
 
 class StepTimes(Record):
-    """Means over rounds of free-running steps or passes, seconds; the slowest worker where workers differ.
+    """Means over rounds of free-running steps or passes, seconds; of the slowest worker.
 
     Records of earlier versions hold medians of steps that were timed one by one.
     """

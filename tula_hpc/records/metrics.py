@@ -64,7 +64,7 @@ class StepMetrics(Record):
 
     @property
     def applied_scale(self) -> float | None:
-        """Mean factor on the gradient over the steps since the last line: the scale as far as they used it, else 1.
+        """Return the mean factor on the gradient since the last line, 1 for unscaled steps.
 
         In older files, which lack `scale_share`, each step that used any of the scale counts as one
         that used all.
@@ -137,7 +137,7 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
+    """Read metrics.jsonl; lines after a rollback to a checkpoint replace the earlier ones.
 
     Of very many steps only some are held, see `metrics_choice`.
 

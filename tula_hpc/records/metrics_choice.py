@@ -114,7 +114,7 @@ def _indexed(path: Path) -> _Index:
 
 
 def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> Places:
-    """Places of one element in each of `most` parts, the preferred first; of the first and last element always."""
+    """Choose one element of each of `most` pieces, preferred ones first, and both ends always."""
     count = len(preferred)
     if count <= most:
         return np.arange(count)

@@ -57,7 +57,7 @@ class Candidate(Record):
 
 
 class Knee(Record):
-    """The knee of the curve of training time against global batch, and how sure the measurements make it."""
+    """Knee of training time against global batch, with its confidence."""
 
     # None: the curve has no knee
     global_batch: float | None

@@ -86,7 +86,7 @@ def _note_owner(lock: Path, descriptor: int, role: str) -> None:
 
 
 class RunDirectory:
-    """Paths inside one run directory. It and its folders have mode 0700: they hold pickles that are executed.
+    """Paths inside one run directory, of mode 0700 since it holds pickles that are executed.
 
     The folders above it may be writable for a group, as those of projects usually are, but not for
     everybody without the sticky bit: there any user could put another folder in its place while a
@@ -152,7 +152,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self, role: str = "") -> Iterator[None]:
-        """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
+        """Keep other commands from working on this run until the process ends.
 
         Args: role: What this process is to the run, for those who are kept from it, in at most 100
             characters.
@@ -173,7 +173,7 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = file.read(200).strip() or "another command"
-                message = f"is in use by {owner}; what it does: {self.status_command}"
+                message = f"is in use by {owner}; see {self.status_command}"
                 raise RunDirectoryError(message, source=self.root) from None
             except OSError as error:
                 # as on NFS without its lock service

@@ -44,7 +44,7 @@ class ReadResult(NamedTuple, Generic[R]):
 def read_records(
     kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], R] | None = None
 ) -> ReadResult[R]:
-    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted.
+    """Read JSON Lines files that exist; skip and count lines that are torn or of another kind.
 
     Args: kind: Of the records. paths: The files. parse: In place of `parse_record`; for those that
         leave out what nobody needs of so many records.
@@ -195,7 +195,7 @@ def _check_numbers(value: Any) -> None:
         raise ValueError(f"holds the number {value:.3g}")
 
 
-_ANEW = "delete it to have it made anew"
+_ANEW = "delete it, and it is made again"
 
 
 def read_document(kind: type[R], path: Path) -> R:

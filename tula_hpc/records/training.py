@@ -51,7 +51,7 @@ class StepParts(Record):
 
 
 class Drift(Record):
-    """drift.json: a training whose step times lie beyond the plan's prediction, and which part it is."""
+    """drift.json: step times of a training beyond the plan's prediction, and the part at fault."""
 
     nodes: Nodes
     workers_per_node: WorkersPerNode

@@ -133,7 +133,7 @@ class Sweep(NamedTuple):
 
     @property
     def launcher(self) -> Launcher:
-        """Launcher of this sweep's jobs; their names tell the sweeps of one user apart in squeue."""
+        """Return the launcher of this sweep; job names tell sweeps of one user apart."""
         return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
 
     def on(self, partition: str) -> Sweep:

@@ -215,7 +215,7 @@ def wants_estimate(part: Sweep) -> bool:
 
 
 def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
-    """Wait for the jobs that are on their way, and write a record for a configuration that one died of.
+    """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
         Those that died without a record of their own.

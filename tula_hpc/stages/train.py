@@ -204,20 +204,15 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
     data: dict[str, object] = {"label": job.label}
     if end.hosts and failure.kind is Failure.DEVICE_FAILED:
         data["hosts"] = list(end.hosts)
+    if failure.stop:
+        data["stop"] = failure.stop
+    common = {"failure": failure.kind, "job_id": job_id, "data": data}
     # before the end counts as seen to: a command that is killed in between writes it down once more
     if failure.kind not in policy.smaller_batch:
-        stop = {"stop": failure.stop} if failure.stop else {}
-        run.log_event(
-            "failed",
-            "train",
-            failure=failure.kind,
-            job_id=job_id,
-            detail=failure.detail,
-            data=data | stop,
-        )
+        run.log_event("failed", "train", detail=failure.detail, **common)
     elif not events.has_reported_oom:
         _record_oom(sweep, job, end, events)
-    run.log_event("ended", "train", failure=failure.kind, job_id=job_id, data=data)
+    run.log_event("ended", "train", **common)
     verdict = policy.judge(run.history(), job.label, failure, sweep.started_at)
     if verdict is Verdict.SMALLER_BATCH:
         run.log_event("fell_back", "train", detail=f"out of memory at {job.configuration}")
@@ -225,7 +220,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Ou
 
 
 def _await_result(run: RunDirectory, result_file: Path, job_id: str) -> None:
-    """Wait for the result of a job that says it finished: a network file system may show it late."""
+    """Wait for the result of a finished job: a network file system may show it late."""
     finished = run.history().job(job_id).has_finished
     deadline = time.monotonic() + RESULT_WAIT_S
     while finished and not result_file.exists() and time.monotonic() < deadline:

@@ -92,7 +92,7 @@ class Trainings:
         return self.run_directory.train(label).result_file.exists()
 
     def _adopt(self) -> None:
-        """Wait for the jobs of an interrupted run of the same command in place of submitting others.
+        """Wait for the jobs of an interrupted run of the same command; submit no others for them.
 
         A training that failed for good since the command began, perhaps in another process, is not
         tried again.
@@ -118,8 +118,9 @@ class Trainings:
 
     def _submit(self) -> None:
         """Submit free slots; on Slurm only one array at a time, which bounds the jobs at once."""
-        local = self.sweep.cluster.executor == "local"
-        free = self.most - len(self.running) if local else self.most * (not self.running)
+        free = self.most - len(self.running)
+        if self.sweep.cluster.executor != "local" and self.running:
+            free = 0
         labels = [self.waiting.popleft() for _ in range(min(max(0, free), len(self.waiting)))]
         if not labels:
             return

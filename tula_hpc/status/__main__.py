@@ -8,7 +8,7 @@ alone tell.
 seconds):
 
     schema_version, name, run_directory, asked_at
-    state           finished, running, waiting, stuck (a job waits for what does not come by itself), over (jobs are
+    state           finished, running, waiting, stuck (a job waits until somebody acts), over (jobs are
                     over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler
                     could not be asked)
     words           what that means, and what to do
@@ -63,7 +63,7 @@ ACCOUNTING_TIMEOUT_S = 8.0
 LOGS = 20
 
 EXIT_CODES = """\
-exit codes: 0 finished, or it goes on; 1 something failed for good, or waits for what does not come by itself; 2 bad
+exit codes: 0 finished, or it goes on; 1 something failed for good, or waits until somebody acts; 2 bad
 input; 3 nothing goes on, and nobody acts: run the same command again; 4 not known, as the scheduler could not be asked.
 --json prints the same as one JSON object, whose keys the module describes.
 """

@@ -10,6 +10,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.launch.reasons import explain, waits
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission
+from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.facts import Facts
 
 
@@ -97,13 +98,13 @@ class _Records:
         self.last_of_label = {(job.stage, label_of(job)): job for job in self.jobs}
         self.has_trained = any(job.stage == "train" for job in self.jobs)
 
-    def told(self, job: Submission) -> _End | None:
+    def end_of(self, job: Submission) -> _End | None:
         """Return the end of a job; None where the files leave open whether it is over."""
-        told = _by_events(job)
+        end = _by_events(job)
         if job.stage == "profile":
-            return self._profiled(job, told)
-        if told is not None:
-            return told
+            return self._profiled(job, end)
+        if end is not None:
+            return end
         followed = self.last_of_label[job.stage, label_of(job)] is not job
         if job.stage == "control":
             return _End(JobPhase.FINISHED) if followed else None
@@ -113,31 +114,25 @@ class _Records:
             return _End(JobPhase.FAILED, None, "ended without a result; was submitted again")
         return _End(JobPhase.FINISHED) if training and training.result else None
 
-    def _profiled(self, job: Submission, told: _End | None) -> _End | None:
+    def _profiled(self, job: Submission, end: _End | None) -> _End | None:
         rows = self.measured.get(job.job_id, [])
         bad = next((row for row in rows if row.status == "failed"), None)
         if bad is not None:
             return _End(JobPhase.FAILED, bad.failure or Failure.BUG, bad.detail)
-        if told is not None:
-            return told._replace(
-                detail=told.detail or next((row.detail for row in rows if row.detail), "")
-            )
+        if end is not None:
+            detail = next((row.detail for row in rows if row.detail), "")
+            return end._replace(detail=end.detail or detail)
         note = self.last_note.get(job.job_id)
         # before there were notes a job measured one thing
         did_all = note.note == "ended" if note else bool(rows)
         if did_all or any(row.status == "oom" for row in rows):
             return _End(JobPhase.FINISHED)
-        if self._was_planned_after(job):
-            return (
-                _End(JobPhase.FINISHED)
-                if rows
-                else _End(JobPhase.FAILED, None, "left no measurement")
-            )
-        return None
-
-    def _was_planned_after(self, job: Submission) -> bool:
-        """Tell whether a later stage began: by then all profile jobs were over."""
-        return self.has_trained or self.facts.plan_at > job.submitted_at
+        # by the time of a later stage all profile jobs were over
+        if not self.has_trained and self.facts.plan_at <= job.submitted_at:
+            return None
+        if rows:
+            return _End(JobPhase.FINISHED)
+        return _End(JobPhase.FAILED, None, "left no measurement")
 
 
 def _by_events(job: Submission) -> _End | None:
@@ -152,30 +147,30 @@ def _by_events(job: Submission) -> _End | None:
 def undecided(facts: Facts) -> list[Submission]:
     """Return the jobs that may not be over by the files: the scheduler has to be asked."""
     records = _Records(facts)
-    return [job for job in records.jobs if records.told(job) is None]
+    return [job for job in records.jobs if records.end_of(job) is None]
 
 
 def job_statuses(facts: Facts, answer: Answer) -> list[JobStatus]:
     """Return every job, in the order of submission."""
     records = _Records(facts)
-    return [_status(job, records.told(job), answer) for job in records.jobs]
+    return [_status(job, records.end_of(job), answer) for job in records.jobs]
 
 
-def _status(job: Submission, told: _End | None, answer: Answer) -> JobStatus:
+def _status(job: Submission, end: _End | None, answer: Answer) -> JobStatus:
     known = JobStatus(
         job_id=job.job_id,
         stage=job.stage,
-        phase=told.phase if told else JobPhase.UNKNOWN,
+        phase=end.phase if end else JobPhase.UNKNOWN,
         label=label_of(job),
         what=_what(job.configurations),
         partition=job.partition or "",
         nodes=job.nodes,
         submitted_at=job.submitted_at,
         folder=job.folder,
-        failure=told.failure if told else None,
-        detail=told.detail.strip().partition("\n")[0] if told else "",
+        failure=end.failure if end else None,
+        detail=first_line(end.detail) if end else "",
     )
-    return known if told or answer.active is None else _as_scheduled(known, answer.active, answer)
+    return known if end or answer.active is None else _as_scheduled(known, answer.active, answer)
 
 
 def label_of(job: Submission) -> str:

@@ -13,7 +13,7 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
 from tula_hpc.formatting import plural
 from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
-from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts
+from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
@@ -325,8 +325,8 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
         return "unknown"
     if _is_at_work(facts, all_jobs):
         return "waiting"
-    failed = bad or JobPhase.FAILED in phases
-    return "failed" if failed and not good else "stopped" if jobs or good else "none"
+    stand: Stand = "stopped" if jobs or good else "none"
+    return "failed" if (bad or JobPhase.FAILED in phases) and not good else stand
 
 
 def _went_on(facts: Facts) -> bool:
@@ -459,7 +459,7 @@ def _stuck(parts: _Parts) -> StateAndText | None:
         return None
     return (
         "stuck",
-        f"job {stuck[0].job_id} waits for what does not come by itself: {stuck[0].reason}",
+        f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}",
     )
 
 
@@ -504,19 +504,23 @@ def _stage_failed(parts: _Parts) -> StateAndText | None:
     event = _failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
-    # most put it there themselves
-    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")
-    return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
+    why = first_line(event.detail)
+    # the errors of planning begin with the stage, the scheduler's do not
+    shown = why if event.stage == "plan" else f"{event.stage}: {why}"
+    return "failed", f"{shown}; fix the cause and {AGAIN}"
 
 
 def _failed(parts: _Parts) -> StateAndText | None:
     control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
     if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
-        return "failed", f"controller job {control.job_id}: {control.detail or 'no word of it'}"
+        return (
+            "failed",
+            f"controller job {control.job_id}: {control.detail or 'no reason on record'}",
+        )
     if parts.is_unknown or parts.has(JobPhase.OVER):
         return None
     if parts.profile is not None and parts.profile.stand == "failed":
-        return "failed", "nothing could be measured; mend the cause and run the same command again"
+        return "failed", "nothing could be measured; fix the cause and run the same command again"
     training, study = parts.training, parts.study
     if training is not None and training.stand == "failed" and not _falls_back(parts):
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
@@ -524,7 +528,7 @@ def _failed(parts: _Parts) -> StateAndText | None:
     if study is not None and study.failed and (study.rates_failed or not study.left):
         return (
             "failed",
-            f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}",
+            f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
         )
     return None
 
@@ -541,7 +545,7 @@ def _left_alone(parts: _Parts) -> StateAndText | None:
     if parts.is_unknown:
         return (
             "unknown",
-            "jobs were on their way by the files; whether they wait, run or are gone is not known here",
+            "jobs were submitted; whether they wait, run or are gone cannot be seen from here",
         )
     return None
 

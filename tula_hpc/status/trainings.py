@@ -64,7 +64,9 @@ def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, Trai
 
 def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStatus:
     files = facts.trainings.get(label)
-    epochs = facts.spec.workload.epochs if facts.spec else facts.plan.epochs if facts.plan else None
+    epochs = facts.plan.epochs if facts.plan else None
+    if facts.spec:
+        epochs = facts.spec.workload.epochs
     known: dict[str, object] = {
         "label": label,
         "stand": _stand(files, jobs),
