@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -424,12 +425,18 @@ class RunHistory:
 
     def of_training(self, label: str) -> list[Event]:
         """Return a training's events; jobs that nobody submitted are the main one's."""
+        return self._by_label.get(label, [])
+
+    @cached_property
+    def _by_label(self) -> dict[str, list[Event]]:
+        # a job may write before its submission is on record
         label_of = {job.job_id: job.label for job in self.submissions("train")}
-        return [
-            event
-            for event, known in zip(self.events, self._labels, strict=True)
-            if event.stage == "train" and (known or label_of.get(event.job_id, MAIN_LABEL)) == label
-        ]
+        found: dict[str, list[Event]] = {}
+        for event, known in zip(self.events, self._labels, strict=True):
+            if event.stage == "train":
+                label = known or label_of.get(event.job_id, MAIN_LABEL)
+                found.setdefault(label, []).append(event)
+        return found
 
     def attempts(self, label: str, since: float = 0.0) -> int:
         """Count the jobs that were submitted for a training from this Unix time on."""
