@@ -178,7 +178,6 @@ def _in_turn(run: RunDirectory) -> Iterator[None]:
 
 
 def _try_step(sweep: Sweep, until: str) -> str:
-    """Do all that can be done now; returns the error, "" if there is none."""
     try:
         _step(sweep, until)
     except (TulaError, OSError) as error:

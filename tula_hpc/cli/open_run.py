@@ -163,7 +163,6 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
 
 
 def _has_trained(run: RunDirectory) -> bool:
-    """Tell whether a training has begun, or a job that leads to one is on its way."""
     on_its_way = run.history().unsettled("train", "control")
     return any((run.root / "train").glob("*/*")) or bool(on_its_way)
 
@@ -246,7 +245,6 @@ def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
-    """Refuse inputs that another command has replaced since the run was opened."""
     files = _files(sweep.run, sweep.spec, sweep.cluster)
     if any(changes_of(path, inputs) for path, inputs in files):
         raise RunDirectoryError(

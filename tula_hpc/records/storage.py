@@ -131,7 +131,6 @@ def _light(record: R) -> R:
 
 @functools.cache
 def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Return the fields that hold a record."""
     kinds = {
         name: (field.annotation, *get_args(field.annotation))
         for name, field in kind.model_fields.items()

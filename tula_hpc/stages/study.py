@@ -99,7 +99,6 @@ def family(spec: SweepSpec) -> str:
 
 
 def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
-    """Read the rates, or choose the most accurate of each family on held-out training samples."""
     if (chosen := sweep.run.read_rates()) is not None:
         return chosen.rates
     trials = trial_specs(sweep.spec)

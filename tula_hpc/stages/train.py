@@ -241,7 +241,6 @@ def report_deletion(files: TrainDirectory) -> str:
 
 
 def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
-    """Return the job's own last report, else what the scheduler and the log tell."""
     own = events.own_failure
     detail = own.detail if own else telling_line(end.log_tail)
     stop = own.stop if own else None

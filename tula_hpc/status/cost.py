@@ -216,7 +216,6 @@ def _measured(facts: Facts) -> _Use | None:
 def _by_accounting(
     facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted
 ) -> _Use | None:
-    """Return the use of all runs of a stage, None where accounting knows no job of it."""
     known = [
         (job.job_id, accounted[job.job_id])
         for job in jobs
@@ -307,6 +306,5 @@ def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _steps_s(files: TrainingFacts) -> float:
-    """Return the seconds of all steps at the pace of the last logged ones."""
     steps = files.tail.steps
     return steps[-1].step * median(row.step_time_s for row in steps) if steps else 0.0

@@ -148,7 +148,6 @@ def _read(run: RunDirectory) -> Facts:
 
 
 def _cut_off(run: RunDirectory, history: RunHistory) -> list[str]:
-    """Return the submissions that the command is at, or was killed in the midst of."""
     known = {Path(job.folder).name for job in history.submissions()}
     return [
         path.parent.name
@@ -169,7 +168,6 @@ def _try(read: Callable[[], Read], doubts: list[str]) -> Read | None:
 
 
 def _labels(run: RunDirectory) -> list[str]:
-    """Return the labels of all trainings: folders in train/, and in folders of a study in it."""
     root = run.root / "train"
     folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
     named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]

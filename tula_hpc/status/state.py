@@ -274,7 +274,6 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
-    """Tell whether a command or a controller job will act when jobs end."""
     return bool(facts.holder.alive) or any(
         job.stage == "control" and job.phase in ALIVE for job in jobs
     )
@@ -330,7 +329,6 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 
 
 def _went_on(facts: Facts) -> bool:
-    """Tell whether a training was submitted, or planning was tried last."""
     failed = _failed_stage(facts)
     return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
 
@@ -491,7 +489,6 @@ def _going_on(parts: _Parts) -> StateAndText | None:
 
 
 def _command_words(parts: _Parts) -> str:
-    """Describe a command that works while no job of its own runs."""
     if parts.has(JobPhase.WAITING):
         return "a command waits for jobs that wait in the queue"
     if parts.has(JobPhase.UNKNOWN):
