@@ -18,6 +18,7 @@ from tula_hpc.records import (
     Event,
     Measurement,
     Plan,
+    RunHistory,
     StepParts,
     StepTimes,
     is_usable,
@@ -322,18 +323,6 @@ def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
 
 
 def describe_drift(events: Iterable[Event]) -> str:
-    """Return the latest drift as the end of a line of progress; "" while there is none."""
-    text = ""
-    for event in events:
-        if event.event == "recovered":
-            text = ""
-        elif event.event == "drifted":
-            ratio = event.data["ratio"]
-            text = f"; step time {ratio:.2f} × the prediction ({event.data['part']})"
-    return text
-
-
-def in_force(candidate: Candidate, events: Iterable[Event]) -> Candidate:
-    """Return the candidate with the batch that a job went on with; `events` are the job's own."""
-    batches = [int(e.data["local_batch"]) for e in events if e.event == "replanned"]
-    return candidate.model_copy(update={"local_batch": batches[-1]}) if batches else candidate
+    """Return the present drift for a line of progress; "" when step times are as predicted."""
+    drift = RunHistory(events).drift()
+    return f"step time {drift.ratio:.2f} × the prediction ({drift.part})" if drift else ""

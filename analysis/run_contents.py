@@ -40,6 +40,7 @@ from tula_hpc.records import (
     Metrics,
     Plan,
     RunDirectory,
+    RunHistory,
     TrainDirectory,
     TrainResult,
     read_document,
@@ -197,12 +198,8 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
     """Return the partition of a training's last job, "" without partitions; None if unknown."""
-    partition = None
-    for event in events:
-        is_job = (event.event, event.stage) == ("submitted", "train")
-        if is_job and event.data.get("label") == label:
-            partition = event.data.get("partition")
-    return partition if isinstance(partition, str) else None
+    jobs = [job for job in RunHistory(events).submissions("train") if job.label == label]
+    return jobs[-1].partition if jobs else None
 
 
 class RunContents(NamedTuple):

@@ -22,6 +22,7 @@ from tula_hpc.records import (
     Event,
     Metrics,
     RunDirectory,
+    RunHistory,
     TrainResult,
     TunedRates,
     read_metrics,
@@ -107,17 +108,11 @@ def read_study(run: RunDirectory) -> StudyContents:
 
 def _failures(events: Iterable[Event]) -> dict[str, str]:
     """Return why trainings failed that were not submitted again, by label."""
-    last: dict[str, str] = {}
-    for event in events:
-        label = event.data.get("label")
-        if not isinstance(label, str):
-            continue
-        if event.event == "failed":
-            failure = str(event.failure or "").replace("_", " ")
-            last[label] = f"{failure}: {event.detail}"
-        elif event.event == "submitted":
-            last.pop(label, None)
-    return last
+    failures = {}
+    for label, failure in RunHistory(events).last_failures().items():
+        kind = str(failure.kind or "").replace("_", " ")
+        failures[label] = f"{kind}: {failure.detail}"
+    return failures
 
 
 def _outcomes(run: RunDirectory, study: StudySpec, failures: dict[str, str]) -> Iterator[Outcome]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,28 @@ def test_a_line_says_one_thing(path: Path) -> None:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string):
             assert token.line.strip().startswith("#"), f"line {token.start[0]}: a comment behind code"
+
+
+def places_that_look_into_events(source: str) -> Iterator[int]:
+    """Lines that read the name of an event or its data."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        name = node.value.id if isinstance(node.value, ast.Name) else ""
+        if node.attr == "event" or (node.attr == "data" and name in ("event", "e", "last")):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("text", ["x.event == 'ended'", "event.data['label']", "job.event.stage"])
+def test_the_law_knows_what_it_forbids(text: str) -> None:
+    assert list(places_that_look_into_events(text)) == [1]
+
+
+def test_only_records_look_into_events() -> None:
+    """What a run's events mean together is asked of `RunHistory`."""
+    others = [path for path in SOURCES if path.parent.name != "records"]
+    found = {place(path): list(places_that_look_into_events(path.read_text())) for path in others}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_only_env_reads_the_schedulers_variables() -> None:

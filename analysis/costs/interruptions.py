@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec
 from tula_hpc.formatting import format_duration
-from tula_hpc.records import CREDIBLE_S, Event
+from tula_hpc.records import CREDIBLE_S, Event, RunHistory
 
 Array = NDArray[np.float64]
 
@@ -85,12 +85,9 @@ class SaveCost(NamedTuple):
 
 def measured_cost(events: Iterable[Event]) -> SaveCost | None:
     """Return the cost that the run's trainings measured last; None before the first save."""
-    costs = []
-    for event in events:
-        cost = event.data.get("cost_s") if event.event == "checkpoint" else None
-        if isinstance(cost, int | float) and 0.0 <= cost < CREDIBLE_S:
-            costs.append((event.time, float(cost)))
-    return SaveCost(max(costs)[1]) if costs else None
+    costs = RunHistory(events).save_costs()
+    known = [(time, cost_s) for time, cost_s in costs if 0.0 <= cost_s < CREDIBLE_S]
+    return SaveCost(max(known)[1]) if known else None
 
 
 def describe(save: SaveCost | None, pricing: PricingSpec) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from tula_hpc.records import Event, JobNote, Measurement, TrainResult
+from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResult
 
 # events of a training
 BEGINS = ("started", "resumed")
@@ -135,19 +135,19 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     result) to its last ("preempted", "requeued", "finished", …). The start of Python, before the
     first event, is not included.
     """
-    train = sorted((e for e in events if e.stage == "train"), key=lambda event: event.time)
-    end = max((event.time for event in train if event.event == "finished"), default=None)
+    signs = RunHistory(events).signs()
+    end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
     begin = None if end is None else end - result.wall_time_s
     seconds = 0.0
     runs = 1
     unknown_runs = 0
-    for event in train:
-        is_later_run = runs > 1 or event.event == "resumed"
-        if event.event in BEGINS and is_later_run and event.time > (begin or 0.0):
+    for sign in signs:
+        begins = sign.kind == "resumed" or (sign.kind == "started" and runs > 1)
+        if begins and sign.time > (begin or 0.0):
             runs += 1
             unknown_runs += begin is not None
-            begin = event.time
-        elif event.event in ENDS and begin is not None:
-            seconds = seconds + event.time - begin
+            begin = sign.time
+        elif sign.kind in ("stopped", "finished") and begin is not None:
+            seconds = seconds + sign.time - begin
             begin = None
     return Use(seconds * result.nodes, runs, unknown_runs)

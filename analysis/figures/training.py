@@ -17,7 +17,7 @@ from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.run_contents import MOST_ROWS, RunContents, Training, ends
 from tula_hpc.config import Gate, TrainingSpec
 from tula_hpc.formatting import format_number, format_percent, format_score, in_percent, plural
-from tula_hpc.records import EpochMetrics, Event, Metrics, StepMetrics
+from tula_hpc.records import EpochMetrics, Event, Metrics, RunHistory, StepMetrics
 
 EVENT_NAMES = {
     "preempted": "preempted",
@@ -78,16 +78,12 @@ def draw_training(run: RunContents) -> Drawing | Missing:
 
 def training_marks(metrics: Metrics, events: Iterable[Event]) -> Iterable[Mark]:
     """Mark events of training with a known position on the epoch axis, and changes of the batch."""
-    names = []
-    seen = []
-    for event in events:
-        samples = event.data.get("samples_seen")
-        if event.stage == "train" and event.event in EVENT_NAMES and isinstance(samples, int):
-            names.append(EVENT_NAMES[event.event])
-            seen.append(samples)
+    known = RunHistory(events).samples_seen()
+    placed = [(name, seen) for name, seen in known if name in EVENT_NAMES]
+    epochs = _epochs_of(metrics, [seen for _, seen in placed])
     # none where no step is known
-    for name, epoch in zip(names, _epochs_of(metrics, seen), strict=False):
-        yield Mark(epoch, name)
+    for (name, _), epoch in zip(placed, epochs, strict=False):
+        yield Mark(epoch, EVENT_NAMES[name])
     for before, after in itertools.pairwise(metrics.epochs):
         if before.global_batch != after.global_batch:
             yield Mark(before.epoch, f"B = {after.global_batch:,}")

@@ -25,7 +25,7 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
-from tula_hpc.records import Candidate, Event, Measurement, Metrics
+from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory
 
 
 class Fitted(NamedTuple):
@@ -92,10 +92,7 @@ def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateT
 
 
 def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
-    names = set()
-    for event in trained.events:
-        if (event.event, event.stage) == ("submitted", "train"):
-            names.add(str(event.data.get("partition") or ""))
+    names = {job.partition or "" for job in RunHistory(trained.events).submissions("train")}
     where = [part for part in parts if not part.name or names == {part.name}]
     # trainings on several partitions: no evaluation can be assigned to one of them
     if trained.metrics is None or not where:

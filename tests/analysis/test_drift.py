@@ -23,7 +23,6 @@ from tula_hpc.analysis.drift import (
     attribute,
     describe_drift,
     expected_parts,
-    in_force,
     predict,
     update_time_s,
     windows_between_false_alarms,
@@ -31,6 +30,7 @@ from tula_hpc.analysis.drift import (
 from tula_hpc.analysis.planning.replan import choose_again, drifted_step_s, knee_batch, slowed
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Event, Measurement, Plan, StepParts
+from tula_hpc.records.events import JobEvents
 
 PREDICTION = Prediction(step_time_s=0.1, low_s=0.09, high_s=0.11)
 EDGE_S = PREDICTION.high_s * MARGIN
@@ -413,6 +413,6 @@ def test_progress_shows_an_open_episode_and_no_other() -> None:
 
 
 def test_the_batch_in_force_is_the_last_that_was_planned_anew() -> None:
-    chosen = whole_plan().chosen
-    assert in_force(chosen, [event("submitted")]) == chosen
-    assert in_force(chosen, [event("replanned", local_batch=8), event("replanned", local_batch=16)]).local_batch == 16
+    assert JobEvents("7").replanned_batch is None
+    events = [event("replanned", local_batch=8), event("replanned", local_batch=16)]
+    assert JobEvents("7", events).replanned_batch == 16

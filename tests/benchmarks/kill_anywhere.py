@@ -34,7 +34,7 @@ from tests.slurm.testcluster import ClusterError, MiniCluster
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import NOTICE, REFUSED
 from tula_hpc.records import RunDirectory, read_metrics
-from tula_hpc.records.run_directory import GUARD
+from tula_hpc.records.events import GUARD
 from tula_hpc.stages import profile as profile_stage
 from tula_hpc.sweep import main as sweep_command
 

@@ -21,7 +21,8 @@ from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import Launcher, StillRunningError, Submitted
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import RunDirectory
-from tula_hpc.records.run_directory import CONTROL, holder_of
+from tula_hpc.records.events import CONTROL, EventName
+from tula_hpc.records.run_directory import holder_of
 from tula_hpc.stages.context import Sweep
 
 
@@ -71,7 +72,7 @@ def test_its_end_is_noted_before_another_may_look_who_is_left(
     locked_then = []
     note = RunDirectory.log_event
 
-    def log(self: RunDirectory, event: str, stage: str, **fields: object) -> None:
+    def log(self: RunDirectory, event: EventName, stage: str, **fields: object) -> None:
         locked_then.append(is_locked(self))
         note(self, event, stage, **fields)
 
@@ -96,7 +97,7 @@ def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.M
         raise StageError("plan: too little data")
 
     monkeypatch.setattr(detach, "_step", fail)
-    with pytest.raises(SystemExit, match="plan: too little data\nMend the cause and run the same command again"):
+    with pytest.raises(SystemExit, match="plan: too little data\nFix the cause and run the same command again"):
         detach.run_controller(ControlJob(run.root, "report", 0.0))
     monkeypatch.setattr(detach, "TURN_S", 0.0)
     with run.locked(), pytest.raises(SystemExit, match="is in use by process"):

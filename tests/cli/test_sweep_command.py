@@ -110,7 +110,7 @@ def test_other_inputs_are_refused_with_the_difference(
     assert "made from other inputs" in error
     assert "workload.epochs: 10 there, 99 now" in error
     assert "plan again" not in error
-    assert f"To train anew over the same measurements, delete {run.root / 'train'}." in error
+    assert f"To train again over the same measurements, delete {run.root / 'train'}." in error
     assert main([*again, "--set", "workload.seed=99"]) == 2
     assert "anew" not in capsys.readouterr().err
     assert main([*again, "--set", "objective.budget=99"]) == 2
@@ -148,8 +148,8 @@ def test_inputs_may_be_mended_until_something_was_measured(
     open_run(*inputs(8), run.root)
     assert load_sweep(run.sweep_file).workload.seed == 8
     aside = run.root / "earlier-1"
-    line = f"{run.root}: nothing was measured with the inputs there: these take their place"
-    assert capsys.readouterr().err == f"{line}; what came of the others is in {aside}\n"
+    line = f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
+    assert capsys.readouterr().err == f"{line}; the files of the earlier ones are in {aside}\n"
     assert [*run.measurements().records, *run.events(), *run.root.glob("footprint*")] == []
     assert {path.name for path in aside.iterdir()} == {"events.jsonl", "footprint.json", "profile"}
     open_run(*inputs(9), run.root)
@@ -237,7 +237,7 @@ def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file:
     assert load_sweep(run.sweep_file).search.max_batch == 1024
     assert run.measurements().records
     run.log_event("submitted", "train", job_id="2")
-    with pytest.raises(RunDirectoryError, match="To train anew"):
+    with pytest.raises(RunDirectoryError, match="To train again"):
         open_run(*inputs_of(sweep_file, "search.max_batch=512"), run.root)
 
 
@@ -267,13 +267,13 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
         open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
     other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
     run.log_event("submitted", "train", job_id="2")
-    with pytest.raises(RunDirectoryError, match="To train anew"):
+    with pytest.raises(RunDirectoryError, match="To train again"):
         open_run(*other, run.root)
     run.log_event("ended", "train", job_id="2")
     check_run(*other, run.root)
     run.train().root.mkdir()
     run.train().metrics_file.write_text("")
-    with pytest.raises(RunDirectoryError, match="To train anew"):
+    with pytest.raises(RunDirectoryError, match="To train again"):
         open_run(*other, run.root)
 
 
@@ -639,7 +639,7 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
         return capsys.readouterr().out
 
     measured = said()
-    assert "first it waits for what was submitted before: profile job 17\n" in measured
+    assert "first it waits for the jobs of earlier commands: profile job 17\n" in measured
     assert "21 candidates, and nothing is left to profile\n" in measured
     assert "if 4 nodes are chosen" in measured
     make_run(tmp_path / "planned", stage="plan").plan_file.rename(run.plan_file)
@@ -651,7 +651,7 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
     assert "if 4 nodes are chosen" in said("--set", "objective.kind=cost"), "the plan is made anew"
     run.log_event("submitted", "train", job_id="18", data={"label": "main"})
     training = said()
-    assert "submitted before: train job 18\n" in training
+    assert "jobs of earlier commands: train job 18\n" in training
     assert "candidates" not in training
     write_training(run, epochs_done=EPOCHS)
     over = said()

@@ -25,8 +25,9 @@ from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import REFUSED, Launcher
 from tula_hpc.launch.local_executor import begun, take_pickle
 from tula_hpc.records import Configuration, RunDirectory, append_record
+from tula_hpc.records.events import EventName
 from tula_hpc.stages import profile as profile_stage
-from tula_hpc.stages.context import Sweep, submission_of
+from tula_hpc.stages.context import Sweep, submitted_job
 
 SWEEP = SweepSpec.model_validate(
     {
@@ -97,7 +98,7 @@ def before_the_first_event() -> None:
 def after_the_first_event() -> None:
     log = RunDirectory.log_event
 
-    def log_once(self: RunDirectory, event: str, stage: str, **fields: Any) -> None:
+    def log_once(self: RunDirectory, event: EventName, stage: str, **fields: Any) -> None:
         log(self, event, stage, **fields)
         die()
 
@@ -147,7 +148,7 @@ def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tm
         assert command.labels() == list(expected[at])
         command.submit(sorted({"0", "1"} - set(expected[at])))
     for at, command in commands.items():
-        command.launcher.wait([submission_of(command.run, event) for event in command.run.events()])
+        command.launcher.wait([submitted_job(command.run, job) for job in command.run.history().submissions()])
         assert [(command.folder / label).read_text() for label in "01"] == ["ran\n"] * 2, at
         assert command.launcher.find_lost() == []
 

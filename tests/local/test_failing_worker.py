@@ -18,7 +18,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher, Submitted
 from tula_hpc.records import Configuration, RunDirectory
-from tula_hpc.stages.context import why
+from tula_hpc.stages.context import describe_failures
 
 
 def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
@@ -103,8 +103,8 @@ def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tm
     ended = local.wait(jobs)
     assert [end.failure for end in ended] == [Failure.KILLED, Failure.KILLED, Failure.BUG]
     for end in ended:
-        assert "submitit" not in why([end])
-    assert "its log does not say why" in why(ended[2:])
+        assert "submitit" not in describe_failures([end])
+    assert "its log does not say why" in describe_failures(ended[2:])
 
 
 LINGERING = SweepSpec.model_validate(

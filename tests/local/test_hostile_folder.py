@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tests.test_working_directory import NAMES, loaded_by_python_itself, run, trapped
 from tula_hpc.records import RunDirectory
-from tula_hpc.records.run_directory import unsettled
 
 SWEEP = """
 name = "small"
@@ -57,4 +56,4 @@ def test_jobs_import_nothing_that_is_not_asked_for(tmp_path: Path) -> None:
     assert {row.status for row in result.measurements().records} == {"ok"}
     # it was made in a process of its own, which ran the model
     assert result.footprints([""])
-    assert not unsettled(result, "profile")
+    assert not result.history().unsettled("profile")

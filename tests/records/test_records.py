@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import Failure, RunDirectoryError
 from tula_hpc.records import (
     Configuration,
     EpochMetrics,
+    Event,
     Measurement,
     RunDirectory,
+    RunHistory,
     StepMetrics,
     append_record,
     read_metrics,
@@ -118,3 +121,41 @@ def test_metrics_after_a_rollback_supersede_those_before(tmp_path: Path) -> None
 def test_a_missing_plan_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no plan yet"):
         RunDirectory(tmp_path).read_plan()
+
+
+# the history of a run
+
+
+def history(*events: Mapping[str, object]) -> RunHistory:
+    common = {"time": 1.0, "stage": "train"}
+    return RunHistory(Event.model_validate({**common, **event}) for event in events)
+
+
+def test_a_damaged_field_of_an_events_data_counts_as_missing_and_the_others_are_read() -> None:
+    data = {"folder": 7, "nodes": -1, "label": "a", "partition": [], "configuration": [1, 2], "configurations": "x"}
+    (job,) = history({"event": "submitted", "job_id": "7", "data": data}).submissions()
+    assert (job.label, job.folder, job.nodes, job.partition) == ("a", "", None, None)
+    assert (job.configuration, job.configurations) == (None, ())
+
+
+def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
+    submitted, ended = {"event": "submitted", "job_id": "7"}, {"event": "ended", "job_id": "7", "failure": "killed"}
+    told = history(submitted | {"data": {"label": "a"}}, ended, submitted | {"data": {"label": "b"}})
+    first, second = told.submissions()
+    assert (first.end, second.end) == ((1.0, Failure.KILLED), None)
+    assert [job.label for job in told.unsettled("train")] == ["b"]
+    assert [len(told.of_training(label)) for label in ("a", "b", "main")] == [2, 1, 0]
+    assert told.in_vain("a", Failure.KILLED) == 1
+
+
+def test_a_jobs_own_report_goes_before_the_schedulers() -> None:
+    own = {"event": "oom", "job_id": "7", "failure": "device_oom", "detail": "at b=64"}
+    told = history({"event": "submitted", "job_id": "7"}, own, {"event": "ended", "job_id": "7", "failure": "bug"})
+    assert told.submissions()[0].failure == (Failure.DEVICE_OOM, "at b=64", None)
+
+
+def test_a_training_that_was_submitted_again_after_its_failure_has_none() -> None:
+    failed = {"event": "failed", "job_id": "1", "failure": "killed", "data": {"label": "a"}}
+    assert list(history(failed).last_failures()) == ["a"]
+    assert not history(failed, {"event": "submitted", "job_id": "2", "data": {"label": "a"}}).last_failures()
+    assert not history(failed).last_failures(since=2.0)

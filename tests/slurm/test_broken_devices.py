@@ -129,7 +129,7 @@ def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
-    assert all(f"{host} said '{SAID}'" in line for host in hosts)
+    assert all(f"{host} reported '{SAID}'" in line for host in hosts)
 
 
 def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) -> None:
@@ -139,7 +139,7 @@ def test_nodes_without_the_gpus_that_slurm_granted_are_broken(sweeps: Sweeps) ->
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
-    assert all(f"{host} said 'Slurm granted 1 GPUs, but torch sees none: " in line for host in hosts)
+    assert all(f"{host} reported 'Slurm granted 1 GPUs, but torch sees none: " in line for host in hosts)
 
 
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
@@ -148,4 +148,4 @@ def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
     first, done = slurm_cluster.hosts[0], sweeps.too_few.ended.result()
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("the scheduler refused the job")]
-    assert f"nodes with broken devices are left out: {first} said '{SAID}'" in line
+    assert f"nodes with broken devices are left out: {first} reported '{SAID}'" in line

@@ -23,7 +23,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.launch.launcher import NOTICE, Launcher
 from tula_hpc.records import RunDirectory
-from tula_hpc.stages.context import submission_of
+from tula_hpc.stages.context import submitted_job
 from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +192,7 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     ids = [event.job_id for event in launcher.run.events()]
     assert ids == [*known, *(job.job_id for job in found)]
     assert len({job_id.partition("_")[0] for job_id in ids}) == 2, "two arrays, of which one was half known"
-    launcher.wait([submission_of(launcher.run, event) for event in launcher.run.events()])
+    launcher.wait([submitted_job(launcher.run, job) for job in launcher.run.history().submissions()])
     assert runs(notes) == dict.fromkeys(range(2), 2), "each array once"
     assert launcher.find_lost() == []
 

@@ -208,7 +208,7 @@ def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pyte
     with pytest.raises(StageError) as caught:
         profile_stage(sweep)
     assert len(scheduler.wanted) == 3
-    hosts = "; ".join(f"node{n} said 'E: an ECC error'" for n in (1, 2, 3))
+    hosts = "; ".join(f"node{n} reported 'E: an ECC error'" for n in (1, 2, 3))
     assert str(caught.value) == f"profile: a device failed once more, in job 3: {hosts}; have these nodes repaired"
 
 
@@ -222,7 +222,7 @@ def test_a_preemption_is_not_held_against_what_was_being_measured(tmp_path: Path
     data = {"output": "profile/n1.jsonl", "configurations": [list(small), list(large)], "folder": "slurm/a"}
     part.run.log_event("submitted", "profile", job_id="7", data=data)
     end = Ended(Submitted("7", tmp_path / "slurm" / "a"), failure, "", None)
-    told = _record_end(part, part.run.events()[-1], end)
+    told = _record_end(part, part.run.history().submissions()[-1], end)
     recorded = [m.configuration for m in part.run.measurements().records]
     if failure is Failure.PREEMPTED:
         assert (told, recorded, _broken_rounds(part)) == (False, [small], 0)

@@ -12,7 +12,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch.launcher import Ended, Submitted
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages.context import Sweep, why
+from tula_hpc.stages.context import Sweep, describe_failures
 from tula_hpc.stages.plan import plan_stage
 from tula_hpc.stages.train import next_candidate
 
@@ -71,4 +71,4 @@ def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
     frame = 'Traceback (most recent call last):\n  File "trainer.py", line 1, in run\n    raise DivergedError(words)\n'
     job = Submitted("7", tmp_path)
     end = Ended(job, Failure.DIVERGED, f"{frame}tula_hpc.errors.DivergedError: {words}", tmp_path / "7_0_log.err")
-    assert why([end]) == f"{words}\nlog: {tmp_path / '7_0_log.err'}"
+    assert describe_failures([end]) == f"{words}\nlog: {tmp_path / '7_0_log.err'}"

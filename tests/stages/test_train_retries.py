@@ -14,10 +14,11 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Submitted
-from tula_hpc.records import Configuration, RunDirectory, append_record
+from tula_hpc.records import Configuration, Event, RunDirectory, RunHistory, StopReason, append_record
+from tula_hpc.records.events import JobFailure
 from tula_hpc.stages import train as stages
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.train import train_stage
+from tula_hpc.stages.train import UNBOUNDED, RetryPolicy, Verdict, plan_policy, study_policy, train_stage
 from tula_hpc.stages.train_many import Trainings
 
 CHOSEN = candidate(Configuration(4, 1, 64)).model_copy(update={"feasible": True})
@@ -102,7 +103,7 @@ def test_a_training_that_meets_broken_devices_is_submitted_twice_more(
 
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 3
-    hosts = "; ".join(f"node{n} said 'an ECC error'" for n in (1, 2, 3))
+    hosts = "; ".join(f"node{n} reported 'an ECC error'" for n in (1, 2, 3))
     assert error == f"train: a device failed once more, in job 3: {hosts}; have these nodes repaired"
 
 
@@ -132,7 +133,7 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 2
     assert error.startswith("train: bug in job 2")
-    assert f"{run.train().root} was deleted: this training begins anew" in capsys.readouterr().err
+    assert f"{run.train().root} was deleted: this training starts from the beginning" in capsys.readouterr().err
 
 
 class KilledError(BaseException):
@@ -170,13 +171,76 @@ def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_tha
     assert batches == [64, 32]
 
 
-@pytest.fixture
-def used_up(tmp_path: Path) -> Callable[[int], Failure]:
+PLAN_TABLE, STUDY_TABLE = plan_policy(max_requeues=6), study_policy(max_requeues=6)
+ENDS = {  # jobs of one command that fail like this, at the same sample: of the plan's training, of a study's
+    Failure.DEVICE_OOM: (Verdict.SMALLER_BATCH, 1),
+    Failure.HOST_OOM: (Verdict.SMALLER_BATCH, 1),
+    Failure.PREEMPTED: (7, 7),
+    Failure.TIMED_OUT: (7, 7),
+    Failure.NODE_FAILED: (7, 7),
+    Failure.DEVICE_FAILED: (3, 3),
+    Failure.KILLED: (3, 3),
+    Failure.NO_SPACE: (1, 1),
+    Failure.CANCELLED: (1, 1),
+    Failure.BAD_INPUT: (1, 1),
+    Failure.DIVERGED: (1, 1),
+    Failure.BUG: (1, 3),
+}
+
+
+def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0) -> int | Verdict:
+    """Count the jobs of a training that always fails like this; each begins `step` samples after the last."""
+    events: list[Event] = []
+    for job in range(1, 30):
+        common = {"stage": "train", "time": 1.0, "job_id": str(job)}
+        for name, fields in (
+            ("submitted", {"data": {"label": "a"}}),
+            ("resumed", {"data": {"samples_seen": job * step}}),
+            ("ended", {"failure": failure}),
+        ):
+            events.append(Event.model_validate({**common, **fields, "event": name}))
+        verdict = policy.judge(RunHistory(events), "a", JobFailure(failure), since=1.0)
+        if verdict is not Verdict.AGAIN:
+            return job if verdict is Verdict.GIVE_UP else verdict
+    return UNBOUNDED
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_the_tables_say_how_many_jobs_a_training_gets(failure: Failure) -> None:
+    found = jobs_until_given_up(PLAN_TABLE, failure), jobs_until_given_up(STUDY_TABLE, failure)
+    assert found == ENDS[failure]
+
+
+def test_whatever_gets_further_each_time_is_tried_again_but_for_the_number_of_requeues() -> None:
+    assert jobs_until_given_up(PLAN_TABLE, Failure.DEVICE_FAILED, step=64) == UNBOUNDED
+    assert jobs_until_given_up(STUDY_TABLE, Failure.DEVICE_FAILED, step=64) == UNBOUNDED
+    assert jobs_until_given_up(PLAN_TABLE, Failure.KILLED, step=64) == 7
+    assert jobs_until_given_up(STUDY_TABLE, Failure.KILLED, step=64) == 3
+
+
+@pytest.mark.parametrize("policy", [PLAN_TABLE, STUDY_TABLE])
+@pytest.mark.parametrize("stop", [None, *StopReason])
+def test_a_training_whose_requeues_are_used_up_is_given_up_but_by_a_new_command(
+    policy: RetryPolicy, stop: StopReason | None
+) -> None:
+    submitted = {"time": 1.0, "event": "submitted", "stage": "train", "job_id": "1", "data": {"label": "a"}}
+    history, failure = RunHistory([Event.model_validate(submitted)]), JobFailure(Failure.PREEMPTED, stop=stop)
+    used_up = stop is StopReason.REQUEUES_EXHAUSTED
+    assert policy.judge(history, "a", failure, since=1.0) is (Verdict.GIVE_UP if used_up else Verdict.AGAIN)
+    assert policy.judge(history, "a", failure, since=2.0) is Verdict.AGAIN
+
+
+SENTENCE = "restarted 6 times, as training.max_requeues allows"
+
+
+@pytest.fixture(params=["in a field", "in older runs"])
+def used_up(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[int], Failure]:
     """An end of jobs that say that their requeues are used up."""
     run = RunDirectory(tmp_path / "run")
+    data = {"stop": StopReason.REQUEUES_EXHAUSTED} if request.param == "in a field" else {}
 
     def end_of(n: int) -> Failure:
-        run.log_event("failed", "train", job_id=str(n), detail="restarted 6 times, as training.max_requeues allows")
+        run.log_event("failed", "train", job_id=str(n), detail=SENTENCE, data=data)
         return Failure.BUG
 
     return end_of
@@ -187,9 +251,7 @@ def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, used_up)
     assert scheduler.jobs == 1
-    assert error == (
-        "train: restarted 6 times, as training.max_requeues allows, the last time in job 1; all that was done is saved"
-    )
+    assert error == f"train: {SENTENCE}, the last time in job 1; all that was done is saved"
     ended = next(event for event in scheduler.run.events() if event.event == "ended")
     assert ended.failure is Failure.PREEMPTED
 
@@ -203,4 +265,4 @@ def test_nor_does_a_study_try_again(
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
     failures = Trainings(Sweep(SPEC, ClusterSpec(), run, time.time()), [job]).run(stage_progress("train"))
     assert scheduler.jobs == 1
-    assert failures == {"a": "preempted: restarted 6 times, as training.max_requeues allows"}
+    assert failures == {"a": f"preempted: {SENTENCE}"}

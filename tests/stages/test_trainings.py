@@ -184,7 +184,7 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_d
     assert [scheduler.submissions(label) for label in "abc"] == [2, 2, 1]
     assert all(run.train(label).result_file.exists() for label in "abc")
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"{run.train(label).root} was deleted: this training begins anew" for label in "ba"]
+    assert said == [f"{run.train(label).root} was deleted: this training starts from the beginning" for label in "ba"]
     assert [event.detail for event in run.events() if event.event == "failed"] == said[:1]
 
 

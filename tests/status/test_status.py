@@ -40,7 +40,7 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.run_directory import holder_of
-from tula_hpc.stages.train_many import ATTEMPTS
+from tula_hpc.stages.train import ATTEMPTS
 from tula_hpc.status import __main__ as status
 from tula_hpc.status import facts as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price
@@ -573,7 +573,7 @@ def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, clust
     run.log_event("failed", "plan", detail="plan: no candidate satisfies objective.budget\nmore")
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("failed", 1)
-    assert "failed: plan: no candidate satisfies objective.budget; mend" in text_of(told)
+    assert "failed: plan: no candidate satisfies objective.budget; fix" in text_of(told)
     assert told.profile is not None
     assert told.profile.stand == "done"
     write_plan(run, late_plan())
@@ -589,7 +589,7 @@ def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
     run.log_event("failed", stage, detail=refusal)
     told = status.status_of(run.root)
     assert (told.state, told.exit_code) == ("failed", 1)
-    assert told.words == f"{stage}: {refusal}; mend the cause and run the same command again"
+    assert told.words == f"{stage}: {refusal}; fix the cause and run the same command again"
     submit(run, "7")
     run.log_event("failed", stage, detail=refusal)
     cluster.jobs = {"7": ("RUNNING", "None")}

@@ -1,4 +1,4 @@
-"""Where the inputs of a command differ from those that a run directory has, and which of that is free to change."""
+"""Differences between a command's inputs and a run directory's, and which of them may change."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Changes = dict[Key, tuple[Any, Any]]
 
 
 def freeze(spec: SweepSpec | ClusterSpec) -> str:
-    """The resolved input as TOML."""
+    """Return the resolved input as TOML."""
     import tomli_w
 
     return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
 
 
 def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
-    """What of these inputs is another than in a run's file, if that is there.
+    """Return the keys that differ from a run's file, if that is there.
 
     Raises:
         RunDirectoryError: It cannot be read.
@@ -61,7 +61,7 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
 
 
 def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
-    """Both values of a key, as far as they may be shown."""
+    """Return both values of a key, as far as they may be shown."""
     from tula_hpc.config import is_hidden
 
     if not is_hidden(key):
@@ -72,18 +72,18 @@ def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
 
 
 def is_always_free(key: Key) -> bool:
-    """Whether neither a measurement nor a training depends on a key: how jobs are submitted, where the data are."""
+    """Tell whether neither a measurement nor a training depends on a key."""
     return is_of_submission(key) or key == ("workload", "data_dir")
 
 
 def is_of_submission(key: Key) -> bool:
-    """Whether a key only says how jobs are submitted."""
+    """Tell whether a key only affects how jobs are submitted."""
     table, name = _place(key)
     return not table and name in OF_SUBMISSION
 
 
 def is_unmeasured(key: Key) -> bool:
-    """Whether no measurement depends on it, as on which others are wanted: it is free until something is trained."""
+    """Tell whether no measurement depends on a key: it is free until a training begins."""
     from tula_hpc.config.changes import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
 
     table, name = _place(key)
@@ -92,12 +92,12 @@ def is_unmeasured(key: Key) -> bool:
 
 
 def only_prices(changes: Iterable[Key]) -> bool:
-    """Whether nothing but objective and prices differ, under which a plan can be made again."""
+    """Tell whether only objective and prices differ, under which a plan can be made again."""
     return all(_place(key)[0] in ("objective", "pricing") for key in changes)
 
 
 def in_lines(changes: Changes) -> list[str]:
-    """What differs, a line for each key."""
+    """Describe the differences, a line for each key."""
     lines = [
         shown_line(f"  {name_of(key)}: {was} there, {now} now")
         for key, (was, now) in changes.items()
@@ -106,17 +106,17 @@ def in_lines(changes: Changes) -> list[str]:
 
 
 def name_of(key: Key) -> str:
-    """The dotted key."""
+    """Return the dotted key."""
     return ".".join(key)
 
 
 def shown_line(line: str) -> str:
-    """As much of it as fits into a line that can be printed."""
+    """Shorten a text to a line that can be printed."""
     return line[:200] if line.isprintable() else ascii(line)[:200]
 
 
 def _place(key: Key) -> tuple[str, str]:
-    """Table and name of a key, "" for what stands before all tables; of a partition as of the whole cluster."""
+    """Split a key into table and name; a partition's key counts as the whole cluster's."""
     own = key[2:] if key[0] == "partitions" and len(key) > 2 else key
     return (own[0], own[1]) if len(own) > 1 else ("", own[0])
 
@@ -131,7 +131,7 @@ def _read(path: Path) -> str:
 
 
 def _keys(toml: str) -> dict[Key, Any]:
-    """Every value by its key; none of what is no TOML any more."""
+    """Return every value by its key, nothing for a text that is not TOML."""
     try:
         return dict(_flat(tomllib.loads(toml), ()))
     except (tomllib.TOMLDecodeError, RecursionError):

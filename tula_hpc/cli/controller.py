@@ -22,7 +22,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import StillRunningError, Submitted
 from tula_hpc.records import RunDirectory
-from tula_hpc.records.run_directory import CONTROL, GUARD, guards, unsettled
+from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import Sweep, jobs_left
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def carry_on_detached(sweep: Sweep, until: str) -> int:
 
 
 def _detached_until(run: RunDirectory) -> str:
-    """The stage that the controllers of the run go to."""
-    said = [str(event.data.get("until", "")) for event in run.events() if event.event == "detached"]
-    return said[-1] if said else ""
+    """Return the stage that the controllers of the run go to, "" without any."""
+    detached = run.history().detached()
+    return detached.until if detached else ""
 
 
 def _step(sweep: Sweep, until: str) -> int:
-    """Do what can be done now; where jobs are on their way, leave a controller that comes after them."""
+    """Do all that can be done now; where jobs are on their way, leave a controller behind them."""
     try:
         code = carry_out(sweep, until)
     except StillRunningError as left:
@@ -117,14 +117,14 @@ def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
-    """Controller jobs of this run that are not over, without the one that asks; guards last."""
+    """Return the controller jobs that are not over, without the present one; guards last."""
     there, idle = _on_duty(sweep)
     return [*there, *idle]
 
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
-    """The same, guards apart."""
-    ids = guards(sweep.run)
+    """Return the controllers that are not over, without the present one, and the guards."""
+    ids = sweep.run.history().guards()
     left = [job for job in jobs_left(sweep, CONTROL) if job.job_id != slurm_job_id()]
     return [job for job in left if job.job_id not in ids], [
         job for job in left if job.job_id in ids
@@ -132,7 +132,7 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
 
 
 def run_controller(job: ControlJob) -> None:
-    """What a controller job does; an error ends it, and the events say so.
+    """Run a controller job; an error ends it, and the events tell so.
 
     Raises:
         SystemExit: A stage failed for good.
@@ -153,14 +153,12 @@ def run_controller(job: ControlJob) -> None:
         with contextlib.suppress(StorageError):
             _log_end(run, words)
     if words:
-        sys.exit(
-            f"{words}\nMend the cause and run the same command again: what is done is not done again."
-        )
+        sys.exit(f"{words}\nFix the cause and run the same command again; finished work is kept.")
 
 
 @contextlib.contextmanager
 def _in_turn(run: RunDirectory) -> Iterator[None]:
-    """Have the run directory to oneself: one that was requeued may meet the one that it had left behind.
+    """Lock the run directory; a requeued controller may meet the one that it left behind.
 
     Raises:
         RunDirectoryError: Somebody has had it for minutes.
@@ -180,7 +178,6 @@ def _in_turn(run: RunDirectory) -> Iterator[None]:
 
 
 def _try_step(sweep: Sweep, until: str) -> str:
-    """Do what can be done now; returns why that failed."""
     try:
         _step(sweep, until)
     except (TulaError, OSError) as error:
@@ -196,7 +193,7 @@ def _log_end(run: RunDirectory, words: str) -> None:
 
 
 def take_over(sweep: Sweep) -> None:
-    """A command that stays does what a controller would have done; a waiting one is cancelled."""
+    """Act in place of a controller; a waiting one is cancelled."""
     if sweep.cluster.executor != "slurm":
         return
     # a controller that was submitted by a command that was killed
@@ -210,11 +207,11 @@ def take_over(sweep: Sweep) -> None:
 
 
 def _relieve_controllers(sweep: Sweep) -> list[Submitted]:
-    """Cancel the controllers that are left, and note their ends; returns those that were not over."""
-    left = unsettled(sweep.run, CONTROL)
+    """Cancel the controllers that are left, and note their ends; returns those that waited."""
+    left = sweep.run.history().unsettled(CONTROL)
     waiting = controllers(sweep) if left else []
     if waiting:
         slurm.cancel([job.job_id for job in waiting])
-    for event in left:
-        sweep.run.log_event("ended", CONTROL, job_id=event.job_id)
+    for job in left:
+        sweep.run.log_event("ended", CONTROL, job_id=job.job_id)
     return waiting

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints of a sweep: the next jobs, an upper bound of their node-hours, and the sbatch scripts."""
+"""Preview of `--dry-run`: the next jobs, an upper bound of their node-hours, and sbatch scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tula_hpc.env import unix_time
 from tula_hpc.formatting import plural
 from tula_hpc.launch.preview import Preview, Script, script_of
 from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
-from tula_hpc.records.run_directory import unsettled
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.profile import (
@@ -30,7 +29,7 @@ from tula_hpc.stages.train import next_candidate
 
 
 class Wave(NamedTuple):
-    """Configurations that are measured in allocations of one size: in one job, or in a job for each."""
+    """Configurations that are measured in allocations of one size, in one job or one each."""
 
     nodes: int
     configurations: tuple[Configuration, ...]
@@ -38,7 +37,7 @@ class Wave(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What is profiled first on a part of the cluster."""
+    """First profiling jobs on a partition of the cluster."""
 
     part: Sweep
     # of memory, where the profile stage would make one
@@ -47,7 +46,7 @@ class Beginning(NamedTuple):
 
 
 def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """What a sweep would submit next; nothing is created.
+    """Describe the next jobs of a sweep; creates nothing.
 
     Raises:
         StageError: It would end in that, since no batch of its plan is left.
@@ -82,14 +81,14 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
     for stage in ("train",) if training_began(sweep.run) else ("profile",):
-        jobs = [event.job_id for event in unsettled(sweep.run, stage)]
+        jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
         if jobs:
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            yield f"first it waits for what was submitted before: {stage} job {jobs[0]}{more}"
+            yield f"first it waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:
-    """What would be trained by the plan that there is; None where one is made first."""
+    """Return the training of the present plan, None if a new plan is made first."""
     run = sweep.run
     changed = {
         **changes_of(run.sweep_file, sweep.spec),
@@ -101,7 +100,7 @@ def _chosen(sweep: Sweep) -> Candidate | None:
 
 
 def _beginning(part: Sweep) -> Beginning:
-    """What the search proposes first, by size of allocation, as if all could be submitted together."""
+    """Return the first proposals, by size of allocation, as if all could be submitted together."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
     made = _estimate(part)
@@ -114,7 +113,7 @@ def _beginning(part: Sweep) -> Beginning:
 
 
 def _estimate(part: Sweep) -> Estimate | None:
-    """The estimate of memory that the profile stage has made or would make; it is not kept."""
+    """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return Estimate(stored)

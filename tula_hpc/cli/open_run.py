@@ -1,4 +1,4 @@
-"""What the commands share: their options, their inputs, the run directory, and how they end."""
+"""Opening of a run directory for a command, its work in it, and how that ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
 
 
 def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
-    """Whether a run directory may be made there, or continued with these inputs; makes nothing.
+    """Check that a run directory may be made there, or continued with these inputs.
 
     Raises:
         RunDirectoryError: It is something else, or was made from other inputs.
@@ -92,11 +92,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
 
 
 def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Whether a run that has other inputs than these may begin anew: they led to nothing, and no job of theirs is left.
-
-    Raises:
-        RunDirectoryError: A file of it cannot be read.
-    """
+    """Tell whether a run of other inputs may be replaced: it has no results, and no job is left."""
     from tula_hpc.launch.launcher import lost
 
     changed = (
@@ -108,7 +104,7 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
 
 
 def _has_results(run: RunDirectory) -> bool:
-    """Whether anything was measured, planned or trained; what is damaged may have been a measurement."""
+    """Tell whether anything was measured, planned or trained; damaged files count as such."""
     measured = run.measurements()
     if measured.skipped or any(row.status == "ok" for row in measured.records):
         return True
@@ -117,7 +113,7 @@ def _has_results(run: RunDirectory) -> bool:
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
-    """Jobs of the run that are not over, or of which that cannot be told."""
+    """Return the jobs of the run that are not over, or may not be."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
     from tula_hpc.stages.context import jobs_on_record
@@ -133,7 +129,7 @@ def _jobs_left(run: RunDirectory) -> list[Submitted]:
 
 
 def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """Go on with these inputs; what came of the others is put aside, so that nothing of it counts for these."""
+    """Replace the inputs, and put the files of the earlier ones aside."""
     from tula_hpc.records import write_atomically
 
     with run.locked():
@@ -143,9 +139,10 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
         aside = run.set_aside()
         for path, inputs in _files(run, spec, cluster):
             write_atomically(path, freeze(inputs))
-    what = f"; what came of the others is in {aside}" if aside else ""
+    moved = f"; the files of the earlier ones are in {aside}" if aside else ""
     sys.stderr.write(
-        f"{run.root}: nothing was measured with the inputs there: these take their place{what}\n"
+        f"{run.root}: no measurement was made with the earlier inputs: the new ones replace them"
+        f"{moved}\n"
     )
 
 
@@ -156,7 +153,7 @@ def _files(
 
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    """What is always free may change at any time; until the first training all that no measurement depends on."""
+    """Refuse changed inputs on which measurements or a training depend."""
     is_sweep = spec.study is None
     free = is_sweep and not _has_trained(run)
     for path, inputs in _files(run, spec, cluster):
@@ -166,14 +163,12 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
 
 
 def _has_trained(run: RunDirectory) -> bool:
-    """Whether a training has begun, or a job is on its way to that."""
-    from tula_hpc.records.run_directory import unsettled
-
-    return any((run.root / "train").glob("*/*")) or any(unsettled(run, "train", "control"))
+    on_its_way = run.history().unsettled("train", "control")
+    return any((run.root / "train").glob("*/*")) or bool(on_its_way)
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
-    """Go on with these inputs; jobs that wait or run stay as they are. Measurements stay, a plan is made anew."""
+    """Replace the inputs for later jobs; measurements stay, a plan is made again."""
     from tula_hpc.records import write_atomically
 
     changes = changes_of(path, inputs)
@@ -190,7 +185,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
 
 
 def _is_fresh(root: Path) -> bool:
-    """Whether a folder is empty, or as empty as a command leaves it that could not go on after making it."""
+    """Tell whether a folder is empty, or holds only what an interrupted command left."""
     return all(
         path.name.startswith(".sweep.toml.")
         or (path.name in ("profile", "slurm", "train") and not any(path.iterdir()))
@@ -199,7 +194,7 @@ def _is_fresh(root: Path) -> bool:
 
 
 def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
-    """What to say of a run directory that was made from other inputs: which keys differ, and what to do."""
+    """Explain which keys differ from the run directory, and what to do."""
     lines = [
         "was made from other inputs; use another --run-dir or the same inputs:",
         *in_lines(changes),
@@ -208,14 +203,14 @@ def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
         lines.append(f"To plan again over the same measurements: {again}")
     elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
-        lines.append(f"To train anew over the same measurements, delete {run.root / 'train'}.")
+        lines.append(f"To train again over the same measurements, delete {run.root / 'train'}.")
     if not _has_results(run) and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    """What to do about jobs of the earlier inputs, which nothing has come of yet."""
+    """Explain what to do about jobs of the earlier inputs that have no results yet."""
     from tula_hpc.config import load_cluster
     from tula_hpc.launch.launcher import Launcher
 
@@ -229,7 +224,7 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
-    """Carry out an open run up to a stage; returns the exit code: 0 done or detached, 130 interrupted.
+    """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.
@@ -250,7 +245,6 @@ def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
-    """Not to work with inputs that another command has replaced since the run was opened."""
     files = _files(sweep.run, sweep.spec, sweep.cluster)
     if any(changes_of(path, inputs) for path, inputs in files):
         raise RunDirectoryError(
@@ -259,7 +253,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
 
 
 def say_interrupted(sweep: Sweep) -> None:
-    """How to go on, and how to cancel what still runs, or did by the files where Slurm does not answer at once."""
+    """Explain how to go on, and how to cancel the jobs that are left."""
     from tula_hpc.stages.context import jobs_left, jobs_on_record
 
     sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """The sweep file, the cluster file, the run directory, and single keys."""
+    """Add the sweep file, the cluster file, the run directory, and single keys."""
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml"
     )
@@ -87,7 +87,7 @@ def _warn_of_paths(options: argparse.Namespace) -> None:
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
-    """The run directory's path.
+    """Return the run directory's path.
 
     Raises:
         RunDirectoryError: It holds characters that job scripts would take for something else.

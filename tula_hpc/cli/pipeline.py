@@ -1,7 +1,7 @@
-"""What the commands carry out in an open run directory: a sweep's stages, or a study; in one go or step by step.
+"""Work of the commands in an open run directory: a sweep's stages, or a study.
 
-The end of a sweep: the chosen configuration and its neighbours, predicted against measured; what
-profiling cost.
+The summary at the end compares the chosen configuration and its neighbours, predicted and measured,
+and tells the cost of profiling.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def print_summary(
     profiling_cost: str = "",
     trained_epoch_s: float | None = None,
 ) -> None:
-    """Print the table with rich, and below it what profiling cost; see `report_tables.summary_rows`."""
+    """Print the table with rich, and the cost of profiling; see `report.tables.summary_rows`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -141,7 +141,7 @@ def _say_summary(sweep: Sweep, plan: Plan, result: TrainResult | None) -> None:
 
 
 def _warn_of_loss(sweep: Sweep, metrics: Metrics) -> None:
-    """A training that blew up, but stayed finite, has a result like any other."""
+    """Warn of a training that blew up but stayed finite: it has a result like any other."""
     from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
 
     if why := learned_nothing(metrics, sweep.spec.workload):

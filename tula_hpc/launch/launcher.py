@@ -23,8 +23,8 @@ from tula_hpc.launch.reasons import classify, complaining_nodes, ends, explain, 
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.launch.slurm_executor import SlurmJobs
 from tula_hpc.records import RunDirectory, read_document, write_atomically
-from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, hosts_in, list_hosts
-from tula_hpc.records.run_directory import CONTROL, events_of, guards
+from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, list_hosts
+from tula_hpc.records.events import CONTROL
 
 __all__ = [
     "NOTICE",
@@ -73,9 +73,8 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
         RunDirectoryError: A notice is damaged.
     """
     known: dict[str, list[str]] = {}
-    for event in run.events():
-        if event.event == "submitted":
-            known.setdefault(str(event.data.get("folder")), []).append(event.job_id)
+    for job in run.history().submissions():
+        known.setdefault(job.folder, []).append(job.job_id)
     found = []
     for path in sorted(run.slurm.glob(f"*/{NOTICE}")):
         notice, ids = (
@@ -215,7 +214,7 @@ class Launcher:
 
     def dismiss_guards(self) -> bool:
         """Cancel this run's guards, but not the asking job; return whether there were any."""
-        idle = [job_id for job_id in guards(self.run) if job_id != slurm_job_id()]
+        idle = [job_id for job_id in self.run.history().guards() if job_id != slurm_job_id()]
         for job_id in idle:
             # it is over, or will find nothing to do
             with contextlib.suppress(LaunchError):
@@ -349,7 +348,7 @@ class Launcher:
 
     def _broken_hosts(self, job: Submitted) -> tuple[str, ...]:
         """Return the hosts on which a device failed, by the workers' events, else by the logs."""
-        own = [host for event in events_of(self.run, job.job_id) for host in hosts_in(event)]
+        own = self.run.history().job(job.job_id).hosts
         if own or not self.executor.limits.several_hosts:
             return tuple(dict.fromkeys(own))
         numbers = complaining_nodes(job.log_files())

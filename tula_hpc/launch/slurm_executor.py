@@ -47,7 +47,7 @@ from tula_hpc.launch.job_files import (
 from tula_hpc.launch.slurm import JobState, StepState
 from tula_hpc.launch.slurm_command import Done, no_answer, run
 from tula_hpc.records import write_atomically
-from tula_hpc.records.run_directory import CONTROL
+from tula_hpc.records.events import CONTROL
 
 # tasks, where the site would allow more
 LARGEST_ARRAY = 1000

@@ -1,11 +1,18 @@
-"""What is written down: measurements, events, plans; their files; and the run directory that holds them.
+"""Records of a run (measurements, events, plans), their files, and the run directory.
 
-JSON Lines files are append-only, one record a line. A torn last line (a writer was killed) is
-skipped and counted.
+JSON Lines files are append-only, one record a line. A torn last line, of a writer that was killed,
+is skipped and counted.
 """
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.events import Event, JobNote
+from tula_hpc.records.events import (
+    MAIN_LABEL,
+    Event,
+    JobNote,
+    RunHistory,
+    StopReason,
+    Submission,
+)
 from tula_hpc.records.measurement import (
     CREDIBLE_S,
     Footprint,
@@ -30,7 +37,7 @@ from tula_hpc.records.metrics import (
     read_metrics,
 )
 from tula_hpc.records.plan import Candidate, Knee, Plan
-from tula_hpc.records.run_directory import MAIN_LABEL, RunDirectory, TrainDirectory
+from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
     MAX_LINE_BYTES,
     ReadResult,
@@ -72,9 +79,12 @@ __all__ = [
     "ReadResult",
     "Record",
     "RunDirectory",
+    "RunHistory",
     "StepMetrics",
     "StepParts",
     "StepTimes",
+    "StopReason",
+    "Submission",
     "TrainDirectory",
     "TrainResult",
     "TunedRates",

@@ -1,4 +1,4 @@
-"""What all records have in common."""
+"""Base of all records, and the types that they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Record(BaseModel):
 
 
 class Configuration(NamedTuple):
-    """Where one profile or training runs: N nodes, workers on each, local batch b. B = N × workers × b."""
+    """Nodes N, workers on each and local batch b of one profile or training."""
 
     nodes: Nodes
     workers_per_node: WorkersPerNode

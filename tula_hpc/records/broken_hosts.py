@@ -1,4 +1,4 @@
-"""What a run knows of broken devices: in which hosts they are, and how often a job that met one is submitted again.
+"""Broken devices that a run knows of: hosts to avoid, and how often their jobs are submitted again.
 
 A host in which a device failed is left out of the run's later submissions for a day; then it is
 tried again, since it may have been repaired. A configuration or a training that met such hosts is
@@ -7,19 +7,18 @@ submitted again, twice; a training that got further in between has two attempts 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from tula_hpc.errors import Failure
 from tula_hpc.records.base import Configuration, Record
-from tula_hpc.records.events import Event
+from tula_hpc.records.events import EndData, Event, hosts_in
 
 RETRIES = 2
 AVOIDED_S = 24 * 3600.0
 
 
 class BrokenHost(Record):
-    """A host in which a device failed."""
+    """Host in which a device failed."""
 
     host: str
     # by the worker there, or its log
@@ -29,7 +28,7 @@ class BrokenHost(Record):
 
 
 def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
-    """Return the hosts that a submission at this time leaves out, in the order in which they failed first."""
+    """Return the hosts that a submission at this time leaves out, the earliest failure first."""
     found: dict[str, BrokenHost] = {}
     for event in events:
         if event.failure is not Failure.DEVICE_FAILED:
@@ -42,68 +41,32 @@ def broken_hosts(events: Iterable[Event], now: float) -> list[BrokenHost]:
     return [each for each in found.values() if each.until > now]
 
 
-def hosts_in(event: Event) -> list[str]:
-    """Return the hosts that an event names as broken."""
-    named = event.data.get("hosts")
-    if not isinstance(named, list):
-        return []
-    # they become part of a job script
-    return [
-        host for host in named if isinstance(host, str) and re.fullmatch(r"[\w.-]{1,255}", host)
-    ]
-
-
 def list_hosts(broken: Sequence[BrokenHost]) -> str:
-    """Name the hosts and what each said, in a line."""
+    """List the hosts and the error of each, in a line."""
     if not broken:
         return "on hosts that are not known"
-    return "; ".join(f"{each.host} said {first_line(each.said)!r}" for each in broken)
+    return "; ".join(f"{each.host} reported {first_line(each.said)!r}" for each in broken)
 
 
 def first_line(text: str) -> str:
-    """Return the first line of what was said."""
+    """Return the first line of a text."""
     return text.strip().partition("\n")[0]
 
 
 def why_given_up(events: Iterable[Event], job_id: str, now: float) -> str:
-    """Say, in one line, which hosts are broken, after the last attempt."""
+    """Describe in one line which hosts are broken, after the last attempt."""
     told = list_hosts(broken_hosts(events, now))
     return f"a device failed once more, in job {job_id}: {told}; have these nodes repaired"
-
-
-def in_vain(events: Iterable[Event], failure: Failure, since: float) -> int:
-    """Count the last jobs of a training that all ended in the same way and had begun at the same sample.
-
-    Args:
-        events: Of this training alone.
-        failure: How they ended.
-        since: Unix time; what failed before may have been mended.
-    """
-    begun: dict[str, int] = {}
-    starts: list[int] = []
-    for event in events:
-        if event.time < since:
-            continue
-        if event.event == "resumed":
-            begun[event.job_id] = event.data.get("samples_seen", 0)
-        elif event.event == "ended" and event.stage == "train":
-            starts = [*starts, begun.get(event.job_id, 0)] if event.failure is failure else []
-    last = len(starts) - 1
-    while last > 0 and starts[last - 1] == starts[-1]:
-        last -= 1
-    return len(starts) - max(last, 0)
 
 
 def profiled_in_vain(
     events: Iterable[Event], configuration: Configuration, partition: str, since: float
 ) -> int:
     """Count the jobs that a device ended while they measured this configuration."""
-    wanted = {"configuration": list(configuration), "partition": partition}
-    failed = [
-        e
-        for e in events
-        if e.event == "ended" and e.failure is Failure.DEVICE_FAILED and e.time >= since
-    ]
-    return sum(
-        all(event.data.get(key) == value for key, value in wanted.items()) for event in failed
-    )
+    count = 0
+    for event in events:
+        is_end = event.event == "ended" and event.failure is Failure.DEVICE_FAILED
+        if is_end and event.time >= since:
+            data = EndData.of(event)
+            count += (data.configuration, data.partition) == (configuration, partition)
+    return count

@@ -1,17 +1,58 @@
-"""What the stages of a run and its profile jobs note down as they go."""
+"""events.jsonl, the log of a run, and its one reading: `RunHistory`. Notes of profile jobs.
+
+A line of the file is an `Event`; the data of each kind of event has a type here. No other package
+looks into an event: what a run's events mean together is asked of `RunHistory`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from tula_hpc.errors import Failure
-from tula_hpc.records.base import Configuration, JobId, Nodes, Record
+from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record
+
+# of the training that a sweep ends with
+MAIN_LABEL = "main"
+# the stage of a detached sweep's controller jobs
+CONTROL = "control"
+# the role of a controller job that waits in case another one dies with its whole job
+GUARD = "guard"
+
+EventName = Literal[
+    "submitted",
+    "started",
+    "oom",
+    "preempted",
+    "requeued",
+    "resumed",
+    "checkpoint",
+    "fell_back",
+    "drifted",
+    "recovered",
+    "replanned",
+    "finished",
+    "failed",
+    "ended",
+    "detached",
+]
+Stage = Literal["profile", "plan", "train", "report", "control"]
 
 
 class JobNote(Record):
-    """What a profile job says of itself while it runs: for its cost, and for whoever finds it dead.
+    """Note of a profile job on itself, for its cost and for whoever finds it dead.
 
     A job that is requeued begins again: its notes then hold several runs, each from "began" on.
     """
@@ -25,7 +66,7 @@ class JobNote(Record):
     submitted_at: float = 0.0
     # when the allocation was granted, as far as the job can tell
     began_at: float = 0.0
-    # what it is about to measure
+    # about to be measured
     configuration: Configuration | None = None
     detail: str = ""
 
@@ -34,25 +75,484 @@ class Event(Record):
     """One line of events.jsonl."""
 
     time: float
-    event: Literal[
-        "submitted",
-        "started",
-        "oom",
-        "preempted",
-        "requeued",
-        "resumed",
-        "checkpoint",
-        "fell_back",
-        "drifted",
-        "recovered",
-        "replanned",
-        "finished",
-        "failed",
-        "ended",
-        "detached",
-    ]
-    stage: Literal["profile", "plan", "train", "report", "control"]
+    event: EventName
+    stage: Stage
     detail: str = ""
     failure: Failure | None = None
     job_id: JobId = ""
+    # typed by the subclasses of `EventData`
     data: dict[str, Any] = Field(default={})
+
+    @property
+    def title(self) -> str:
+        """Name of the event, to be shown and not to be compared."""
+        return self.event
+
+
+class StopReason(StrEnum):
+    """Reason why a job that had to leave does not go on by itself."""
+
+    REQUEUE_REFUSED = "requeue_refused"
+    # restarted as often as training.max_requeues allows
+    REQUEUES_EXHAUSTED = "requeues_exhausted"
+
+
+class EventData(Record):
+    """Data of one kind of event; a damaged field counts as missing."""
+
+    @classmethod
+    def of(cls, event: Event) -> Self:
+        """Read an event's data."""
+        return cls.model_validate(event.data)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _drop_damaged(
+        cls, value: object, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            return cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
+
+
+class SubmissionData(EventData):
+    """Data of "submitted"."""
+
+    # in the run directory: scripts and logs
+    folder: str = ""
+    nodes: Nodes | None = None
+    # of a training
+    label: str = ""
+    # of a control job
+    role: str = ""
+    # None: not on record
+    partition: str | None = None
+    # of a training
+    configuration: Configuration | None = None
+    # to be profiled
+    configurations: tuple[Configuration, ...] = ()
+    # in the run directory: measurements of a profile job
+    output: str = ""
+
+
+class EndData(EventData):
+    """Data of "failed" and "ended"."""
+
+    # of a training
+    label: str = ""
+    stop: StopReason | None = None
+    # being measured
+    configuration: Configuration | None = None
+    partition: str | None = None
+
+
+class ProgressData(EventData):
+    """Data of "resumed", and of the end of a training's job."""
+
+    samples_seen: int | None = None
+
+
+class CheckpointData(EventData):
+    """Data of "checkpoint"."""
+
+    cost_s: float | None = None
+
+
+class DriftData(EventData):
+    """Data of "drifted"."""
+
+    ratio: float | None = None
+    part: str = ""
+
+
+class ReplannedData(EventData):
+    """Data of "replanned"."""
+
+    local_batch: Batch | None = None
+
+
+class DetachedData(EventData):
+    """Data of "detached"."""
+
+    # last stage
+    until: str = ""
+
+
+def hosts_in(event: Event) -> list[str]:
+    """Return the hosts that an event names as broken."""
+    named = event.data.get("hosts")
+    if not isinstance(named, list):
+        return []
+    # they become part of a job script
+    return [
+        host for host in named if isinstance(host, str) and re.fullmatch(r"[\w.-]{1,255}", host)
+    ]
+
+
+class JobFailure(NamedTuple):
+    """Failure of a job as its events tell it."""
+
+    # None: no event says
+    kind: Failure | None
+    detail: str = ""
+    stop: StopReason | None = None
+
+
+def _failure_in(event: Event) -> JobFailure:
+    stop = EndData.of(event).stop
+    return JobFailure(event.failure, event.detail, stop or _stop_in_sentence(event.detail))
+
+
+def _stop_in_sentence(detail: str) -> StopReason | None:
+    """Read the events of runs from before the reason was a field: these sentences are fixed."""
+    if detail.startswith("requeue refused: "):
+        return StopReason.REQUEUE_REFUSED
+    if detail.startswith("restarted ") and detail.endswith(" training.max_requeues allows"):
+        return StopReason.REQUEUES_EXHAUSTED
+    return None
+
+
+class JobEnd(NamedTuple):
+    """End of a job, as the command that saw to it wrote it down."""
+
+    # Unix time
+    time: float
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class JobEvents:
+    """Events of one job since its latest submission, that one left out."""
+
+    job_id: str
+    events: list[Event] = field(default_factory=list)
+
+    def _named(self, name: EventName) -> list[Event]:
+        return [event for event in self.events if event.event == name]
+
+    @property
+    def has_finished(self) -> bool:
+        """Tell whether the job says that its work is done."""
+        return bool(self._named("finished"))
+
+    @property
+    def end(self) -> JobEnd | None:
+        """End on record, if any."""
+        ended = self._named("ended")
+        return JobEnd(ended[-1].time, ended[-1].failure) if ended else None
+
+    @property
+    def memory_failure(self) -> Failure | None:
+        """Lack of memory that is on record for this job, on the device or on the host."""
+        found = [event.failure for event in self._named("oom") if event.failure]
+        return found[-1] if found else None
+
+    @property
+    def has_reported_oom(self) -> bool:
+        """Tell whether an event says that memory ran out."""
+        return bool(self._named("oom"))
+
+    @property
+    def met_broken_device(self) -> bool:
+        """Tell whether a worker reported a broken device."""
+        return any(event.failure is Failure.DEVICE_FAILED for event in self.events)
+
+    @property
+    def own_failure(self) -> JobFailure | None:
+        """Last failure that the job itself reported."""
+        failed = self._named("failed")
+        return _failure_in(failed[-1]) if failed else None
+
+    @property
+    def failure(self) -> JobFailure | None:
+        """Failure on record; the job's own report goes before the scheduler's."""
+        for name in ("oom", "failed", "ended"):
+            found = [event for event in self._named(name) if event.failure is not None]
+            if found:
+                details = [event.detail for event in (found[-1], *reversed(self.events))]
+                detail = next((text for text in details if text), "")
+                return _failure_in(found[-1])._replace(detail=detail)
+        return None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts that workers of the job named as broken."""
+        return [host for event in self.events for host in hosts_in(event)]
+
+    @property
+    def replanned_batch(self) -> int | None:
+        """Local batch that the job chose in place of its own after drift."""
+        batches = [ReplannedData.of(event).local_batch for event in self._named("replanned")]
+        return batches[-1] if batches else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission(JobEvents):
+    """One submitted job."""
+
+    stage: Stage
+    # Unix time
+    submitted_at: float
+    # of a training
+    label: str = ""
+    # of a control job
+    role: str = ""
+    # None: not on record
+    partition: str | None = None
+    nodes: int | None = None
+    # in the run directory: scripts and logs
+    folder: str = ""
+    # of a training
+    configuration: Configuration | None = None
+    # to be profiled
+    configurations: tuple[Configuration, ...] = ()
+    # in the run directory: measurements of a profile job
+    output: str = ""
+
+    @property
+    def last_sign_at(self) -> float:
+        """Unix time of the job's last event on file, or of its submission."""
+        return self.events[-1].time if self.events else self.submitted_at
+
+
+def _submission(event: Event) -> Submission:
+    fields = dict(SubmissionData.of(event))
+    if event.stage == "train" and not fields["label"]:
+        fields["label"] = MAIN_LABEL
+    return Submission(job_id=event.job_id, stage=event.stage, submitted_at=event.time, **fields)
+
+
+class DriftState(NamedTuple):
+    """Step times that lie beyond the plan's prediction."""
+
+    # measured over predicted
+    ratio: float
+    # compute, network, loader or unknown
+    part: str
+
+
+class StageFailure(NamedTuple):
+    """Failure of a stage as a whole, not of one of its jobs."""
+
+    stage: Stage
+    detail: str
+    # Unix time
+    time: float
+
+
+class Detached(NamedTuple):
+    """Beginning of a detached sweep."""
+
+    # Unix time
+    since: float
+    # last stage
+    until: str
+
+
+class Sign(NamedTuple):
+    """Sign of life of a training."""
+
+    # Unix time
+    time: float
+    kind: Literal["started", "resumed", "stopped", "finished"]
+
+
+_SIGNS: Mapping[EventName, Literal["started", "resumed", "stopped", "finished"]] = {
+    "started": "started",
+    "resumed": "resumed",
+    "preempted": "stopped",
+    "requeued": "stopped",
+    "failed": "stopped",
+    "oom": "stopped",
+    "finished": "finished",
+}
+
+
+class RunHistory:
+    """Life of a run as events.jsonl tells it.
+
+    Args:
+        events: In the order of the file. A scheduler may count its job ids from the beginning
+            again: an event belongs to the latest submission of its id.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.events = list(events)
+        self._submissions: list[Submission] = []
+        # by job id, submitted or not
+        self._jobs: dict[str, JobEvents] = {}
+        # by stage and job id
+        self._unsettled: dict[tuple[Stage, str], Submission] = {}
+        # of each event, as far as the events before it tell
+        self._labels: list[str] = []
+        for event in self.events:
+            self._take_in(event)
+
+    def _take_in(self, event: Event) -> None:
+        key = (event.stage, event.job_id)
+        if event.event in ("submitted", "ended"):
+            self._unsettled.pop(key, None)
+        if event.event == "submitted":
+            job = _submission(event)
+            self._submissions.append(job)
+            self._jobs[job.job_id] = self._unsettled[key] = job
+        else:
+            self._jobs.setdefault(event.job_id, JobEvents(event.job_id)).events.append(event)
+        named = EndData.of(event).label if "label" in event.data else ""
+        known = self._jobs[event.job_id]
+        self._labels.append(named or (known.label if isinstance(known, Submission) else ""))
+
+    def submissions(self, *stages: str) -> list[Submission]:
+        """Return the submitted jobs of these stages, or of all, in the order of submission."""
+        return [job for job in self._submissions if not stages or job.stage in stages]
+
+    def unsettled(self, *stages: str) -> list[Submission]:
+        """Return the jobs of these stages that no command has seen the end of, oldest first."""
+        return [job for job in self._unsettled.values() if job.stage in stages]
+
+    def guards(self) -> list[str]:
+        """Return the ids of the guards that no command has seen the end of."""
+        return [job.job_id for job in self.unsettled(CONTROL) if job.role == GUARD]
+
+    def job(self, job_id: str) -> JobEvents:
+        """Return the events of a job."""
+        return self._jobs.get(job_id, JobEvents(job_id))
+
+    def reached(self, stage: Stage) -> bool:
+        """Tell whether anything of a stage is on record."""
+        return any(event.stage == stage for event in self.events)
+
+    def of_training(self, label: str) -> list[Event]:
+        """Return a training's events; jobs that nobody submitted are the main one's."""
+        return self._by_label.get(label, [])
+
+    @cached_property
+    def _by_label(self) -> dict[str, list[Event]]:
+        # a job may write before its submission is on record
+        label_of = {job.job_id: job.label for job in self.submissions("train")}
+        found: dict[str, list[Event]] = {}
+        for event, known in zip(self.events, self._labels, strict=True):
+            if event.stage == "train":
+                label = known or label_of.get(event.job_id, MAIN_LABEL)
+                found.setdefault(label, []).append(event)
+        return found
+
+    def attempts(self, label: str, since: float = 0.0) -> int:
+        """Count the jobs that were submitted for a training from this Unix time on."""
+        return sum(
+            job.label == label and job.submitted_at >= since for job in self.submissions("train")
+        )
+
+    def last_failures(self, since: float = 0.0) -> dict[str, JobFailure]:
+        """Return how each training failed that was not submitted again afterwards, by label."""
+        found: dict[str, JobFailure] = {}
+        for event in self.events:
+            label = EndData.of(event).label if "label" in event.data else ""
+            if not label or event.time < since:
+                continue
+            if event.event == "submitted":
+                found.pop(label, None)
+            elif event.event == "failed":
+                found[label] = _failure_in(event)
+        return found
+
+    def in_vain(self, label: str, failure: Failure, since: float = 0.0) -> int:
+        """Count a training's last jobs that all ended in the same way and had begun at one sample.
+
+        Args:
+            label: Of the training.
+            failure: How they ended.
+            since: Unix time; the cause of earlier failures may have been removed.
+        """
+        begun: dict[str, int] = {}
+        starts: list[int] = []
+        for event in self.of_training(label):
+            if event.time < since:
+                continue
+            if event.event == "resumed":
+                begun[event.job_id] = ProgressData.of(event).samples_seen or 0
+            elif event.event == "ended" and event.failure is failure:
+                starts.append(begun.get(event.job_id, 0))
+            elif event.event == "ended":
+                starts = []
+        count = 0
+        for start in reversed(starts):
+            if start != starts[-1]:
+                break
+            count += 1
+        return count
+
+    def restarts(self, label: str) -> int:
+        """Count how often a training went on from a checkpoint."""
+        return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def fallbacks(self, label: str) -> int:
+        """Count how often a training went on with a smaller batch for want of memory."""
+        return sum(event.event == "fell_back" for event in self.of_training(label))
+
+    def is_falling_back(self) -> bool:
+        """Tell whether a training ran out of memory and the smaller batch is not submitted yet."""
+        trained = [event for event in self.events if event.stage == "train"]
+        return bool(trained) and trained[-1].event == "fell_back"
+
+    def drift(self, label: str | None = None) -> DriftState | None:
+        """Return the drift of a training, or of any; None while step times are as predicted."""
+        events = self.events if label is None else self.of_training(label)
+        for event in reversed(events):
+            if event.event == "recovered":
+                return None
+            if event.event == "drifted":
+                data = DriftData.of(event)
+                return None if data.ratio is None else DriftState(data.ratio, data.part)
+        return None
+
+    def signs(self) -> list[Sign]:
+        """Return the signs of life of all trainings, in the order of time."""
+        found = [
+            Sign(event.time, _SIGNS[event.event])
+            for event in self.events
+            if event.stage == "train" and event.event in _SIGNS
+        ]
+        return sorted(found, key=lambda sign: sign.time)
+
+    def samples_seen(self) -> list[tuple[EventName, int]]:
+        """Return which events of trainings happened after how many samples, where that is known."""
+        found: list[tuple[EventName, int]] = []
+        for event in self.events:
+            if event.stage == "train" and "samples_seen" in event.data:
+                seen = ProgressData.of(event).samples_seen
+                if seen is not None:
+                    found.append((event.event, seen))
+        return found
+
+    def save_costs(self) -> list[tuple[float, float]]:
+        """Return Unix time and cost in seconds of each save that was measured."""
+        found = []
+        for event in self.events:
+            if event.event == "checkpoint":
+                cost_s = CheckpointData.of(event).cost_s
+                if cost_s is not None:
+                    found.append((event.time, cost_s))
+        return found
+
+    def detached(self) -> Detached | None:
+        """Return when and until which stage the run was last detached."""
+        for event in reversed(self.events):
+            if event.event == "detached":
+                return Detached(event.time, DetachedData.of(event).until)
+        return None
+
+    def stage_failure(self) -> StageFailure | None:
+        """Return the failure of a stage, if that is the last event."""
+        last = self.events[-1] if self.events else None
+        if last is None or last.event != "failed" or last.job_id:
+            return None
+        return StageFailure(last.stage, last.detail, last.time)
+
+    def ended_stage(self) -> Stage | None:
+        """Return the stage at which the last command ended as it was asked to, if on record."""
+        last = next((event for event in reversed(self.events) if event.stage != CONTROL), None)
+        if last is None or last.event != "ended" or last.job_id:
+            return None
+        return last.stage

@@ -1,4 +1,4 @@
-"""What profiling a configuration saw.
+"""Measurements of a configuration, and the estimate of its memory.
 
 An estimate of memory, before any profile.
 """
@@ -28,7 +28,7 @@ SmallerCompute = tuple[Batch, Annotated[float, Field(gt=MOMENT_S, lt=CREDIBLE_S)
 
 
 class StepTimes(Record):
-    """Means over rounds of free-running steps or passes, seconds; the slowest worker where workers differ.
+    """Means over rounds of free-running steps or passes, seconds; of the slowest worker.
 
     Records of earlier versions hold medians of steps that were timed one by one.
     """
@@ -54,7 +54,7 @@ class StepTimes(Record):
 
     @property
     def are_credible(self) -> bool:
-        """Whether step and parts can be true; `forward_time_s` is left out alone where it is damaged."""
+        """Tell whether step and parts are plausible; a damaged `forward_time_s` does not count."""
         return (
             0.0 <= self.data_time_s < CREDIBLE_S
             and 0.0 <= self.compute_time_s < CREDIBLE_S
@@ -66,7 +66,7 @@ class StepTimes(Record):
 
 
 class MemoryUse(Record):
-    """What one worker used, bytes; the largest over the workers."""
+    """Memory of one worker, bytes; the largest over the workers."""
 
     # CUDA: peak allocated; CPU: peak resident set over the baseline
     peak_bytes: int
@@ -92,7 +92,7 @@ class MemoryUse(Record):
 
     @property
     def is_credible(self) -> bool:
-        """Whether the counts can be true."""
+        """Tell whether the counts are plausible."""
         held = self.baseline_bytes + self.peak_bytes
         counts = [count for count in self.__dict__.values() if count is not None]
         return (
@@ -101,12 +101,12 @@ class MemoryUse(Record):
 
     @property
     def ran_short(self) -> bool:
-        """Whether the timed steps ran only because the allocator freed what it kept and tried again."""
+        """Tell whether the steps ran only because the allocator freed its cache and tried again."""
         return self.alloc_retries + self.ooms > 0
 
 
 class ProcessorUse(Record):
-    """What the timed steps took of a node's processors, of the worker that has most to do."""
+    """Load of a node's processors in the timed steps, of the busiest worker."""
 
     # seconds of processors for a step: of the loader's processes (of waiting for files there is
     # none), and of the worker's own, which loads by itself where there are none
@@ -117,7 +117,7 @@ class ProcessorUse(Record):
 
 
 class Measurement(Record):
-    """What one profile of a configuration saw; `status` says whether times and memory are there."""
+    """Profile of one configuration; `status` tells whether times and memory are there."""
 
     schema_version: Literal[1] = 1
     status: Literal["ok", "oom", "failed"]
@@ -191,21 +191,21 @@ class Measurement(Record):
 
     @property
     def beside_s(self) -> float:
-        """Part of `elapsed_s` that went into smaller_computes."""
+        """Return the part of `elapsed_s` that went into smaller_computes."""
         names = [compute_of(batch) for batch, _ in self.smaller_computes]
         return sum(
             self.round_steps.get(name, 1) * sum(self.samples.get(name, ())) for name in names
         )
 
     def without_samples(self) -> Measurement:
-        """The same, of whose samples only the sums are left that `beside_s` is made of."""
+        """Return the measurement with the sums of `beside_s` as its only samples."""
         beside = [compute_of(batch) for batch, _ in self.smaller_computes]
         sums = {name: [sum(self.samples[name])] for name in beside if name in self.samples}
         return self.model_copy(update={"samples": sums}) if self.samples else self
 
     @property
     def configuration(self) -> Configuration:
-        """The configuration that was measured."""
+        """Return the measured configuration."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
 
@@ -213,7 +213,7 @@ _SAMPLES = b'"samples":{'
 
 
 def parse_without_samples(line: bytes) -> Measurement:
-    """A measurement from JSON, see `Measurement.without_samples`; most are cut out before they are parsed.
+    """Parse a measurement, cutting out most of its samples before; see `without_samples`.
 
     Raises:
         ValueError: It is none.
@@ -255,7 +255,7 @@ def recorded_in(folder: Path) -> list[Measurement]:
 
 
 def is_usable(measurement: Measurement) -> bool:
-    """Whether times and memory are there and can be true."""
+    """Tell whether times and memory are there and plausible."""
     times, memory = measurement.times, measurement.memory
     if measurement.status != "ok" or times is None or memory is None:
         return False
@@ -263,12 +263,12 @@ def is_usable(measurement: Measurement) -> bool:
 
 
 def compute_of(batch: int) -> str:
-    """The key among the samples of a smaller batch's computation."""
+    """Return the key of a smaller batch's computation among the samples."""
     return f"compute of {batch}"
 
 
 class Footprint(Record):
-    """An estimate of one worker's memory from counting, before any step was run; bytes.
+    """Estimate of one worker's memory from counting, before any step was run; bytes.
 
     `fixed_bytes + activation_bytes_per_sample × b` is what tensors hold at the peak of a step with
     local batch b, once b is so large that the peak lies in the backward pass. `peaks` is what the
@@ -307,7 +307,7 @@ class Footprint(Record):
     seconds: float = 0.0
 
     def peak_bytes(self, local_batch: int) -> float:
-        """The estimate at any local batch: straight lines between the powers of two and beyond the last two."""
+        """Interpolate the estimate at a local batch, linearly between powers of two and beyond."""
         known = sorted(self.peaks)
         right = min(max(1, bisect.bisect_left(known, local_batch)), len(known) - 1)
         low, high = known[right - 1], known[right]

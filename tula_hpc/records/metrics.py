@@ -64,7 +64,7 @@ class StepMetrics(Record):
 
     @property
     def applied_scale(self) -> float | None:
-        """Mean factor on the gradient over the steps since the last line: the scale as far as they used it, else 1.
+        """Return the mean factor on the gradient since the last line, 1 for unscaled steps.
 
         In older files, which lack `scale_share`, each step that used any of the scale counts as one
         that used all.
@@ -76,7 +76,7 @@ class StepMetrics(Record):
 
     @property
     def scaled_nothing(self) -> bool:
-        """Whether no step since the last line used any of the scale, or each factor was 1."""
+        """Tell whether no step since the last line was scaled by another factor than 1."""
         factors = [each for each in (self.scale_min, self.scale_max) if each is not None]
         is_one = len(factors) == 2 and all(abs(each - 1.0) <= ROUNDING for each in factors)
         return self.scaled == 0 or self.scale_share == 0 or is_one
@@ -132,12 +132,12 @@ class Metrics(NamedTuple):
 
     @property
     def scaled_nothing(self) -> bool:
-        """Whether gradients should have been scaled, and in all that was logged none was."""
+        """Tell whether gradients should have been scaled, and none was in any logged step."""
         return bool(self.steps) and all(row.scaled_nothing for row in self.steps)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read metrics.jsonl. Lines of a run that was rolled back to a checkpoint are superseded by the later ones.
+    """Read metrics.jsonl; lines after a rollback to a checkpoint replace the earlier ones.
 
     Of very many steps only some are held, see `metrics_choice`.
 
@@ -161,12 +161,12 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def metrics_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a metrics.jsonl but for those of a kind that is no longer written."""
+    """Yield the lines of a metrics.jsonl, except those of a kind that is no longer written."""
     return (line for line in lines_of(path) if not line.startswith(OLD_LINES))
 
 
 def parse_metrics(line: bytes) -> AnyMetrics:
-    """One line.
+    """Parse one line.
 
     Raises:
         ValueError: It is none.
@@ -175,7 +175,7 @@ def parse_metrics(line: bytes) -> AnyMetrics:
 
 
 def split(rows: Iterable[AnyMetrics], skipped: int) -> Metrics:
-    """Lines by kind, those that count; the later of two for the same samples or epoch does."""
+    """Split lines by kind; the later of two for the same samples or epoch counts."""
     steps: dict[int, StepMetrics] = {}
     epochs: dict[int, EpochMetrics] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Reading a metrics.jsonl of millions of steps: an even choice of them, in two passes and little memory.
+"""Even choice of the steps in a metrics.jsonl of millions, in two passes and little memory.
 
 The first pass looks at where each line belongs, without parsing those that the trainer wrote; the
 second one parses the chosen. Of each of `MAX_STEPS` parts with equally many steps one is chosen by
@@ -39,7 +39,7 @@ _NOISE = b'"noise_trace":'
 
 
 class _Index:
-    """Where the logged steps are in the file, and all other lines."""
+    """Places of the logged steps in the file, and all other lines."""
 
     def __init__(self) -> None:
         self.line = array("q")
@@ -50,7 +50,7 @@ class _Index:
         self.skipped = 0
 
     def add(self, place: int, line: bytes) -> bool:
-        """Take a line in; whether it was one that is held as a record."""
+        """Take a line in; tell whether it was one that is held as a record."""
         found = _STEP.match(line)
         if found is None or not line.endswith(b"}\n"):
             return self._add_parsed(place, line)
@@ -77,7 +77,7 @@ class _Index:
         self.noise.append(has_noise)
 
     def kept(self) -> Places:
-        """Indices of the steps that count, by samples seen: see `read_metrics`."""
+        """Return the indices of the steps that count, by samples seen: see `read_metrics`."""
         seen = np.asarray(self.samples_seen)
         order = np.argsort(seen, kind="stable")
         is_last = np.append(np.diff(seen[order]) > 0, True)[: len(order)]
@@ -86,7 +86,7 @@ class _Index:
 
 
 def read_chosen(path: Path) -> Metrics:
-    """As `read_metrics`, with a choice of the steps where there are more than `MAX_STEPS`.
+    """Read like `read_metrics`, with a choice of the steps beyond `MAX_STEPS`.
 
     Raises:
         RunDirectoryError: The file cannot be read, or is out of all bounds.
@@ -114,7 +114,7 @@ def _indexed(path: Path) -> _Index:
 
 
 def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> Places:
-    """Places of one element in each of `most` parts, the preferred first; of the first and last element always."""
+    """Choose one element of each of `most` pieces, preferred ones first, and both ends always."""
     count = len(preferred)
     if count <= most:
         return np.arange(count)
@@ -128,7 +128,7 @@ def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> Places:
 
 
 def _parsed(path: Path, wanted: set[int]) -> tuple[list[StepMetrics], int]:
-    """The lines of these places, and how many of them could not be read."""
+    """Parse the lines at these places; count those that could not be read."""
     found = list(_steps_at(path, wanted))
     return found, len(wanted) - len(found)
 

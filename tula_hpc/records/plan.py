@@ -10,7 +10,7 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 
 
 class Candidate(Record):
-    """One configuration with what the models say of it."""
+    """One configuration with the predictions of the models."""
 
     # which of [[partitions]]; empty where the cluster has none
     partition: str = ""
@@ -47,17 +47,17 @@ class Candidate(Record):
 
     @property
     def configuration(self) -> Configuration:
-        """The configuration alone."""
+        """Return the configuration alone."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
     @property
     def expected_time_s(self) -> float:
-        """Expected wall time; in plans that do not tell it, the time of the steps."""
+        """Return the expected wall time, or the time of the steps in plans without it."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
 
 
 class Knee(Record):
-    """The knee of the curve of training time against global batch, and how sure the measurements make it."""
+    """Knee of training time against global batch, with its confidence."""
 
     # None: the curve has no knee
     global_batch: float | None
@@ -101,6 +101,6 @@ class Plan(Record):
 
     @property
     def pareto(self) -> list[Candidate]:
-        """The Pareto front of expected wall time and cost, fastest first; without a wall time that of the steps."""
+        """Return the Pareto front of expected wall time and cost, fastest first."""
         front = (candidate for candidate in self.candidates if candidate.pareto)
         return sorted(front, key=lambda candidate: (candidate.expected_time_s, candidate.cost))

@@ -1,12 +1,7 @@
-"""Paths inside a run directory, and whether it may be trusted.
-
-Paths of one training.
-
-Which command works on a run directory: asked without taking the lock, so that nobody is ever
-refused for the asking.
+"""Run directory: its paths, its lock, and whether it may be trusted.
 
 `RunDirectory.locked` flocks `.lock` and writes "process N on HOST" into it, which stays there
-afterwards.
+afterwards. `holder_of` finds the owner without taking the lock, so that asking keeps nobody out.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
-from tula_hpc.records.events import Event, JobNote
+from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobNote, RunHistory
 from tula_hpc.records.measurement import Footprint, Measurement, parse_without_samples
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
@@ -40,22 +35,22 @@ class TrainDirectory(NamedTuple):
 
     @property
     def metrics_file(self) -> Path:
-        """One line per logged step and per epoch."""
+        """Return the file with one line per logged step and per epoch."""
         return self.root / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
+        """Return the folder of checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def drift_file(self) -> Path:
-        """There while measured step times lie beyond the plan's prediction: a `Drift`."""
+        """Return the file of a `Drift`, there while step times differ from the plan's."""
         return self.root / "drift.json"
 
     @property
     def result_file(self) -> Path:
-        """Written once, at the end of training."""
+        """Return the file that is written once, at the end of training."""
         return self.root / "result.json"
 
     def read_result(self) -> TrainResult | None:
@@ -69,21 +64,19 @@ class TrainDirectory(NamedTuple):
         return None
 
 
-# of the training that a sweep ends with
-MAIN_LABEL = "main"
 # of measurements with every sample, which are most of their bytes and rarely read
 MAX_SAMPLED_BYTES = 32 * 1024**2
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a folder of a run that might hold what someone else wants us to read or execute."""
+    """Refuse a folder of a run in which someone else may have put files for us to execute."""
     with contextlib.suppress(FileNotFoundError):
         if reason := mistrust(folder):
             raise RunDirectoryError(reason, source=folder)
 
 
 def _note_owner(lock: Path, descriptor: int, role: str) -> None:
-    """Write down who holds the lock, in place: a new file would not be the locked one."""
+    """Write the owner of the lock into the locked file; a new file would not be locked."""
     owner = f"process {os.getpid()} on {os.uname().nodename}"
     try:
         os.ftruncate(descriptor, 0)
@@ -93,7 +86,7 @@ def _note_owner(lock: Path, descriptor: int, role: str) -> None:
 
 
 class RunDirectory:
-    """Paths inside one run directory. It and its folders have mode 0700: they hold pickles that are executed.
+    """Paths inside one run directory, of mode 0700 since it holds pickles that are executed.
 
     The folders above it may be writable for a group, as those of projects usually are, but not for
     everybody without the sticky bit: there any user could put another folder in its place while a
@@ -104,7 +97,7 @@ class RunDirectory:
         self.root = root.absolute()
 
     def create(self) -> RunDirectory:
-        """Make the directory and its rooms; what is there already is checked first.
+        """Make the directory and its folders; check those that exist first.
 
         Raises: RunDirectoryError: It, or a room, belongs to someone else, others may write to it or
             to a folder above it,
@@ -124,7 +117,7 @@ class RunDirectory:
         return self
 
     def set_aside(self) -> Path | None:
-        """Move all that jobs and stages have left to a folder where nothing reads it; None where there is nothing.
+        """Move the files of jobs and stages to a folder that nothing reads; return it.
 
         The jobs' own files go first: one that comes back all the same finds nothing to do.
 
@@ -146,7 +139,7 @@ class RunDirectory:
         return aside
 
     def check_name(self) -> None:
-        """Refuse a path that would not be itself in a job script: Slurm and submitit fill in what stands behind a %.
+        """Refuse a path that job scripts would change: Slurm and submitit replace what follows a %.
 
         Raises:
             RunDirectoryError: It holds characters that have a meaning there.
@@ -159,7 +152,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self, role: str = "") -> Iterator[None]:
-        """Keep other commands from working on this run at the same time; the kernel lets go when the process ends.
+        """Keep other commands from working on this run until the process ends.
 
         Args: role: What this process is to the run, for those who are kept from it, in at most 100
             characters.
@@ -180,7 +173,7 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = file.read(200).strip() or "another command"
-                message = f"is in use by {owner}; what it does: {self.status_command}"
+                message = f"is in use by {owner}; see {self.status_command}"
                 raise RunDirectoryError(message, source=self.root) from None
             except OSError as error:
                 # as on NFS without its lock service
@@ -191,11 +184,11 @@ class RunDirectory:
 
     @property
     def status_command(self) -> str:
-        """What a user types to see what goes on here."""
+        """Return the command that shows the state of this run."""
         return command_line("status", str(self.root))
 
     def check_owner(self) -> None:
-        """Refuse a directory that another user owns, may write to, or can put another one in the place of.
+        """Refuse a directory that another user owns, may write to, or may replace.
 
         Raises:
             RunDirectoryError: It may not be used.
@@ -226,7 +219,7 @@ class RunDirectory:
             )
 
     def make_train(self, label: str = MAIN_LABEL) -> TrainDirectory:
-        """The folder of one training, made if it is missing.
+        """Return the folder of one training, made if it is missing.
 
         Raises:
             RunDirectoryError: It belongs to someone else, others may write to it, or it is a link.
@@ -242,46 +235,46 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Folder of measurements, one file per array task."""
+        """Return the folder of measurements, one file per array task."""
         return self.root / "profile"
 
     @property
     def slurm(self) -> Path:
-        """Submitit's folder: scripts, pickles, stdout, stderr."""
+        """Return submitit's folder: scripts, pickles, stdout, stderr."""
         return self.root / "slurm"
 
     @property
     def report(self) -> Path:
-        """Folder of figures, tables and the report."""
+        """Return the folder of figures, tables and the report."""
         return self.root / "report"
 
     @property
     def sweep_file(self) -> Path:
-        """The frozen sweep."""
+        """Return the file of the frozen sweep."""
         return self.root / "sweep.toml"
 
     @property
     def cluster_file(self) -> Path:
-        """The frozen cluster."""
+        """Return the file of the frozen cluster."""
         return self.root / "cluster.toml"
 
     def footprint_file(self, partition: str = "") -> Path:
-        """The estimate of memory before any profile, on one part of the cluster."""
+        """Return the file of the estimate of memory on one partition."""
         name = f"footprint-{partition}" if partition else "footprint"
         return self.root / f"{name.replace('/', '_')}.json"
 
     @property
     def plan_file(self) -> Path:
-        """The plan."""
+        """Return the file of the plan."""
         return self.root / "plan.json"
 
     @property
     def rates_file(self) -> Path:
-        """The learning rates that a study chose."""
+        """Return the file of the learning rates that a study chose."""
         return self.root / "study_rates.json"
 
     def footprints(self, partitions: Iterable[str]) -> dict[str, Footprint]:
-        """Those estimates that are there and not damaged, by partition."""
+        """Return the estimates that are there and not damaged, by partition."""
         found = {}
         for name in partitions:
             with contextlib.suppress(FileNotFoundError, RunDirectoryError):
@@ -290,11 +283,11 @@ class RunDirectory:
 
     @property
     def events_file(self) -> Path:
-        """Events of all stages."""
+        """Return the log of all stages."""
         return self.root / "events.jsonl"
 
     def train(self, label: str = MAIN_LABEL) -> TrainDirectory:
-        """Files of one training.
+        """Return the files of one training.
 
         Raises:
             RunDirectoryError: The label leads out of the run directory.
@@ -304,7 +297,7 @@ class RunDirectory:
         return TrainDirectory(self.root / "train" / label)
 
     def measurements(self) -> ReadResult[Measurement]:
-        """All measurements, in order of file name and line; of very many without their single samples."""
+        """Read all measurements, by file name and line; of very many without single samples."""
         paths = sorted(self.profile.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in paths if path.is_file())
         return read_records(
@@ -312,14 +305,18 @@ class RunDirectory:
         )
 
     def job_notes(self) -> list[JobNote]:
-        """What all profile jobs said of themselves, job by job."""
+        """Read the notes of all profile jobs, job by job."""
         return read_records(JobNote, sorted(self.profile.glob("*.notes"))).records
 
     def events(self) -> list[Event]:
-        """All events, in the order they were written."""
+        """Read all events, in the order they were written."""
         return read_records(Event, [self.events_file]).records
 
-    def log_event(self, event: str, stage: str, **fields: Any) -> None:
+    def history(self) -> RunHistory:
+        """Return what the events tell together."""
+        return RunHistory(self.events())
+
+    def log_event(self, event: EventName, stage: str, **fields: Any) -> None:
         """Append one event with the time of now."""
         append_record(self.events_file, Event(time=unix_time(), event=event, stage=stage, **fields))
 
@@ -357,7 +354,7 @@ _FLOCK = "hhqqi4x"
 
 
 class Holder(NamedTuple):
-    """The command that has the lock, or the last one that had it."""
+    """Command that holds the lock, or the last one that did."""
 
     # 0: unknown
     process: int
@@ -374,7 +371,7 @@ NOBODY = Holder(0, "", False)
 
 
 def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
-    """Who works on the run directory of that lock file, as far as this machine can see.
+    """Return who works on the run directory of that lock file, as far as can be seen from here.
 
     Args:
         lock_file: May be missing.
@@ -398,7 +395,7 @@ def holder_of(lock_file: Path, locks: Path = KERNELS_LIST) -> Holder:
 
 
 def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
-    """Whether a process of this machine holds a lock on the file.
+    """Tell whether a process of this machine holds a lock on the file.
 
     Some file systems show another device to stat than to the kernel's list: there the process must
     be the noted one.
@@ -416,7 +413,10 @@ def _is_listed(file: os.stat_result, process: int, locks: Path) -> bool:
 
 
 def _is_locked_elsewhere(descriptor: int) -> bool:
-    """Whether the file server knows of a lock: NFS makes a lock on the whole file's range of every flock."""
+    """Tell whether the file server knows of a lock.
+
+    NFS makes a lock on the file's whole range of every flock.
+    """
     question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
@@ -424,34 +424,3 @@ def _is_locked_elsewhere(descriptor: int) -> bool:
         # a file system without such locks
         return False
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
-# the stage of a detached sweep's controller jobs
-CONTROL = "control"
-# the role of one that waits in case another dies with its whole job
-GUARD = "guard"
-
-
-def unsettled(run: RunDirectory, *stages: str) -> list[Event]:
-    """The submissions of these stages whose jobs' ends have not been seen to, oldest first. Ids of jobs may return."""
-    left: dict[str, Event] = {}
-    for event in run.events():
-        if event.stage in stages and event.event in ("submitted", "ended"):
-            left.pop(event.job_id, None)
-            if event.event == "submitted":
-                left[event.job_id] = event
-    return list(left.values())
-
-
-def events_of(run: RunDirectory, job_id: str) -> list[Event]:
-    """A job's own events: those before the latest submission of that id are another's."""
-    own: list[Event] = []
-    for event in run.events():
-        if event.job_id == job_id:
-            own = [event] if event.event == "submitted" else [*own, event]
-    return own
-
-
-def guards(run: RunDirectory) -> list[str]:
-    """Ids of the run's guards whose end has not been seen to."""
-    return [event.job_id for event in unsettled(run, CONTROL) if event.data.get("role") == GUARD]

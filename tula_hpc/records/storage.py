@@ -1,9 +1,4 @@
-"""Reading records, whatever is in the files.
-
-Appending to JSON Lines files, and replacing whole files, so that neither is ever half written.
-
-Files that stand beside another one, by their names.
-"""
+"""Files of records: reading whatever is in them, appending and replacing without half a record."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class ReadResult(NamedTuple, Generic[R]):
-    """Records that could be read, and how many lines could not."""
+    """Readable records, and the number of lines that could not be read."""
 
     records: list[R]
     skipped: int
@@ -49,7 +44,7 @@ class ReadResult(NamedTuple, Generic[R]):
 def read_records(
     kind: type[R], paths: Iterable[Path], parse: Callable[[bytes], R] | None = None
 ) -> ReadResult[R]:
-    """Read JSON Lines files that exist; lines that are torn or not of this kind are skipped and counted.
+    """Read JSON Lines files that exist; skip and count lines that are torn or of another kind.
 
     Args: kind: Of the records. paths: The files. parse: In place of `parse_record`; for those that
         leave out what nobody needs of so many records.
@@ -76,9 +71,10 @@ def read_records(
 
 
 class Bounds:
-    """How many records may be held, and how far the process may grow by them: JSON may take 60 times its bytes.
+    """Bounds on the records that are held and on the memory that they take.
 
-    Each kind of a run's records has its own: all together a command stays within 1 GB.
+    JSON may take 60 times its bytes. Each kind of a run's records has its own bounds: all together a
+    command stays within 1 GB.
     """
 
     def __init__(self) -> None:
@@ -103,13 +99,16 @@ ASIDE = "move what is not needed out of the run directory"
 
 
 def out_of_bounds(path: Path, bound: str, advice: str) -> RunDirectoryError:
-    """The error of a file beyond a bound, with the file's size."""
+    """Return the error of a file beyond a bound, with the file's size."""
     size = path.stat().st_size / 1e6 if path.exists() else 0.0
     return RunDirectoryError(f"has {size:,.1f} MB; expected {bound}; {advice}", source=path)
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the kernel does not tell. Its peak may be that of the process that started it."""
+    """Return the memory of this process, 0 where the kernel does not tell.
+
+    The peak may be that of the process that started it.
+    """
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
@@ -121,7 +120,7 @@ _NONE_SET: set[str] = set()
 
 
 def _light(record: R) -> R:
-    """The same without pydantic's list of the fields that were in the file, which takes more than the record itself."""
+    """Drop pydantic's list of the fields that were in the file: it is larger than the record."""
     object.__setattr__(record, "__pydantic_fields_set__", _NONE_SET)
     for name in _parts(type(record)):
         part = getattr(record, name)
@@ -132,7 +131,6 @@ def _light(record: R) -> R:
 
 @functools.cache
 def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Fields that hold a record."""
     kinds = {
         name: (field.annotation, *get_args(field.annotation))
         for name, field in kind.model_fields.items()
@@ -145,7 +143,7 @@ def _is_record(kind: object) -> bool:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Lines that are not blank; of one that is too long only the beginning, which is no record."""
+    """Yield the lines that are not blank; of one that is too long only the beginning, no record."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
@@ -175,7 +173,7 @@ def _is_suspect(text: bytes) -> bool:
 
 
 def parse_record(kind: type[R], text: bytes) -> R:
-    """A record from JSON.
+    """Parse a record.
 
     Raises:
         ValueError: It is not one, or holds a number that is not finite or out of all bounds.
@@ -196,7 +194,7 @@ def _check_numbers(value: Any) -> None:
         raise ValueError(f"holds the number {value:.3g}")
 
 
-_ANEW = "delete it to have it made anew"
+_ANEW = "delete it, and it is made again"
 
 
 def read_document(kind: type[R], path: Path) -> R:
@@ -219,7 +217,6 @@ def read_document(kind: type[R], path: Path) -> R:
 
 
 def _first_of(error: ValidationError) -> str:
-    """The first of pydantic's complaints in one line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"][:6]))
     return " ".join(f"{where[:200]}: {first['msg']}".removeprefix(": ").split())[:500]
@@ -259,7 +256,7 @@ def _append(path: Path, line: bytes, durable: bool) -> None:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Append all or nothing: what a disk took before it was full is taken back, unless another writer went on there."""
+    """Append all or nothing: take back what a full disk took, unless another writer went on."""
     written = os.write(descriptor, data)
     try:
         while written < len(data):
@@ -273,7 +270,7 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 
 
 def _newline_if_torn(path: Path) -> bytes:
-    """A line end, where a killed writer left a half line, so that it spoils only itself."""
+    """Return a line end if a killed writer left half a line, so that it spoils only itself."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return b""
@@ -307,15 +304,15 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    """The file of one rank beside rank 0's: appending from several clients of a network file system is not atomic."""
+    """Return one rank's file: appending from several clients of a network file system mixes."""
     return path if rank == 0 else path.with_name(f"{path.stem}-r{rank}.jsonl")
 
 
 def with_rank_files(path: Path) -> list[Path]:
-    """Rank 0's file and those that other ranks wrote beside it."""
+    """Return rank 0's file and those that other ranks wrote beside it."""
     return [path, *sorted(path.parent.glob(f"{path.stem}-r*.jsonl"))]
 
 
 def notes_file(path: Path) -> Path:
-    """The notes of the job that writes measurements to `path`."""
+    """Return the file of notes of the job that writes measurements to `path`."""
     return path.with_suffix(".notes")

@@ -1,4 +1,4 @@
-"""result.json of a training.
+"""result.json and drift.json of a training; study_rates.json of a study.
 
 drift.json of a training.
 
@@ -11,7 +11,7 @@ from tula_hpc.records.base import Batch, Configuration, Nodes, Record, WorkersPe
 
 
 class TrainResult(Record):
-    """result.json: how training ended."""
+    """result.json: the end of a training."""
 
     label: str
     nodes: Nodes
@@ -40,7 +40,7 @@ class TrainResult(Record):
 
 
 class StepParts(Record):
-    """Seconds of the parts of a step that are timed apart, the slowest worker's; None where one is not known."""
+    """Seconds of the separately timed parts of a step, of the slowest worker; None if unknown."""
 
     # waiting for the loader
     data_time_s: float | None = None
@@ -51,7 +51,7 @@ class StepParts(Record):
 
 
 class Drift(Record):
-    """drift.json: a training whose step times lie beyond the plan's prediction, and which part it is."""
+    """drift.json: step times of a training beyond the plan's prediction, and the part at fault."""
 
     nodes: Nodes
     workers_per_node: WorkersPerNode
@@ -66,12 +66,12 @@ class Drift(Record):
 
     @property
     def configuration(self) -> Configuration:
-        """What was trained with."""
+        """Return the configuration of the training."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
 
 class RateTrial(Record):
-    """One rate that was tried for a study, on training samples held out for that."""
+    """Learning rate that was tried for a study on held-out training samples."""
 
     # of optimizers, see `TunedRates.rates`
     family: str
@@ -81,7 +81,7 @@ class RateTrial(Record):
 
 
 class TunedRates(Record):
-    """study_rates.json: workload.lr as chosen for a study at its small batch, and from what."""
+    """study_rates.json: workload.lr as chosen for a study at its small batch, with the trials."""
 
     # by family: the base optimizer, or the method where that changes its step (lars, lamb)
     rates: dict[str, float]

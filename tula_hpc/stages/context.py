@@ -1,4 +1,4 @@
-"""What the user sees while stages run: a live line on a terminal, plain lines in a log."""
+"""Progress of a stage on a terminal or in a log, and what the stages share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import NamedTuple, Protocol
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
 from tula_hpc.launch.launcher import Ended, Launcher, Submitted
 from tula_hpc.launch.reasons import telling_line, without_chatter
-from tula_hpc.records import Configuration, Event, Measurement, RunDirectory
-from tula_hpc.records.run_directory import unsettled
+from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 
 # in a log an unchanged state is repeated this often, as a sign of life
 LOG_EVERY_S = 60.0
 
 
 class StageProgress(Protocol):
-    """Shown while one stage runs; a context manager."""
+    """Display of one stage while it runs; a context manager."""
 
     def __enter__(self) -> StageProgress:
         """Start showing."""
@@ -37,16 +35,16 @@ class StageProgress(Protocol):
         """Stop showing."""
 
     def update(self, done: float, total: float, text: str) -> None:
-        """How much of the stage is done, and what it is doing."""
+        """Show how much of the stage is done, and its present work."""
 
 
 def stage_progress(stage: str) -> StageProgress:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a bar on a terminal, lines elsewhere."""
     return BarProgress(stage) if sys.stderr.isatty() else LineProgress(stage)
 
 
 class BarProgress:
-    """A rich progress bar on standard error."""
+    """Progress bar on standard error, by rich."""
 
     def __init__(self, stage: str) -> None:
         from rich.console import Console
@@ -93,7 +91,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """A line on standard error whenever something changes."""
+    """Line on standard error whenever something changes."""
 
     def __init__(self, stage: str) -> None:
         self.stage, self.last, self.printed_at = stage, "", 0.0
@@ -111,7 +109,7 @@ class LineProgress:
         """Nothing to stop."""
 
     def update(self, done: float, total: float, text: str) -> None:
-        """Print if it is news, or if nothing was said for long."""
+        """Print a line that changed, or any after a long silence."""
         line = f"{self.stage}: {done:.4g} of {total:.4g}: {text}"
         if line == self.last and time.monotonic() - self.printed_at < LOG_EVERY_S:
             return
@@ -126,31 +124,31 @@ class Sweep(NamedTuple):
     spec: SweepSpec
     cluster: ClusterSpec
     run: RunDirectory
-    # of the command, Unix time: failures before it may have been mended, and do not count
+    # of the command, Unix time: the causes of failures before it may have been removed
     started_at: float = 0.0
-    # whether controller jobs wait, not this process
+    # controller jobs wait, not this process
     detached: bool = False
-    # of `cluster`, where that is one part of a larger one; see `Measurement.partition`
+    # of `cluster`, where that is one partition of a larger one; see `Measurement.partition`
     partition: str = ""
 
     @property
     def launcher(self) -> Launcher:
-        """Submits this sweep's jobs; the name tells sweeps of one user apart in squeue."""
+        """Return the launcher of this sweep; job names tell sweeps of one user apart."""
         return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
 
     def on(self, partition: str) -> Sweep:
-        """The sweep on one part of the cluster; see `ClusterSpec.part`."""
+        """Return the sweep on one partition of the cluster; see `ClusterSpec.part`."""
         return self._replace(cluster=self.cluster.part(partition), partition=partition)
 
 
 def failed_measurement(
     cluster: ClusterSpec, configuration: Configuration, end: Ended, partition: str = ""
 ) -> Measurement:
-    """A record for a configuration that a job died of without writing one."""
+    """Return the record of a configuration that ended its job before the job could write one."""
     return Measurement(
         status="oom" if end.failure.is_oom else "failed",
         failure=end.failure,
-        detail=last_line(end.log_tail),
+        detail=telling_line(end.log_tail),
         nodes=configuration.nodes,
         workers_per_node=configuration.workers_per_node,
         local_batch=configuration.local_batch,
@@ -161,36 +159,32 @@ def failed_measurement(
     )
 
 
-def submission_of(run: RunDirectory, event: Event) -> Submitted:
-    """The job that a "submitted" event tells of."""
-    return Submitted(event.job_id, run.root / str(event.data.get("folder", "")))
+def submitted_job(run: RunDirectory, job: Submission) -> Submitted:
+    """Return a job on record as the launcher knows it."""
+    return Submitted(job.job_id, run.root / job.folder)
 
 
 def jobs_on_record(run: RunDirectory, *stages: str) -> list[Submitted]:
-    """Every job of these stages whose end has not been seen to."""
-    return [submission_of(run, event) for event in unsettled(run, *stages)]
+    """Return every job of these stages that no command has seen the end of."""
+    return [submitted_job(run, job) for job in run.history().unsettled(*stages)]
 
 
 def jobs_left(sweep: Sweep, *stages: str, timeout_s: float | None = None) -> list[Submitted]:
-    """Those of them that are not over; see `Launcher.active`."""
+    """Return those of `jobs_on_record` that are not over; see `Launcher.active`."""
     jobs = jobs_on_record(sweep.run, *stages)
     active = sweep.launcher.active(jobs, timeout_s)
     return [job for job in jobs if job.job_id in active]
 
 
-def why(failures: Sequence[Ended], failure: Failure | None = None) -> str:
-    """In words, with the end of the log: why the first of these jobs failed."""
+def describe_failures(failures: Sequence[Ended]) -> str:
+    """Describe why the first of these jobs failed, with the end of its log."""
     if not failures:
         return "see profile/*.jsonl for the reasons"
     first = failures[0]
-    words = (failure or first.failure).value.replace("_", " ")
     log = f"\nlog: {first.log_file}" if first.log_file else ""
+    line = telling_line(first.log_tail)
     # the log's last line is a sentence
-    if (failure or first.failure).is_the_users:
-        return f"{last_line(first.log_tail)}{log}"
-    return f"{words} in job {first.job.job_id}\n{without_chatter(first.log_tail) or last_line(first.log_tail)}{log}"
-
-
-def last_line(text: str) -> str:
-    """The one that says most, for a table; it is the last where nothing tells more."""
-    return telling_line(text)
+    if first.failure.is_the_users:
+        return f"{line}{log}"
+    name = first.failure.value.replace("_", " ")
+    return f"{name} in job {first.job.job_id}\n{without_chatter(first.log_tail) or line}{log}"

@@ -1,4 +1,4 @@
-"""Fit the models and choose, as a stage of a sweep."""
+"""Plan stage: fit the models and choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tula_hpc.stages.context import Sweep
 
 
 def plan_stage(sweep: Sweep) -> Plan:
-    """Fit the models and choose; writes plan.json. A plan that is still good is kept, see `plan_is_good`."""
+    """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`."""
     if plan_is_good(sweep.run):
         return sweep.run.read_plan()
     from tula_hpc.analysis.plan import make_plan
@@ -31,12 +31,12 @@ def plan_stage(sweep: Sweep) -> Plan:
 
 
 def training_began(run: RunDirectory) -> bool:
-    """Whether a training was submitted: from then on nothing is profiled or planned again."""
-    return any(event.event == "submitted" and event.stage == "train" for event in run.events())
+    """Tell whether a training was submitted: from then on nothing is profiled or planned again."""
+    return bool(run.history().submissions("train"))
 
 
 def plan_is_good(run: RunDirectory) -> bool:
-    """Training began with it, or nothing was measured since it was written (also by `analysis.plan --write`)."""
+    """Tell whether training began with the plan, or nothing was measured after it."""
     if not run.plan_file.exists():
         return False
     written = run.plan_file.stat().st_mtime

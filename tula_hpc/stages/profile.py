@@ -1,7 +1,7 @@
-"""The profile stage: rounds of jobs for what the search proposes, until it proposes nothing more.
+"""Profile stage: rounds of jobs for the proposals of the search, until it proposes nothing more.
 
-The estimate of memory before any profile, for callers without torch: it is made in a process of its
-own.
+The estimate of memory before the first profile is made in a process of its own, since it needs
+torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     Configuration,
-    Event,
     Footprint,
     JobNote,
     Measurement,
+    Submission,
     append_record,
     measurements_for_search,
     notes_file,
@@ -34,16 +35,14 @@ from tula_hpc.records import (
     write_atomically,
 )
 from tula_hpc.records.broken_hosts import RETRIES, profiled_in_vain, why_given_up
-from tula_hpc.records.run_directory import unsettled
 from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
+    describe_failures,
     failed_measurement,
-    last_line,
     stage_progress,
-    submission_of,
-    why,
+    submitted_job,
 )
 
 # importing torch on a busy login node takes the most of it
@@ -51,18 +50,18 @@ TIMEOUT_S = 300.0
 
 
 class Estimate(NamedTuple):
-    """A footprint, or why there is none."""
+    """Estimate of memory, or the reason why there is none."""
 
     footprint: Footprint | None
     reason: str = ""
 
     @property
     def trusted_batch(self) -> int | None:
-        """Largest local batch that the estimate lets fit, 0 where none does; None where it says nothing."""
+        """Return the largest local batch that fits, 0 if none does, None if unknown."""
         return None if self.footprint is None else self.footprint.largest_local_batch
 
     def describe(self) -> str:
-        """Say which local batches it lets fit, or why it says nothing, in a sentence."""
+        """Describe in a sentence which local batches fit, or why that is unknown."""
         if self.footprint is None:
             return f"no estimate of memory ({self.reason}): the search begins with all batches"
         if self.trusted_batch == 0:
@@ -73,7 +72,7 @@ class Estimate(NamedTuple):
 def estimate(
     sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
 ) -> Estimate:
-    """Run `tula footprint`. It never raises for what goes wrong there.
+    """Run `tula footprint`; return the reason instead of raising where that fails.
 
     Args:
         sweep_file: The sweep.
@@ -102,7 +101,6 @@ def estimate(
 
 
 def _last_line(text: str) -> str:
-    """Whatever a user's own module prints comes before it."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -112,7 +110,7 @@ HOPELESS_ROUNDS = 3
 
 
 def profile_stage(sweep: Sweep) -> None:
-    """Measure what the search proposes until it proposes nothing more, on each part of the cluster.
+    """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
         StageError: Nothing could be measured at all; the message holds the first failure's log.
@@ -132,11 +130,11 @@ def profile_stage(sweep: Sweep) -> None:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
     if not good:
-        raise StageError(f"profile: nothing could be measured; {why(failures)}")
+        raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
 
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
-    """The sweep on each part of the cluster that has nodes enough for any of its sizes, with those sizes alone."""
+    """Return the sweep on each partition with enough nodes, with the sizes that fit there."""
     named = zip(sweep.cluster.part_names(), sweep.cluster.parts(), strict=True)
     specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
     return [
@@ -163,7 +161,7 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
 
 
 def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configuration]:
-    """What the search wants next on this part; `trusted_batch` fits into memory by an estimate."""
+    """Return the proposals of the search here; `trusted_batch` fits into memory by an estimate."""
     from tula_hpc.analysis.search.propose import propose
 
     known = measurements_for_search(
@@ -173,31 +171,29 @@ def propose_on(part: Sweep, trusted_batch: int | None = None) -> list[Configurat
 
 
 def _measured_anything(part: Sweep) -> bool:
-    """Whether any profile of this part succeeded."""
     return any(
         m.status == "ok" and m.partition == part.partition for m in part.run.measurements().records
     )
 
 
 def _broken_rounds(part: Sweep) -> int:
-    """Submissions of this command in which a job failed, for another reason than memory or a preemption."""
-    events = [event for event in part.run.events() if event.stage == "profile"]
-    folders = {event.job_id: event.data.get("folder") for event in events if _is_of(part, event)}
-    ended = [event for event in events if event.event == "ended" and event.time >= part.started_at]
-    broken = (
-        e
-        for e in ended
-        if e.failure and not e.failure.is_oom and e.failure is not Failure.PREEMPTED
-    )
-    return len({folders.get(e.job_id) for e in broken} - {None})
+    """Count this command's submissions with a job that failed, but not of memory or preemption."""
+    folders = set()
+    for job in part.run.history().submissions("profile"):
+        end = job.end if _is_of(part, job) else None
+        if end is None or end.failure is None or end.time < part.started_at:
+            continue
+        if not end.failure.is_oom and end.failure is not Failure.PREEMPTED:
+            folders.add(job.folder)
+    return len(folders)
 
 
-def _is_of(part: Sweep, event: Event) -> bool:
-    return event.event == "submitted" and event.data.get("partition", "") == part.partition
+def _is_of(part: Sweep, job: Submission) -> bool:
+    return (job.partition or "") == part.partition
 
 
 def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
-    """Largest local batch that fits by an estimate, made once, before the first profile, where a limit is known."""
+    """Return the largest local batch that fits by an estimate, made before the first profile."""
     stored = part.run.footprints([part.partition]).get(part.partition)
     if stored is not None:
         return stored.largest_local_batch
@@ -214,7 +210,7 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
 
 
 def wants_estimate(part: Sweep) -> bool:
-    """Whether the first profile waits for an estimate of memory, which needs a limit to be of use."""
+    """Tell whether the first profile waits for an estimate of memory, which needs a limit."""
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
     return (
         part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured
@@ -222,30 +218,27 @@ def wants_estimate(part: Sweep) -> bool:
 
 
 def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
-    """Wait for the jobs that are on their way, and write a record for a configuration that one died of.
+    """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
         Those that died without a record of their own.
     """
-    events = {
-        event.job_id: event for event in unsettled(part.run, "profile") if _is_of(part, event)
-    }
-    wanted = {
-        (part.partition, each) for event in events.values() for each in _configurations(event)
-    }
+    unsettled = part.run.history().unsettled("profile")
+    submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
+    wanted = {(part.partition, each) for job in submitted.values() for each in job.configurations}
     expected = len(_tried(part) | wanted)
 
     def tick(text: str) -> None:
         done = len(_tried(part))
         progress.update(done, max(done, expected), text)
 
-    jobs = [submission_of(part.run, event) for event in events.values()]
+    jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
-    return [end for end in ended if _record_end(part, events[end.job.job_id], end)]
+    return [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """What is measured or failed, on any part. A failure before this command may have been mended, see `counted`."""
+    """Return all measured or failed configurations, without earlier failures; see `counted`."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
@@ -255,21 +248,16 @@ def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
     }
 
 
-def _configurations(event: Event) -> list[Configuration]:
-    """What a profile job was submitted for."""
-    return [Configuration(*numbers) for numbers in event.data.get("configurations", [])]
-
-
-def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
-    """Whether the job died of what it measured; then that is on record. A preemption says nothing of it."""
-    output = part.run.root / str(event.data.get("output", ""))
-    blamed = died_of(_configurations(event), output) if output.is_file() else None
+def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
+    """Put on record how a job ended; tell whether a configuration ended it, not a preemption."""
+    output = part.run.root / job.output
+    blamed = died_of(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and not preempted and not _is_tried_again(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         # what made an earlier command's job fail may have been mended
-        if event.time < part.started_at:
-            record = record.model_copy(update={"finished_at": event.time})
+        if job.submitted_at < part.started_at:
+            record = record.model_copy(update={"finished_at": job.submitted_at})
         append_record(output, record)
     if blamed is not None and end.failure is Failure.DEVICE_FAILED:
         data = {
@@ -277,13 +265,13 @@ def _record_end(part: Sweep, event: Event, end: Ended) -> bool:
             "configuration": list(blamed),
             "partition": part.partition,
         }
-        detail = last_line(end.log_tail)
+        detail = telling_line(end.log_tail)
         part.run.log_event(
-            "ended", "profile", job_id=event.job_id, failure=end.failure, detail=detail, data=data
+            "ended", "profile", job_id=job.job_id, failure=end.failure, detail=detail, data=data
         )
         return True
     failure = end.failure if blamed is not None else None
-    part.run.log_event("ended", "profile", job_id=event.job_id, failure=failure)
+    part.run.log_event("ended", "profile", job_id=job.job_id, failure=failure)
     return blamed is not None and not preempted
 
 
@@ -297,7 +285,7 @@ def _is_tried_again(part: Sweep, blamed: Configuration, end: Ended) -> bool:
 def first_wave(
     spec: SweepSpec, cluster: ClusterSpec, proposed: Sequence[Configuration]
 ) -> list[tuple[Configuration, ...]]:
-    """What is submitted together, one batch of jobs for each size of allocation.
+    """Return the configurations that are submitted together, by size of allocation.
 
     Where jobs would disturb each other only the first batch or job is submitted; the search then
     proposes anew, knowing more (a batch that ran out of memory is not tried on more nodes).
@@ -312,19 +300,19 @@ def first_wave(
 
 
 def one_at_a_time(spec: SweepSpec, cluster: ClusterSpec) -> bool:
-    """Whether no two jobs of a part run beside each other."""
+    """Tell whether no two jobs of a partition run beside each other."""
     return spec.search.nest or cluster.executor == "local" or cluster.array_parallelism == 1
 
 
 def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) -> int:
-    """Nodes of the allocation in which these are measured."""
+    """Return the nodes of the allocation in which these are measured."""
     return max(spec.search.cluster_sizes) if spec.search.nest else configurations[0].nodes
 
 
 def _submit(
     part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None
 ) -> None:
-    """One job for each group. What the site's limits leave out is proposed again when these are over."""
+    """Submit one job for each group; the next round repeats what exceeds the site's limits."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
@@ -369,7 +357,7 @@ def _job(
 
 
 def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path:
-    """A file that no other job writes to: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
+    """Return a new file name: [<partition>-]n<N>-b<b>[-<b>]-<attempt>.jsonl."""
     ends = sorted({group[0].local_batch, group[-1].local_batch})
     partition = [part.partition.replace("/", "_")] if part.partition else []
     stem = "-".join([*partition, f"n{nodes}", f"b{ends[0]}", *map(str, ends[1:])])
@@ -380,7 +368,7 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
 
 
 def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
-    """The configuration that a job was measuring when it died without a word of its own; None if it did not.
+    """Return the configuration that ended a job without a record of its own, if any did.
 
     A job that died before it began to measure is held against the first of its list, so that it is
     not tried for ever.

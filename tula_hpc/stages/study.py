@@ -1,4 +1,4 @@
-"""The trainings of a study: one for each method, batch and seed, after the learning rate was chosen once."""
+"""Study stage: one training for each method, batch and seed, after the learning rate was chosen."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _job(sweep: Sweep, partition: str, batch: int, spec: SweepSpec, label: str) 
 
 
 def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> SweepSpec:
-    """The sweep as one cell trains it: the column's keys, the cell's seed, and the chosen rate.
+    """Return the sweep of one cell: the column's keys, the cell's seed, and the chosen rate.
 
     Args: sweep: With its study. cell: Which one. rates: By family, see `TunedRates`, for columns
         that have none; they were chosen at the small batch, where lr
@@ -92,14 +92,13 @@ def _updated(
 
 
 def family(spec: SweepSpec) -> str:
-    """Methods of a family share a learning rate at the small batch, where all of them should train alike."""
+    """Return the name under which methods share a learning rate at the small batch."""
     if spec.training.has_trust_ratios:
         return "lars" if spec.workload.optimizer == "sgd" else "lamb"
     return spec.workload.optimizer
 
 
 def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
-    """The rate of each family with the best accuracy on held-out training samples; chosen once, then read."""
     if (chosen := sweep.run.read_rates()) is not None:
         return chosen.rates
     trials = trial_specs(sweep.spec)
@@ -116,7 +115,7 @@ def _choose_rates(sweep: Sweep, partition: str) -> dict[str, float]:
 
 
 def trial_specs(sweep: SweepSpec) -> dict[str, SweepSpec]:
-    """What is trained to choose the rates, by label: each rate with each family, at the first seed."""
+    """Return the trainings that choose the rates, by label: each rate with each family."""
     study = sweep.study
     if study is None:
         return {}
@@ -154,7 +153,7 @@ def _trial(run: RunDirectory, label: str, spec: SweepSpec) -> RateTrial:
 
 
 def choose(trials: Iterator[RateTrial]) -> TunedRates:
-    """The best rate of each family; of equals the smaller.
+    """Return the best rate of each family; of equals the smaller.
 
     Raises:
         StageError: Every rate of a family diverged.
@@ -177,7 +176,7 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
 
 
 def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """What a study would submit; nothing is created."""
+    """Describe the jobs that a study would submit; creates nothing."""
     study, _, part = _study_and_part(spec, cluster)
     cells = study.cells()
     trials = trial_specs(spec) if study.base_lrs else {}

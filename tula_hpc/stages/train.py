@@ -1,67 +1,152 @@
-"""The stages of a sweep: profile, plan, train, report. Each reads files and writes files, and skips what is done."""
+"""Life of a training: its jobs, how each of them ended, and whether another one follows.
+
+`train_stage` trains the plan's choice; a study's many trainings (`train_many`) live by the same
+rules with another table, see `RetryPolicy`.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
-from tula_hpc.analysis.drift import describe_drift, in_force
+from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.formatting import format_score
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended, Submitted
+from tula_hpc.launch.launcher import Ended
+from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import (
     MAIN_LABEL,
     Candidate,
-    Event,
     Plan,
     RunDirectory,
+    RunHistory,
+    StopReason,
+    Submission,
     TrainDirectory,
     TrainResult,
     append_record,
     read_document,
     read_metrics,
 )
-from tula_hpc.records.broken_hosts import RETRIES, in_vain, why_given_up
-from tula_hpc.records.run_directory import events_of, unsettled
+from tula_hpc.records.broken_hosts import RETRIES, why_given_up
+from tula_hpc.records.events import JobEvents, JobFailure
 from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
+    describe_failures,
     failed_measurement,
-    last_line,
     stage_progress,
-    submission_of,
-    why,
+    submitted_job,
 )
 
-# in the last word of a job that does not go on for that reason
-REQUEUES_USED_UP = "training.max_requeues"
-# in a row without getting further: then it is something that the training does
+# jobs in a row that were killed before they got any further: then the training itself is the cause
 KILLS = 3
+# of a study's training that dies of what looks like a bug: a killed process looks the same
+ATTEMPTS = 3
+UNBOUNDED = sys.maxsize
+INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 # NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
 
 
-def train_stage(sweep: Sweep, plan: Plan, label: str = MAIN_LABEL) -> TrainResult:
-    """Train at the chosen configuration; after OOM at the next smaller one, after a refused requeue again.
+class Verdict(Enum):
+    """Consequence of the end of a training's job."""
+
+    DONE = auto()
+    AGAIN = auto()
+    SMALLER_BATCH = auto()
+    GIVE_UP = auto()
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Number of jobs that one command submits for a training, by how its last one failed.
+
+    A failure that is in no table ends the training: the next job would fail in the same way.
+    """
+
+    # jobs in all
+    jobs: Mapping[Failure, int]
+    # last jobs that all failed like this and had begun at the same sample
+    in_vain: Mapping[Failure, int]
+    # a smaller batch is trained instead
+    smaller_batch: frozenset[Failure] = frozenset()
+
+    def judge(
+        self, history: RunHistory, label: str, failure: JobFailure, since: float = 0.0
+    ) -> Verdict:
+        """Decide what follows a job that ended without a result and is on record.
+
+        Args:
+            history: Of the run, with that end.
+            label: Of the training.
+            failure: Of the job.
+            since: When the command began, Unix time.
+        """
+        kind = failure.kind or Failure.BUG
+        attempts = history.attempts(label, since)
+        if kind in self.smaller_batch:
+            return Verdict.SMALLER_BATCH
+        # an earlier command's job: the user may have removed the cause
+        if attempts == 0:
+            return Verdict.AGAIN
+        if failure.stop is StopReason.REQUEUES_EXHAUSTED or attempts >= self.jobs.get(kind, 1):
+            return Verdict.GIVE_UP
+        most = self.in_vain.get(kind)
+        if most is not None and history.in_vain(label, kind, since) >= most:
+            return Verdict.GIVE_UP
+        return Verdict.AGAIN
+
+
+def plan_policy(max_requeues: int) -> RetryPolicy:
+    """Return the table of the training that a plan chose."""
+    return RetryPolicy(
+        jobs={
+            **dict.fromkeys((*INTERRUPTIONS, Failure.KILLED), max_requeues + 1),
+            Failure.DEVICE_FAILED: UNBOUNDED,
+        },
+        in_vain={Failure.KILLED: KILLS, Failure.DEVICE_FAILED: RETRIES + 1},
+        smaller_batch=frozenset(failure for failure in Failure if failure.is_oom),
+    )
+
+
+def study_policy(max_requeues: int) -> RetryPolicy:
+    """Return the table of a study's training: its batch is given."""
+    return RetryPolicy(
+        jobs={
+            **dict.fromkeys(INTERRUPTIONS, max_requeues + 1),
+            **dict.fromkeys((Failure.BUG, Failure.KILLED), ATTEMPTS),
+            Failure.DEVICE_FAILED: UNBOUNDED,
+        },
+        in_vain={Failure.DEVICE_FAILED: RETRIES + 1},
+    )
+
+
+def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
+    """Train at the chosen configuration; after OOM at the next smaller one.
 
     Raises:
         StageError: Training ended without a result; the message says why and where the log is.
     """
-    files = sweep.run.make_train(label)
+    files = sweep.run.make_train()
+    policy = plan_policy(sweep.spec.training.max_requeues)
     with stage_progress("train") as progress:
+        tick = _training_tick(sweep, progress)
         while not files.result_file.exists():
-            submitted = [
-                e for e in unsettled(sweep.run, "train") if e.data.get("label", label) == label
-            ]
-            for event in submitted:
-                _settle(sweep, plan, event, label, progress)
-            if not submitted:
+            jobs = sweep.run.history().unsettled("train")
+            for job in jobs:
+                if job.label == MAIN_LABEL:
+                    _see_to(sweep, _completed(job, plan), policy, tick)
+            if not any(job.label == MAIN_LABEL for job in jobs):
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
-                _submit_training(sweep, candidate, label, progress)
+                _submit_training(sweep, candidate, tick)
         result = read_document(TrainResult, files.result_file)
         progress.update(
             result.epochs, result.epochs, format_score(result.test_accuracy, result.test_loss)
@@ -69,71 +154,134 @@ def train_stage(sweep: Sweep, plan: Plan, label: str = MAIN_LABEL) -> TrainResul
     return result
 
 
-def _settle(sweep: Sweep, plan: Plan, event: Event, label: str, progress: StageProgress) -> None:
-    """Wait for a training's job, and see to it that what it left is on record.
+def _see_to(
+    sweep: Sweep, job: Submission, policy: RetryPolicy, tick: Callable[[str], None]
+) -> None:
+    there = sweep.on(job.partition or "")
+    (end,) = there.launcher.wait([submitted_job(sweep.run, job)], tick)
+    outcome = settle(there, job, end, policy)
+    if outcome.verdict is Verdict.GIVE_UP:
+        raise StageError(f"train: {_why_given_up(sweep.run, outcome)}")
 
-    Raises:
-        StageError: It ended without a result, and another submission is not worth it.
+
+def _completed(job: Submission, plan: Plan) -> Submission:
+    """Take what the record of a job lacks, or no plan knows, from the chosen candidate."""
+    for candidate in (plan.chosen, *plan.fallbacks, *plan.candidates):
+        if (candidate.configuration, candidate.partition) == (job.configuration, job.partition):
+            return job
+    return replace(job, configuration=plan.chosen.configuration, partition=plan.chosen.partition)
+
+
+class Outcome(NamedTuple):
+    """End of a training's job after it was seen to."""
+
+    verdict: Verdict
+    # with the training's own failure in place of the scheduler's
+    end: Ended
+    failure: JobFailure
+
+
+def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Outcome:
+    """Put on record how a training's job ended, and judge what follows.
+
+    Args:
+        sweep: On the partition where the job ran.
+        job: As submitted; with its configuration where the policy knows smaller batches.
+        end: As the scheduler tells it.
+        policy: Of the training.
     """
-    candidate = _candidate_of(event, plan)
-    launcher = sweep.on(candidate.partition).launcher
-    end = launcher.wait([submission_of(sweep.run, event)], _training_tick(sweep, label, progress))[
-        0
-    ]
-    files = sweep.run.train(label)
-    await_result(sweep.run, files.result_file, end.job)
-    done = files.result_file.exists()
-    end = told_of_deletion(files, end)
-    events = events_of(sweep.run, end.job.job_id)
-    failure = training_failure(events, end)
-    end = end._replace(failure=failure)
+    run, files, job_id = sweep.run, sweep.run.train(job.label), end.job.job_id
+    _await_result(run, files.result_file, job_id)
+    if files.result_file.exists():
+        run.log_event("ended", "train", job_id=job_id, data={"label": job.label})
+        return Outcome(Verdict.DONE, end, JobFailure(None))
+    if not files.root.exists():
+        # it was made before the job: the log does not tell the reason
+        end = end._replace(failure=Failure.KILLED, log_tail=report_deletion(files))
+    events = run.history().job(job_id)
+    failure = _failure_of(events, end)
+    end = end._replace(failure=failure.kind or end.failure)
+    data: dict[str, object] = {"label": job.label}
+    if end.hosts and failure.kind is Failure.DEVICE_FAILED:
+        data["hosts"] = list(end.hosts)
+    if failure.stop:
+        data["stop"] = failure.stop
+    common = {"failure": failure.kind, "job_id": job_id, "data": data}
     # before the end counts as seen to: a command that is killed in between writes it down once more
-    if not done:
-        _note_failure(sweep, candidate, end, events)
-    sweep.run.log_event("ended", "train", job_id=end.job.job_id, failure=None if done else failure)
-    if not done:
-        _judge_failure(sweep, candidate, end, events)
+    if failure.kind not in policy.smaller_batch:
+        run.log_event("failed", "train", detail=failure.detail, **common)
+    elif not events.has_reported_oom:
+        _record_oom(sweep, job, end, events)
+    run.log_event("ended", "train", **common)
+    verdict = policy.judge(run.history(), job.label, failure, sweep.started_at)
+    if verdict is Verdict.SMALLER_BATCH:
+        run.log_event("fell_back", "train", detail=f"out of memory at {job.configuration}")
+    return Outcome(verdict, end, failure)
 
 
-def _candidate_of(event: Event, plan: Plan) -> Candidate:
-    """What a job was submitted to train."""
-    wanted = event.data.get("configuration"), event.data.get("partition")
-    known = (plan.chosen, *plan.fallbacks, *plan.candidates)
-    return next((c for c in known if (list(c.configuration), c.partition) == wanted), plan.chosen)
-
-
-def await_result(run: RunDirectory, result_file: Path, job: Submitted) -> None:
-    """A job that says it finished left a result, even if a network file system shows it a minute later."""
-    finished = any(event.event == "finished" for event in events_of(run, job.job_id))
+def _await_result(run: RunDirectory, result_file: Path, job_id: str) -> None:
+    """Wait for the result of a finished job: a network file system may show it late."""
+    finished = run.history().job(job_id).has_finished
     deadline = time.monotonic() + RESULT_WAIT_S
     while finished and not result_file.exists() and time.monotonic() < deadline:
         try:
             # makes the client look again
             list(result_file.parent.iterdir())
         except FileNotFoundError:
-            # the whole folder is gone, see `told_of_deletion`
+            # the whole folder is gone
             return
         time.sleep(1.0)
 
 
-def told_of_deletion(files: TrainDirectory, end: Ended) -> Ended:
-    """The end of a training's job; where the folder, made before that job, is gone, that is the reason, not the log."""
-    if files.root.exists():
-        return end
-    return end._replace(failure=Failure.KILLED, log_tail=say_deleted(files))
+def report_deletion(files: TrainDirectory) -> str:
+    """Tell the user that somebody has deleted a training's folder; returns the message."""
+    message = f"{files.root} was deleted: this training starts from the beginning"
+    sys.stderr.write(f"{message}\n")
+    return message
 
 
-def say_deleted(files: TrainDirectory) -> str:
-    """Tell the user of a folder that somebody has deleted; returns the words."""
-    words = f"{files.root} was deleted: this training begins anew"
-    sys.stderr.write(f"{words}\n")
-    return words
+def _failure_of(events: JobEvents, end: Ended) -> JobFailure:
+    own = events.own_failure
+    detail = own.detail if own else telling_line(end.log_tail)
+    stop = own.stop if own else None
+    if events.memory_failure:
+        kind = events.memory_failure
+    elif events.met_broken_device:
+        kind = Failure.DEVICE_FAILED
+    elif stop is not None:
+        kind = Failure.PREEMPTED
+    else:
+        kind = end.failure
+    return JobFailure(kind, detail, stop)
+
+
+def _record_oom(sweep: Sweep, job: Submission, end: Ended, events: JobEvents) -> None:
+    """Write the record of a job that was killed before it could do so itself."""
+    if job.configuration is None:
+        return
+    at = job.configuration._replace(
+        local_batch=events.replanned_batch or job.configuration.local_batch
+    )
+    record = failed_measurement(sweep.cluster, at, end, job.partition or "")
+    append_record(
+        sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"})
+    )
+    sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=str(at))
+
+
+def _why_given_up(run: RunDirectory, outcome: Outcome) -> str:
+    job_id, failure = outcome.end.job.job_id, outcome.failure
+    if failure.stop is StopReason.REQUEUES_EXHAUSTED:
+        return f"{failure.detail}, the last time in job {job_id}; all that was done is saved"
+    if failure.kind is Failure.DEVICE_FAILED:
+        return why_given_up(run.events(), job_id, unix_time())
+    return describe_failures([outcome.end])
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
-    """The chosen configuration, or, after OOM, the first of it and its fallbacks that is below every failed batch.
+    """Return the chosen configuration, or after OOM the first fallback below every failed batch.
 
-    Batches that ran out of memory on another part of the cluster do not count.
+    Batches that ran out of memory on another partition do not count.
 
     Raises:
         StageError: No smaller batch is left, or there were more fallbacks than allowed.
@@ -150,7 +298,8 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         )
     for candidate in (plan.chosen, *plan.fallbacks):
         if not any(
-            part == candidate.partition and batch <= candidate.local_batch for part, batch in failed
+            where == candidate.partition and batch <= candidate.local_batch
+            for where, batch in failed
         ):
             return candidate
     smallest = min(batch for _, batch in failed)
@@ -159,116 +308,37 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
     )
 
 
-def _submit_training(
-    sweep: Sweep, candidate: Candidate, label: str, progress: StageProgress
-) -> None:
-    sweep.run.make_train(label)
-    there = sweep.on(candidate.partition)
-    at = candidate.configuration
-    job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, label, candidate.partition)
-    data = {"label": label, "configuration": list(at), "partition": candidate.partition}
-    minutes = there.cluster.train_minutes
+def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], None]) -> None:
+    sweep.run.make_train()
+    there, at = sweep.on(candidate.partition), candidate.configuration
+    job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, MAIN_LABEL, candidate.partition)
+    data = {
+        "label": MAIN_LABEL,
+        "configuration": list(at),
+        "partition": candidate.partition,
+    }
     submitted = there.launcher.submit(
-        [job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data]
+        [job],
+        stage="train",
+        nodes=candidate.nodes,
+        minutes=there.cluster.train_minutes,
+        data=[data],
     )
-    _training_tick(sweep, label, progress)(f"submitted as job {submitted[0].job_id} at {at}")
+    tick(f"submitted as job {submitted[0].job_id} at {at}")
 
 
-def _training_tick(sweep: Sweep, label: str, progress: StageProgress) -> Callable[[str], None]:
-    metrics_file = sweep.run.train(label).metrics_file
+def _training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None]:
+    metrics_file = sweep.run.train().metrics_file
 
     def tick(text: str) -> None:
         metrics = read_metrics(metrics_file)
         done = metrics.steps[-1].epoch if metrics.steps else 0.0
-        seen = ""
+        shown = ["epochs", text]
         if metrics.epochs:
-            seen = (
-                f"; {format_score(metrics.epochs[-1].test_accuracy, metrics.epochs[-1].test_loss)}"
-            )
-        drift = describe_drift(sweep.run.events())
-        progress.update(round(done, 2), sweep.spec.workload.epochs, f"epochs; {text}{seen}{drift}")
+            last = metrics.epochs[-1]
+            shown.append(format_score(last.test_accuracy, last.test_loss))
+        if drift := describe_drift(sweep.run.events()):
+            shown.append(drift)
+        progress.update(round(done, 2), sweep.spec.workload.epochs, "; ".join(shown))
 
     return tick
-
-
-def _note_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
-    """Write down why training ended."""
-    if not end.failure.is_oom:
-        detail = reason(events, end)
-        hosts = {"hosts": list(end.hosts)} if end.hosts else {}
-        sweep.run.log_event(
-            "failed", "train", failure=end.failure, job_id=end.job.job_id, detail=detail, data=hosts
-        )
-    elif not any(event.event == "oom" for event in events):
-        # killed before it could say so
-        _record_training_oom(sweep, in_force(candidate, events), end)
-
-
-def _judge_failure(sweep: Sweep, candidate: Candidate, end: Ended, events: Sequence[Event]) -> None:
-    """Return if another submission is worth it.
-
-    Raises:
-        StageError: It is not.
-    """
-    failure, detail, attempts = end.failure, reason(events, end), _attempts(sweep)
-    if failure.is_oom:
-        sweep.run.log_event(
-            "fell_back", "train", detail=f"out of memory at {candidate.configuration}"
-        )
-    if failure.is_oom or not attempts:
-        return
-    if REQUEUES_USED_UP in detail:
-        raise StageError(
-            f"train: {detail}, the last time in job {end.job.job_id}; all that was done is saved"
-        )
-    if failure is Failure.DEVICE_FAILED:
-        if in_vain(sweep.run.events(), failure, sweep.started_at) > RETRIES:
-            raise StageError(
-                f"train: {why_given_up(sweep.run.events(), end.job.job_id, unix_time())}"
-            )
-        return
-    again = failure in (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED, Failure.KILLED)
-    if not again or attempts > sweep.spec.training.max_requeues or _is_stuck(sweep):
-        raise StageError(f"train: {why([end], failure)}")
-
-
-def _is_stuck(sweep: Sweep) -> bool:
-    """Whether the last jobs of this command were all killed, and had all begun at the same sample."""
-    return in_vain(sweep.run.events(), Failure.KILLED, sweep.started_at) >= KILLS
-
-
-def _attempts(sweep: Sweep) -> int:
-    """Jobs that this command submitted. What an earlier one left may have died of something that has been mended."""
-    submitted = [
-        event
-        for event in sweep.run.events()
-        if (event.event, event.stage) == ("submitted", "train")
-    ]
-    return sum(event.time >= sweep.started_at for event in submitted)
-
-
-def training_failure(events: Sequence[Event], end: Ended) -> Failure:
-    """What the job itself wrote down last, else what the scheduler says."""
-    own = [event.failure for event in events if event.event == "oom" and event.failure]
-    if own:
-        return own[-1]
-    if any(event.failure is Failure.DEVICE_FAILED for event in events):
-        return Failure.DEVICE_FAILED
-    stopped = any(words in reason(events, end) for words in ("requeue refused", REQUEUES_USED_UP))
-    return Failure.PREEMPTED if stopped else end.failure
-
-
-def reason(events: Sequence[Event], end: Ended) -> str:
-    """One line: the job's own last word on why it ended, else what its log says."""
-    own = [event.detail for event in events if event.event == "failed"]
-    return own[-1] if own else last_line(end.log_tail)
-
-
-def _record_training_oom(sweep: Sweep, candidate: Candidate, end: Ended) -> None:
-    cluster = sweep.on(candidate.partition).cluster
-    record = failed_measurement(cluster, candidate.configuration, end, candidate.partition)
-    append_record(
-        sweep.run.profile / "train-main.jsonl", record.model_copy(update={"stage": "train"})
-    )
-    detail = str(candidate.configuration)
-    sweep.run.log_event("oom", "train", failure=end.failure, job_id=end.job.job_id, detail=detail)

@@ -7,7 +7,7 @@ run side by side as it has cores for.
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 from tula_hpc.config import ClusterSpec
@@ -15,25 +15,22 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended, Submitted
-from tula_hpc.records import Event
-from tula_hpc.records.broken_hosts import RETRIES, in_vain, why_given_up
-from tula_hpc.records.run_directory import events_of, unsettled
-from tula_hpc.stages.context import StageProgress, Sweep, submission_of, why
+from tula_hpc.launch.launcher import Ended
+from tula_hpc.records import Submission
+from tula_hpc.records.broken_hosts import why_given_up
+from tula_hpc.records.events import JobFailure
+from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
 from tula_hpc.stages.train import (
-    REQUEUES_USED_UP,
-    await_result,
-    reason,
-    say_deleted,
-    told_of_deletion,
-    training_failure,
+    ATTEMPTS,
+    Outcome,
+    Verdict,
+    report_deletion,
+    settle,
+    study_policy,
 )
 
-# of a training that dies of what looks like a bug: a killed process looks the same
-ATTEMPTS = 3
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 MOST_TRAININGS = 500
-INTERRUPTIONS = (Failure.PREEMPTED, Failure.TIMED_OUT, Failure.NODE_FAILED)
 
 
 class Trainings:
@@ -50,24 +47,27 @@ class Trainings:
     def __init__(self, sweep: Sweep, jobs: Sequence[TrainJob]) -> None:
         self.sweep, self.run_directory, self.launcher = sweep, sweep.run, sweep.launcher
         self.jobs = {job.label: job for job in jobs}
-        # job and label by job id
-        self.running: dict[str, tuple[Submitted, str]] = {}
+        self.policy = study_policy(sweep.spec.training.max_requeues)
+        # by job id
+        self.running: dict[str, Submission] = {}
         self.waiting: deque[str] = deque()
-        self.attempts: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
         self.most = most_at_once(sweep.cluster, jobs[0].configuration.world_size) if jobs else 0
 
     def run(self, progress: StageProgress) -> dict[str, str]:
-        """Until every training has a result or has failed for good; returns the latter's labels with the reasons.
+        """Train until every training has a result or has failed for good.
 
-        Raises: StageError: Not one training came as far as its first logged step: something is
-            wrong with all of them.
+        Returns:
+            Labels of those that failed, with the reasons.
+
+        Raises:
+            StageError: Not one training came as far as its first logged step: something is wrong with all.
         """
         self._adopt()
         self._show(progress, "all done" if not (self.waiting or self.running) else "starting")
         while self._goes_on():
             self._submit()
-            jobs = [job for job, _ in self.running.values()]
+            jobs = [submitted_job(self.run_directory, job) for job in self.running.values()]
             for end in self.launcher.wait_for_some(jobs, lambda text: self._show(progress, text)):
                 self._settle(end)
         self._show(
@@ -76,11 +76,12 @@ class Trainings:
         return self.failures
 
     def _goes_on(self) -> bool:
-        """Whether there is anything to do; what was done is to be done again where its folder has been deleted."""
-        known = {*self.waiting, *self.failures, *(label for _, label in self.running.values())}
+        """Tell whether anything is left; trainings with a deleted folder start again."""
+        running = (job.label for job in self.running.values())
+        known = {*self.waiting, *self.failures, *running}
         for label in self.jobs:
             if label not in known and not self._is_done(label):
-                say_deleted(self.run_directory.train(label))
+                report_deletion(self.run_directory.train(label))
                 self.waiting.append(label)
         return bool(self.waiting or self.running)
 
@@ -91,48 +92,35 @@ class Trainings:
         return self.run_directory.train(label).result_file.exists()
 
     def _adopt(self) -> None:
-        """Jobs that an interrupted run of the same command left behind are seen to, not submitted again.
+        """Wait for the jobs of an interrupted run of the same command; submit no others for them.
 
-        What has failed for good since the command began (its process may be another one by now)
-        stays so.
+        A training that failed for good since the command began, perhaps in another process, is not
+        tried again.
         """
         left = [label for label in self.jobs if not self._is_done(label)]
-        for event in unsettled(self.run_directory, "train"):
-            if event.data.get("label") in left:
-                job = submission_of(self.run_directory, event)
-                self.running[job.job_id] = (job, str(event.data["label"]))
-        failed = self._count_attempts()
-        adopted = {label for _, label in self.running.values()}
+        history = self.run_directory.history()
+        for job in history.unsettled("train"):
+            if job.label in left:
+                self.running[job.job_id] = job
+        adopted = {job.label for job in self.running.values()}
+        failed = history.last_failures(self.sweep.started_at)
         for label in left:
-            event_of = failed.get(label)
             if label in adopted:
                 continue
-            failure = event_of.failure or Failure.BUG if event_of is not None else None
-            if (
-                event_of is not None
-                and failure
-                and not self._may_try_again(label, failure, event_of.detail)
-            ):
-                self.failures[label] = _in_words(failure, event_of.detail)
-            else:
+            verdict = Verdict.AGAIN
+            if label in failed:
+                since = self.sweep.started_at
+                verdict = self.policy.judge(history, label, failed[label], since)
+            if verdict is Verdict.AGAIN:
                 self.waiting.append(label)
-
-    def _count_attempts(self) -> dict[str, Event]:
-        """Count the submissions of this command; returns the last failure of each label."""
-        events = [
-            event for event in self.run_directory.events() if event.time >= self.sweep.started_at
-        ]
-        self.attempts.update(
-            str(e.data["label"]) for e in events if e.event == "submitted" and "label" in e.data
-        )
-        return {
-            str(e.data["label"]): e for e in events if e.event == "failed" and "label" in e.data
-        }
+            else:
+                self.failures[label] = _describe(failed[label])
 
     def _submit(self) -> None:
-        """On Slurm only when no array is left: two at a time would be twice `array_parallelism`."""
-        local = self.sweep.cluster.executor == "local"
-        free = self.most - len(self.running) if local else self.most * (not self.running)
+        """Submit free slots; on Slurm only one array at a time, which bounds the jobs at once."""
+        free = self.most - len(self.running)
+        if self.sweep.cluster.executor != "local" and self.running:
+            free = 0
         labels = [self.waiting.popleft() for _ in range(min(max(0, free), len(self.waiting)))]
         if not labels:
             return
@@ -144,87 +132,50 @@ class Trainings:
         submitted = self.launcher.submit(
             jobs, stage="train", nodes=nodes, minutes=minutes, data=data
         )
-        accepted = labels[: len(submitted)]
-        self.running |= {
-            job.job_id: (job, label) for job, label in zip(submitted, accepted, strict=True)
-        }
-        self.attempts.update(accepted)
+        accepted = {job.job_id for job in submitted}
+        for job in self.run_directory.history().unsettled("train"):
+            if job.job_id in accepted:
+                self.running[job.job_id] = job
         self.waiting.extendleft(reversed(labels[len(submitted) :]))
 
     def _settle(self, end: Ended) -> None:
-        """A job is over: its training is done, waits for another job, or has failed."""
-        _, label = self.running.pop(end.job.job_id)
-        files = self.run_directory.train(label)
-        await_result(self.run_directory, files.result_file, end.job)
-        if self._is_done(label):
-            self._log("ended", label, end)
+        job = self.running.pop(end.job.job_id)
+        outcome = settle(self.sweep, job, end, self.policy)
+        if outcome.verdict is Verdict.DONE:
             return
-        end = told_of_deletion(files, end)
-        events = events_of(self.run_directory, end.job.job_id)
-        failure, detail = training_failure(events, end), reason(events, end)
-        # before the end counts as seen to: a command that is killed in between writes it down once
-        # more
-        self._log("failed", label, end, failure, detail)
-        self._log("ended", label, end, failure)
-        self._refuse_hopeless(end, failure, label)
-        if self._may_try_again(label, failure, detail):
-            self.waiting.append(label)
+        self._refuse_hopeless(outcome)
+        if outcome.verdict is Verdict.AGAIN:
+            self.waiting.append(job.label)
         else:
             log = f"; log: {end.log_file}" if end.log_file else ""
-            self.failures[label] = _in_words(failure, detail) + log
+            self.failures[job.label] = _describe(outcome.failure) + log
 
-    def _log(
-        self, event: str, label: str, end: Ended, failure: Failure | None = None, detail: str = ""
-    ) -> None:
-        hosts = {"hosts": list(end.hosts)} if failure is Failure.DEVICE_FAILED and end.hosts else {}
-        said = {"failure": failure, "detail": detail, "data": {"label": label, **hosts}}
-        self.run_directory.log_event(event, "train", job_id=end.job.job_id, **said)
+    def _refuse_hopeless(self, outcome: Outcome) -> None:
+        """Stop where no training has logged a step and the failure would end all of them.
 
-    def _may_try_again(self, label: str, failure: Failure, detail: str) -> bool:
-        if failure is Failure.DEVICE_FAILED:
-            return is_tried_again(self.run_directory.events(), label, self.sweep.started_at)
-        return REQUEUES_USED_UP not in detail and self.attempts[label] < self._allowed(failure)
-
-    def _allowed(self, failure: Failure) -> int:
-        """How often a training that ended so is submitted. The same batch runs out of the same memory again."""
-        if failure in INTERRUPTIONS:
-            return self.sweep.spec.training.max_requeues + 1
-        return ATTEMPTS if failure in (Failure.BUG, Failure.KILLED) else 1
-
-    def _refuse_hopeless(self, end: Ended, failure: Failure, label: str) -> None:
-        logged = [self.run_directory.train(label).metrics_file.exists() for label in self.jobs]
-        if (
-            failure is Failure.DEVICE_FAILED
-            and not any(logged)
-            and not self._may_try_again(label, failure, "")
-        ):
-            raise StageError(
-                f"train: {why_given_up(self.run_directory.events(), end.job.job_id, unix_time())}"
-            )
-        wrong = failure in (Failure.BUG, Failure.BAD_INPUT)
-        if wrong and self.attempts.total() - len(self.running) >= ATTEMPTS and not any(logged):
-            raise StageError(
-                f"train: nothing gets as far as its first logged step; {why([end], failure)}"
-            )
+        Raises:
+            StageError: That is so.
+        """
+        if any(self.run_directory.train(label).metrics_file.exists() for label in self.jobs):
+            return
+        kind, job_id = outcome.failure.kind, outcome.end.job.job_id
+        if kind is Failure.DEVICE_FAILED and outcome.verdict is Verdict.GIVE_UP:
+            told = why_given_up(self.run_directory.events(), job_id, unix_time())
+            raise StageError(f"train: {told}")
+        history, since = self.run_directory.history(), self.sweep.started_at
+        over = sum(history.attempts(label, since) for label in self.jobs) - len(self.running)
+        if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= ATTEMPTS:
+            message = describe_failures([outcome.end])
+            raise StageError(f"train: nothing gets as far as its first logged step; {message}")
 
 
-def is_tried_again(events: Sequence[Event], label: str, since: float = 0.0) -> bool:
-    """Tell whether a training whose last job met a broken device is submitted once more."""
-    submitted = {
-        e.job_id for e in events if e.event == "submitted" and e.data.get("label") == label
-    }
-    return (
-        in_vain((e for e in events if e.job_id in submitted), Failure.DEVICE_FAILED, since)
-        <= RETRIES
-    )
-
-
-def _in_words(failure: Failure, detail: str) -> str:
-    return f"{failure.value.replace('_', ' ')}: {detail}"
+def _describe(failure: JobFailure) -> str:
+    kind = failure.kind or Failure.BUG
+    return f"{kind.value.replace('_', ' ')}: {failure.detail}"
 
 
 def most_at_once(cluster: ClusterSpec, workers: int) -> int:
-    """So many trainings are submitted together: on Slurm the tasks of an array, locally what the cores can carry.
+    """Return how many trainings run together: tasks of an array, or as many as the cores can carry.
 
     Locally `array_parallelism` bounds them only where the cluster file sets it: its default is
     meant for measuring. On GPUs it always does: each training's first worker takes the first GPU,

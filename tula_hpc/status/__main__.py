@@ -8,7 +8,7 @@ alone tell.
 seconds):
 
     schema_version, name, run_directory, asked_at
-    state           finished, running, waiting, stuck (a job waits for what does not come by itself), over (jobs are
+    state           finished, running, waiting, stuck (a job waits until somebody acts), over (jobs are
                     over, and nobody has acted on it yet), stopped, failed, unknown (the scheduler
                     could not be asked)
     words           what that means, and what to do
@@ -63,7 +63,7 @@ ACCOUNTING_TIMEOUT_S = 8.0
 LOGS = 20
 
 EXIT_CODES = """\
-exit codes: 0 finished, or it goes on; 1 something failed for good, or waits for what does not come by itself; 2 bad
+exit codes: 0 finished, or it goes on; 1 something failed for good, or waits until somebody acts; 2 bad
 input; 3 nothing goes on, and nobody acts: run the same command again; 4 not known, as the scheduler could not be asked.
 --json prints the same as one JSON object, whose keys the module describes.
 """
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def status_of(root: Path) -> RunStatus:
-    """The state of the run in that directory at this moment.
+    """Return the state of the run in that directory at this moment.
 
     Raises:
         RunDirectoryError: It is none, or may not be read.
@@ -119,7 +119,7 @@ def status_of(root: Path) -> RunStatus:
 
 
 def ask(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
-    """What the scheduler says of the jobs that the files leave open, and accounting of all."""
+    """Ask the scheduler for the jobs that the files leave open, and accounting for all."""
     from tula_hpc.status.jobs import Answer
 
     if facts.executor == "slurm":
@@ -138,9 +138,7 @@ def _ask_this_machine(facts: Facts) -> Answer:
     jobs = undecided(facts)
     if jobs and host not in ("", here):
         return Answer(None, f"its jobs are processes of {host}, and this is {here}")
-    folders = {
-        job.event.job_id: facts.run.root / str(job.event.data.get("folder") or "") for job in jobs
-    }
+    folders = {job.job_id: facts.run.root / job.folder for job in jobs}
     alive = [job_id for job_id, folder in folders.items() if is_alive(folder, job_id)]
     return Answer(dict.fromkeys(alive, JobState("RUNNING", "")))
 
@@ -150,7 +148,7 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
     from tula_hpc.launch import slurm
     from tula_hpc.status.jobs import Answer, undecided
 
-    jobs = {job.event.job_id for job in undecided(facts)}
+    jobs = {job.job_id for job in undecided(facts)}
     accounted = _ask_accounting(facts)
     try:
         active = slurm.queue(jobs, QUEUE_TIMEOUT_S)
@@ -169,19 +167,18 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
 
 
 def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
-    """None where there is no accounting, or it does not answer."""
     from tula_hpc.config import JOB_NAMES
     from tula_hpc.errors import LaunchError
     from tula_hpc.launch.slurm import accounted_runs
 
-    submitted = [event for event in facts.events if event.event == "submitted"]
+    submitted = facts.history.submissions()
     if not submitted:
         return None
     try:
         return accounted_runs(
-            {event.job_id for event in submitted},
+            {job.job_id for job in submitted},
             name_prefix=f"{facts.spec.job_name}-" if facts.spec else JOB_NAMES,
-            since=submitted[0].time,
+            since=submitted[0].submitted_at,
             timeout_s=ACCOUNTING_TIMEOUT_S,
         )
     except LaunchError:
@@ -189,7 +186,7 @@ def _ask_accounting(facts: Facts) -> dict[str, list[AccountedRun]] | None:
 
 
 def _rate_labels(facts: Facts) -> list[str]:
-    """Of the trainings that choose a study's learning rates."""
+    """Return the labels of the trainings that choose a study's learning rates."""
     if facts.spec is None or facts.spec.study is None or not facts.spec.study.base_lrs:
         return []
     from tula_hpc.stages.study import trial_specs

@@ -1,4 +1,4 @@
-"""What a run cost so far: node-hours of its jobs by stage, how they are known, and their price.
+"""Cost of a run so far: node-hours of its jobs by stage, their source, and their price.
 
 The price of a node and hour on every basis of `[pricing]`, for what was already used.
 """
@@ -18,8 +18,7 @@ from tula_hpc.formatting import format_money, format_number
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import Measurement, Record
 from tula_hpc.status.facts import Facts, TrainingFacts
-from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
-from tula_hpc.status.trainings import events_by_label
+from tula_hpc.status.jobs import JobPhase, JobStatus
 
 WATTS_PER_KILOWATT = 1000.0
 
@@ -27,7 +26,7 @@ WATTS_PER_KILOWATT = 1000.0
 def node_hour_price(
     part: ClusterSpec, peak_bytes: float | None, watts: float | None
 ) -> float | None:
-    """What a node costs in an hour, in `PricingSpec.currency`; None where the basis needs what is not known.
+    """Return the price of a node and hour in `PricingSpec.currency`, None if not known.
 
     Args: part: The nodes, and what they cost; a cluster without partitions (see
         `ClusterSpec.parts`). peak_bytes: Memory that each worker uses, for the basis "memory".
@@ -49,7 +48,7 @@ def node_hour_price(
 
 
 def describe_price(part: ClusterSpec, watts: float | None) -> str:
-    """The basis in words."""
+    """Describe the basis of the price."""
     pricing, currency = part.pricing, part.pricing.currency
     if pricing.basis == "tres":
         units = billing.billing_per_node(pricing, billing.node_resources(part).tres)
@@ -71,13 +70,13 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
 
 
 def measured_watts(measurements: Iterable[Measurement]) -> float | None:
-    """Power of a node during the profiled steps, median; None where it was not measured."""
+    """Return the median power of a node during the profiled steps, None if not measured."""
     watts = [row.watts_per_node for row in measurements if row.watts_per_node > 0.0]
     return median(watts) if watts else None
 
 
 def profiled_bytes(measurements: Sequence[Measurement]) -> float | None:
-    """Memory of a worker while it profiled, mean over the measurements."""
+    """Return a worker's memory during profiling, mean over the measurements."""
     used = [
         row.memory.reserved_bytes
         for row in measurements
@@ -90,7 +89,7 @@ Source = Literal["sacct", "notes", "measurements", "events", "steps", ""]
 
 
 class StageCost(Record):
-    """What the jobs of one stage used."""
+    """Use of one stage's jobs, and its cost."""
 
     node_hours: float
     # in `CostStatus.currency`; None where the price is not known
@@ -102,7 +101,7 @@ class StageCost(Record):
 
 
 class CostStatus(Record):
-    """What the run cost so far."""
+    """Cost of the run so far."""
 
     currency: str = "USD"
     # its basis, in words
@@ -127,7 +126,7 @@ Accounted = Mapping[str, Sequence[AccountedRun]]
 
 
 def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
-    """All stages.
+    """Return the cost of all stages.
 
     Args:
         facts: The files.
@@ -175,7 +174,7 @@ def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
 
 
 def _price(facts: Facts, stage: str, partition: str) -> float | None:
-    """Of a node and hour in that partition, an unknown name taken for the first; of what a controller asks for."""
+    """Return the price of a node and hour there; an unknown partition counts as the first."""
     if facts.cluster is None:
         return None
     parts = _parts(facts.cluster)
@@ -187,7 +186,7 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
 
 
 def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """By the jobs' notes; runs from before there were notes by accounting, or else by what was measured."""
+    """Use the jobs' notes; for older runs accounting, or else the measurements."""
     limit_s = _limit_s(facts, "profile")
     runs = job_runs(facts.notes, facts.measurements, limit_s=limit_s)
     if not runs:
@@ -217,7 +216,6 @@ def _measured(facts: Facts) -> _Use | None:
 def _by_accounting(
     facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted
 ) -> _Use | None:
-    """Every run of the stage's jobs; None where accounting knows none of them."""
     known = [
         (job.job_id, accounted[job.job_id])
         for job in jobs
@@ -230,7 +228,7 @@ def _by_accounting(
 def _by_partition(
     facts: Facts, jobs: Iterable[JobStatus], used: Iterable[tuple[str, float]]
 ) -> dict[str, float]:
-    """Node-seconds of jobs added up by where they ran: as submitted, or else as measured there, or as planned."""
+    """Sum node-seconds by partition: as submitted, or else as measured, or as planned."""
     where = {row.job_id: row.partition for row in facts.measurements}
     planned = facts.plan.chosen.partition if facts.plan else ""
     for job in jobs:
@@ -249,8 +247,7 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     # the last on file, not the latest by its stamp: the command that submitted a job notes its end
     # by the same clock, while a job that began after the machine's clock was set has another
     last_signs = {
-        (job.event.job_id, job.event.time): [job.event, *job.own][-1].time
-        for job in submissions(facts.events)
+        (job.job_id, job.submitted_at): job.last_sign_at for job in facts.history.submissions()
     }
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
@@ -265,7 +262,7 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
-    """From submission, as there is no queue, to the job's last sign of life; of one that runs, until now.
+    """Return the seconds from submission, as there is no queue, to the last sign of life, or until now.
 
     The time of a file is a sign only where no record tells of the end: copying a run changes it.
     """
@@ -282,7 +279,7 @@ def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bo
 
 
 def _limit_s(facts: Facts, stage: Literal["profile", "train"]) -> float:
-    """Return the time limit of the stage's jobs: none can have run for longer, whatever clocks say that were set."""
+    """Return the time limit of the stage: no job ran for longer, whatever clocks say."""
     parts = facts.cluster.parts() if facts.cluster else ()
     minutes = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
     return 60.0 * max(minutes, default=math.inf)
@@ -293,15 +290,14 @@ def _bounded(seconds: float, limit_s: float) -> float:
 
 
 def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
-    """Where nobody knows how long jobs ran: a training's own events once it ended, its steps until then."""
-    events = events_by_label(facts)
+    """Estimate the use from events of a training that ended, from its steps until then."""
     nodes = {job.label: job.nodes for job in jobs if job.stage == "train" and job.nodes}
     planned = facts.plan.chosen.nodes if facts.plan else 1
     used: dict[str, float] = {}
     partition = facts.plan.chosen.partition if facts.plan else ""
     for label, files in facts.trainings.items():
         if files.result is not None:
-            seconds = actual_use(events.get(label, []), files.result).node_seconds
+            seconds = actual_use(facts.history.of_training(label), files.result).node_seconds
             seconds = seconds or files.result.nodes * files.result.train_time_s
         else:
             seconds = nodes.get(label, planned) * _steps_s(files)
@@ -310,6 +306,5 @@ def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
 
 
 def _steps_s(files: TrainingFacts) -> float:
-    """All steps so far at the pace of the last logged ones, seconds."""
     steps = files.tail.steps
     return steps[-1].step * median(row.step_time_s for row in steps) if steps else 0.0

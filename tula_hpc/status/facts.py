@@ -1,7 +1,6 @@
-"""What the files of a run directory tell at this moment, for `status`.
+"""Contents of a run directory at this moment, for `status`.
 
-Only reads, and needs no right to write. Whatever is missing, or cannot be made sense of, is left
-out and noted.
+Only reads, and needs no right to write. Missing or damaged files are left out and noted.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from tula_hpc.launch.launcher import NOTICE, Submitted
 from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
     EpochMetrics,
-    Event,
     JobNote,
     Measurement,
     Plan,
     RunDirectory,
+    RunHistory,
     StepMetrics,
     TrainDirectory,
     TrainResult,
@@ -41,7 +40,7 @@ MOST_BYTES = 1 << 24
 
 
 class Tail(NamedTuple):
-    """The end of metrics.jsonl, in the order of the file: the last lines count, also after a rollback."""
+    """End of metrics.jsonl, in the order of the file: after a rollback the later lines count."""
 
     steps: list[StepMetrics]
     epoch: EpochMetrics | None
@@ -60,14 +59,14 @@ class TrainingFacts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Everything that the files tell."""
+    """All that the files contain."""
 
     run: RunDirectory
     # Unix time
     now: float
     spec: SweepSpec | None
     cluster: ClusterSpec | None
-    events: list[Event]
+    history: RunHistory
     notes: list[JobNote]
     measurements: list[Measurement]
     plan: Plan | None
@@ -84,12 +83,12 @@ class Facts(NamedTuple):
 
     @property
     def executor(self) -> str:
-        """`local` or `slurm`; "" where the cluster file says nothing."""
+        """Return `local` or `slurm`, "" where the cluster file cannot be read."""
         return self.cluster.executor if self.cluster else ""
 
 
 def read_facts(run: RunDirectory) -> Facts:
-    """Read everything that is there.
+    """Read all files that are there.
 
     Raises:
         RunDirectoryError: There is no such directory, it holds no run, or it may not be read.
@@ -122,14 +121,14 @@ def _read(run: RunDirectory) -> Facts:
     measured = run.measurements()
     if measured.skipped:
         doubts.append(f"profile/*.jsonl: {measured.skipped} lines are torn or unknown")
-    events = run.events()
-    cut_off = _cut_off(run, events)
+    history = run.history()
+    cut_off = _cut_off(run, history)
     return Facts(
         run=run,
         now=unix_time(),
         spec=spec,
         cluster=_try(lambda: load_cluster(run.cluster_file), doubts),
-        events=events,
+        history=history,
         notes=run.job_notes(),
         measurements=measured.records,
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
@@ -148,11 +147,8 @@ def _read(run: RunDirectory) -> Facts:
     )
 
 
-def _cut_off(run: RunDirectory, events: Iterable[Event]) -> list[str]:
-    """Submissions that the command is at, or was killed in the midst of."""
-    known = {
-        Path(str(event.data.get("folder"))).name for event in events if event.event == "submitted"
-    }
+def _cut_off(run: RunDirectory, history: RunHistory) -> list[str]:
+    known = {Path(job.folder).name for job in history.submissions()}
     return [
         path.parent.name
         for path in sorted(run.slurm.glob(f"*/{NOTICE}"))
@@ -172,7 +168,6 @@ def _try(read: Callable[[], Read], doubts: list[str]) -> Read | None:
 
 
 def _labels(run: RunDirectory) -> list[str]:
-    """Of all trainings: folders in train/, and those in folders of a study in it."""
     root = run.root / "train"
     folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
     named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]
@@ -214,7 +209,7 @@ def _newest(paths: Iterable[Path]) -> float | None:
 
 
 def read_tail(path: Path) -> Tail:
-    """The last logged steps and the last epoch of a metrics.jsonl, without reading all of it."""
+    """Read the last logged steps and the last epoch, not the whole metrics.jsonl."""
     steps: list[StepMetrics] = []
     epoch: EpochMetrics | None = None
     for line in _lines_from_end(path):
@@ -232,7 +227,7 @@ def read_tail(path: Path) -> Tail:
 
 
 def _lines_from_end(path: Path) -> Iterator[bytes]:
-    """Lines from the last to the first, or until `MOST_BYTES` of the file were read."""
+    """Yield lines from the last to the first, or until `MOST_BYTES` were read."""
     if not path.is_file():
         return
     with open_regular(path) as file:
@@ -249,7 +244,7 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 
 
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
-    """The log that tells most of a job's end, as the command names it, and what it says; "" without one."""
+    """Return the log that explains a job's end best, and its most telling line; "" without one."""
     best, logs = read_logs(Submitted(job_id, folder).log_files(), _end_of)
     return (str(best), telling_line("\n".join(logs))) if best else ("", "")
 

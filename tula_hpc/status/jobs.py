@@ -1,20 +1,21 @@
-"""What became of each job of a run: from its own events and records, and, where they leave it open, from Slurm."""
+"""State of each job of a run: from its events and records, or else from the scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from tula_hpc.errors import Failure
 from tula_hpc.launch.reasons import explain, waits
 from tula_hpc.launch.slurm import JobState
-from tula_hpc.records import MAIN_LABEL, Configuration, Event, JobNote, Measurement, Record
+from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission
+from tula_hpc.records.broken_hosts import first_line
 from tula_hpc.status.facts import Facts
 
 
 class JobPhase(StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -59,12 +60,12 @@ class JobStatus(Record):
 
     @property
     def kind(self) -> str:
-        """For people: the stage, or `guard`, of a job that carries a detached sweep on where its controller dies."""
+        """Return the stage, or `guard` for the stand-in of a controller, to be shown."""
         return self.label if self.stage == "control" and self.label else self.stage
 
 
 class Answer(NamedTuple):
-    """What the scheduler says; `local` jobs are answered for by the processes of this machine."""
+    """Answer of the scheduler; for `local` jobs, of this machine's processes."""
 
     # jobs that it still has; None: it could not be asked
     active: Mapping[str, JobState] | None
@@ -74,36 +75,8 @@ class Answer(NamedTuple):
     last_states: Mapping[str, str] = {}
 
 
-class Submission(NamedTuple):
-    """A submitted job and what was written down of it afterwards."""
-
-    event: Event
-    own: list[Event]
-
-    @property
-    def label(self) -> str:
-        """Of the training, or the role of a control job; "" for other jobs."""
-        stage, data = self.event.stage, self.event.data
-        if stage == "train":
-            return str(data.get("label", MAIN_LABEL))
-        return str(data.get("role", "")) if stage == "control" else ""
-
-
-def submissions(events: Iterable[Event]) -> list[Submission]:
-    """Every submitted job with its own events. Process numbers return: what follows is the latest's of that id."""
-    found: list[Submission] = []
-    latest: dict[str, Submission] = {}
-    for event in events:
-        if event.event == "submitted":
-            latest[event.job_id] = Submission(event, [])
-            found.append(latest[event.job_id])
-        elif event.job_id in latest:
-            latest[event.job_id].own.append(event)
-    return found
-
-
-class _Told(NamedTuple):
-    """What the files say of the end of a job."""
+class _End(NamedTuple):
+    """End of a job as the files tell it."""
 
     phase: JobPhase
     failure: Failure | None = None
@@ -111,122 +84,104 @@ class _Told(NamedTuple):
 
 
 class _Records:
-    """What profile jobs left, by job, and what later stages imply."""
+    """Records of profile jobs, by job, and what later stages imply."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.jobs = submissions(facts.events)
+        self.jobs = facts.history.submissions()
         self.measured: dict[str, list[Measurement]] = {}
         for row in facts.measurements:
             self.measured.setdefault(row.job_id, []).append(row)
         self.last_note: dict[str, JobNote] = {}
         for note in sorted(facts.notes, key=lambda note: note.time):
             self.last_note[note.job_id] = note
-        self.last_of_label = {(job.event.stage, job.label): job for job in self.jobs}
-        self.trained_from = min(
-            (j.event.time for j in self.jobs if j.event.stage == "train"), default=None
-        )
+        self.last_of_label = {(job.stage, label_of(job)): job for job in self.jobs}
+        self.has_trained = any(job.stage == "train" for job in self.jobs)
 
-    def told(self, job: Submission) -> _Told | None:
-        """None where the files leave open whether the job is over."""
-        told = _by_events(job)
-        if job.event.stage == "profile":
-            return self._profiled(job, told)
-        if told is not None:
-            return told
-        followed = self.last_of_label[job.event.stage, job.label] is not job
-        if job.event.stage == "control":
-            return _Told(JobPhase.FINISHED) if followed else None
+    def end_of(self, job: Submission) -> _End | None:
+        """Return the end of a job; None where the files leave open whether it is over."""
+        end = _by_events(job)
+        if job.stage == "profile":
+            return self._profiled(job, end)
+        if end is not None:
+            return end
+        followed = self.last_of_label[job.stage, label_of(job)] is not job
+        if job.stage == "control":
+            return _End(JobPhase.FINISHED) if followed else None
         training = self.facts.trainings.get(job.label)
         # the sweep submits a training again only when its job is over
         if followed:
-            return _Told(JobPhase.FAILED, None, "ended without a result; was submitted again")
-        return _Told(JobPhase.FINISHED) if training and training.result else None
+            return _End(JobPhase.FAILED, None, "ended without a result; was submitted again")
+        return _End(JobPhase.FINISHED) if training and training.result else None
 
-    def _profiled(self, job: Submission, told: _Told | None) -> _Told | None:
-        rows = self.measured.get(job.event.job_id, [])
+    def _profiled(self, job: Submission, end: _End | None) -> _End | None:
+        rows = self.measured.get(job.job_id, [])
         bad = next((row for row in rows if row.status == "failed"), None)
         if bad is not None:
-            return _Told(JobPhase.FAILED, bad.failure or Failure.BUG, bad.detail)
-        if told is not None:
-            return told._replace(
-                detail=told.detail or next((row.detail for row in rows if row.detail), "")
-            )
-        note = self.last_note.get(job.event.job_id)
+            return _End(JobPhase.FAILED, bad.failure or Failure.BUG, bad.detail)
+        if end is not None:
+            detail = next((row.detail for row in rows if row.detail), "")
+            return end._replace(detail=end.detail or detail)
+        note = self.last_note.get(job.job_id)
         # before there were notes a job measured one thing
         did_all = note.note == "ended" if note else bool(rows)
         if did_all or any(row.status == "oom" for row in rows):
-            return _Told(JobPhase.FINISHED)
-        if self._was_planned_after(job):
-            return (
-                _Told(JobPhase.FINISHED)
-                if rows
-                else _Told(JobPhase.FAILED, None, "left no measurement")
-            )
-        return None
-
-    def _was_planned_after(self, job: Submission) -> bool:
-        """The sweep plans and trains only when all profile jobs are over."""
-        return self.trained_from is not None or self.facts.plan_at > job.event.time
+            return _End(JobPhase.FINISHED)
+        # by the time of a later stage all profile jobs were over
+        if not self.has_trained and self.facts.plan_at <= job.submitted_at:
+            return None
+        if rows:
+            return _End(JobPhase.FINISHED)
+        return _End(JobPhase.FAILED, None, "left no measurement")
 
 
-def _by_events(job: Submission) -> _Told | None:
-    kinds = [event.event for event in job.own]
-    if "finished" in kinds:
-        return _Told(JobPhase.FINISHED)
-    failures = {event.event: event for event in job.own if event.failure is not None}
-    # what the job itself said goes before what the scheduler says
-    for kind in ("oom", "failed", "ended"):
-        if kind in failures:
-            detail = next((e.detail for e in (failures[kind], *reversed(job.own)) if e.detail), "")
-            return _Told(JobPhase.FAILED, failures[kind].failure, detail)
-    return _Told(JobPhase.FINISHED) if "ended" in kinds else None
+def _by_events(job: Submission) -> _End | None:
+    if job.has_finished:
+        return _End(JobPhase.FINISHED)
+    failure = job.failure
+    if failure is not None:
+        return _End(JobPhase.FAILED, failure.kind, failure.detail)
+    return _End(JobPhase.FINISHED) if job.end else None
 
 
 def undecided(facts: Facts) -> list[Submission]:
-    """Jobs of which the files leave open whether they are over: the scheduler has to be asked."""
+    """Return the jobs that may not be over by the files: the scheduler has to be asked."""
     records = _Records(facts)
-    return [job for job in records.jobs if records.told(job) is None]
+    return [job for job in records.jobs if records.end_of(job) is None]
 
 
 def job_statuses(facts: Facts, answer: Answer) -> list[JobStatus]:
-    """Every job, in the order of submission."""
+    """Return every job, in the order of submission."""
     records = _Records(facts)
-    return [_status(job, records.told(job), answer) for job in records.jobs]
+    return [_status(job, records.end_of(job), answer) for job in records.jobs]
 
 
-def _status(job: Submission, told: _Told | None, answer: Answer) -> JobStatus:
-    event, data = job.event, job.event.data
-    nodes = data.get("nodes")
+def _status(job: Submission, end: _End | None, answer: Answer) -> JobStatus:
     known = JobStatus(
-        job_id=event.job_id,
-        stage=event.stage,
-        phase=told.phase if told else JobPhase.UNKNOWN,
-        label=job.label,
-        what=_what(data.get("configurations")),
-        partition=str(data.get("partition") or ""),
-        nodes=nodes if isinstance(nodes, int) else None,
-        submitted_at=event.time,
-        folder=str(data.get("folder") or ""),
-        failure=told.failure if told else None,
-        detail=told.detail.strip().partition("\n")[0] if told else "",
+        job_id=job.job_id,
+        stage=job.stage,
+        phase=end.phase if end else JobPhase.UNKNOWN,
+        label=label_of(job),
+        what=_what(job.configurations),
+        partition=job.partition or "",
+        nodes=job.nodes,
+        submitted_at=job.submitted_at,
+        folder=job.folder,
+        failure=end.failure if end else None,
+        detail=first_line(end.detail) if end else "",
     )
-    return known if told or answer.active is None else _as_scheduled(known, answer.active, answer)
+    return known if end or answer.active is None else _as_scheduled(known, answer.active, answer)
 
 
-def _what(configurations: object) -> str:
-    """The configurations of a profile job, in a few words."""
-    if not isinstance(configurations, list) or not configurations:
-        return ""
-    first = configurations[0]
-    is_known = (
-        isinstance(first, list)
-        and len(first) == 3
-        and all(isinstance(number, int) for number in first)
-    )
-    if len(configurations) > 1 or not is_known:
+def label_of(job: Submission) -> str:
+    """Return the label of a training or the role of a control job, "" for other jobs."""
+    return job.label or job.role
+
+
+def _what(configurations: Sequence[Configuration]) -> str:
+    if len(configurations) > 1:
         return f"{len(configurations)} configurations"
-    return str(Configuration(*first))
+    return str(configurations[0]) if configurations else ""
 
 
 def _as_scheduled(job: JobStatus, active: Mapping[str, JobState], answer: Answer) -> JobStatus:

@@ -1,4 +1,4 @@
-"""The state of a run as a whole, from its files and the scheduler's answer. Pure: it asks nobody and reads nothing."""
+"""State of a run as a whole, from its files and the scheduler's answer, without any reading."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic import Field
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, sweep_for
-from tula_hpc.errors import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.records import MAIN_LABEL, Event, Plan, Record, is_usable
-from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts
-from tula_hpc.stages.train_many import ATTEMPTS, INTERRUPTIONS, is_tried_again
+from tula_hpc.records import MAIN_LABEL, Plan, Record, is_usable
+from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
+from tula_hpc.records.events import JobFailure, StageFailure
+from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
 from tula_hpc.status.facts import Facts
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
@@ -42,7 +42,7 @@ class CommandStatus(Record):
 
 
 class DetachedStatus(Record):
-    """Controller jobs carry the sweep on."""
+    """Controller jobs that carry the sweep on."""
 
     # Unix time
     since: float
@@ -55,7 +55,7 @@ class DetachedStatus(Record):
 
 
 class SchedulerStatus(Record):
-    """Whether the scheduler was asked."""
+    """Answer of the scheduler."""
 
     # slurm, local, "" where the cluster file cannot be read
     executor: str
@@ -66,7 +66,7 @@ class SchedulerStatus(Record):
 
 
 class ProfileStatus(Record):
-    """The first stage."""
+    """State of the first stage."""
 
     stand: Stand
     # configurations
@@ -81,7 +81,7 @@ class ProfileStatus(Record):
 
 
 class PlanStatus(Record):
-    """What was chosen."""
+    """Chosen configuration."""
 
     nodes: int
     workers_per_node: int
@@ -98,18 +98,18 @@ class PlanStatus(Record):
 
     @property
     def whole_time_s(self) -> float:
-        """Expected time of the training with all that comes beside its steps, as far as the plan knows it."""
+        """Return the expected time of training with all overheads that the plan knows."""
         return self.train_time_s if self.wall_time_s is None else self.wall_time_s
 
     @classmethod
     def of(cls, plan: Plan) -> PlanStatus:
-        """What is told of a plan."""
+        """Summarise a plan."""
         names = set(cls.model_fields) - {"reason"}
         return cls(reason=plan.reason, **plan.chosen.model_dump(include=names))
 
 
 class StudyStatus(Record):
-    """The trainings of a study, and those that chose its learning rates."""
+    """Trainings of a study, and those that chose its learning rates."""
 
     cells: int
     finished: int
@@ -131,7 +131,7 @@ class StudyStatus(Record):
 
 
 class RunStatus(Record):
-    """Everything that `status` tells; `--json` prints it."""
+    """State of a run as `status` shows it; `--json` prints it."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -163,7 +163,7 @@ class RunStatus(Record):
 
 
 class _Parts(NamedTuple):
-    """What the verdict is made from."""
+    """Everything from which the state is derived."""
 
     facts: Facts
     answer: Answer
@@ -174,26 +174,26 @@ class _Parts(NamedTuple):
     detached: DetachedStatus | None
 
     def has(self, phase: JobPhase) -> bool:
-        """Whether a job is in this phase."""
+        """Tell whether a job is in this phase."""
         return any(job.phase is phase for job in self.jobs)
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it is open if jobs are on their way, since the scheduler could not be asked."""
+        """Tell whether jobs may be on their way while the scheduler could not be asked."""
         return self.has(JobPhase.UNKNOWN) or (
             bool(self.facts.cut_off) and self.answer.active is None
         )
 
     @property
     def at_work(self) -> bool:
-        """Whether something will act when jobs end."""
+        """Tell whether something will act when jobs end."""
         return _is_at_work(self.facts, self.jobs)
 
 
 def describe(
     facts: Facts, answer: Answer, rate_labels: Sequence[str] = (), accounted: Accounted = NO_ACCOUNT
 ) -> RunStatus:
-    """The whole state.
+    """Return the whole state.
 
     Args:
         facts: The files.
@@ -226,7 +226,7 @@ def describe(
         failures=_failures(facts, jobs),
         cost=cost_so_far(facts, jobs, accounted),
         doubts=facts.doubts,
-        avoided=broken_hosts(facts.events, facts.now) if facts.executor == "slurm" else [],
+        avoided=broken_hosts(facts.history.events, facts.now) if facts.executor == "slurm" else [],
     )
 
 
@@ -243,7 +243,7 @@ def _parts(
 
 
 def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Guards of controllers count only where they have to act."""
+    """Leave out guards of controllers that need not act."""
     open_phases = (*ALIVE, JobPhase.UNKNOWN)
     is_led = any(job.kind == "control" and job.phase in open_phases for job in jobs)
     idle = (
@@ -253,7 +253,7 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
-    """Not a training's job that another one followed, nor a profile whose configurations were measured after all."""
+    """Return the failed jobs whose work was not done by a later one."""
     rows = [row for row in facts.measurements if row.stage == "profile"]
     known = {
         (row.partition, row.configuration)
@@ -274,21 +274,20 @@ def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 
 def _is_at_work(facts: Facts, jobs: Sequence[JobStatus]) -> bool:
-    """Whether something will act when jobs end: a command, or a controller job."""
     return bool(facts.holder.alive) or any(
         job.stage == "control" and job.phase in ALIVE for job in jobs
     )
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
-    """None also when a command that stays has taken over since."""
-    event = next((event for event in reversed(facts.events) if event.event == "detached"), None)
-    if event is None:
+    """Return the controllers, None also when a command that stays has taken over since."""
+    detached = facts.history.detached()
+    if detached is None:
         return None
     control = [job for job in jobs if job.stage == "control"]
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
     return DetachedStatus.model_validate(
-        {"since": event.time, "until": str(event.data.get("until", "report")), **last}
+        {"since": detached.since, "until": detached.until or "report", **last}
     )
 
 
@@ -313,7 +312,7 @@ def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
-    if facts.plan is not None or _ended_with(facts) == "profile" or _went_on(facts):
+    if facts.plan is not None or facts.history.ended_stage() == "profile" or _went_on(facts):
         return "done"
     jobs = [job for job in all_jobs if job.stage == "profile"]
     phases = {job.phase for job in jobs}
@@ -325,35 +324,24 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
         return "unknown"
     if _is_at_work(facts, all_jobs):
         return "waiting"
-    failed = bad or JobPhase.FAILED in phases
-    return "failed" if failed and not good else "stopped" if jobs or good else "none"
+    stand: Stand = "stopped" if jobs or good else "none"
+    return "failed" if (bad or JobPhase.FAILED in phases) and not good else stand
 
 
 def _went_on(facts: Facts) -> bool:
-    """Whether a training was submitted, or planning was tried last."""
     failed = _failed_stage(facts)
-    return any(event.stage == "train" for event in facts.events) or (
-        failed is not None and failed.stage == "plan"
-    )
+    return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
 
 
-def _failed_stage(facts: Facts) -> Event | None:
-    """What a command wrote down last, where that is why it could not plan or submit; no failure of a single job."""
-    last = facts.events[-1] if facts.events else None
-    if last is None or last.event != "failed" or last.job_id:
-        return None
-    # planned after all, by `analysis.plan --write`
-    return None if facts.plan_at > last.time else last
-
-
-def _ended_with(facts: Facts) -> str:
-    """The stage with which the last command ended, as it was to; "" where that is not on record."""
-    last = next((event for event in reversed(facts.events) if event.stage != "control"), None)
-    return last.stage if last is not None and last.event == "ended" and not last.job_id else ""
+def _failed_stage(facts: Facts) -> StageFailure | None:
+    """Return why the last command could not plan or submit, if that is why it ended."""
+    failure = facts.history.stage_failure()
+    # planned after all, by `tula plan --write`
+    return failure if failure is not None and facts.plan_at <= failure.time else None
 
 
 def _wanted(spec: SweepSpec | None, cluster: ClusterSpec | None) -> int | None:
-    """An upper bound: batches beyond the memory are not measured."""
+    """Return an upper bound: batches beyond the memory are not measured."""
     if spec is None or cluster is None or spec.search.mode == "partial":
         return None
     own = [(sweep_for(spec, part), part.workers_per_node) for part in cluster.parts()]
@@ -402,27 +390,20 @@ def _study(
 def _failed_for_good(
     facts: Facts, known: Mapping[str, TrainingStatus], jobs: Sequence[JobStatus]
 ) -> dict[str, JobStatus]:
-    """The last job of each training that is not submitted once more, by label."""
+    """Return the last job of each training that is not submitted again, by label."""
     last = {
         job.label: job for job in jobs if job.label in known and known[job.label].stand == "failed"
     }
     if facts.spec is None or not _is_at_work(facts, jobs):
         return last
-    most = facts.spec.training.max_requeues
-    return {
-        label: job
-        for label, job in last.items()
-        if not _is_tried_again(facts.events, job, known[label].jobs, most)
-    }
-
-
-def _is_tried_again(events: Sequence[Event], job: JobStatus, jobs: int, max_requeues: int) -> bool:
-    """Whether the sweep submits a failed training of a study once more."""
-    if job.failure is Failure.DEVICE_FAILED:
-        return is_tried_again(events, job.label)
-    if job.failure in INTERRUPTIONS:
-        return jobs <= max_requeues
-    return job.failure in (Failure.BUG, Failure.KILLED, None) and jobs < ATTEMPTS
+    policy = study_policy(facts.spec.training.max_requeues)
+    given_up = {}
+    for label, job in last.items():
+        own = facts.history.job(job.job_id).own_failure
+        failure = JobFailure(job.failure, stop=own.stop if own else None)
+        if policy.judge(facts.history, label, failure) is Verdict.GIVE_UP:
+            given_up[label] = job
+    return given_up
 
 
 def _failure_words(job: JobStatus) -> str:
@@ -431,12 +412,11 @@ def _failure_words(job: JobStatus) -> str:
 
 
 def _readable(path: str | os.PathLike[str]) -> str:
-    """A path whose bytes are no text would not fit into JSON."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def verdict(parts: _Parts) -> tuple[State, str]:
-    """The state, and what it means here."""
+    """Return the state, and its explanation."""
     for judge in (_finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
         found = judge(parts)
         if found is not None:
@@ -444,10 +424,10 @@ def verdict(parts: _Parts) -> tuple[State, str]:
     return "stopped", _stopped_words(parts)
 
 
-Verdict = tuple[State, str]
+StateAndText = tuple[State, str]
 
 
-def _finished(parts: _Parts) -> Verdict | None:
+def _finished(parts: _Parts) -> StateAndText | None:
     study, training = parts.study, parts.training
     ended = study is not None and study.finished + study.diverged == study.cells
     if not ended and not (training is not None and training.stand in ("finished", "diverged")):
@@ -459,11 +439,11 @@ def _finished(parts: _Parts) -> Verdict | None:
     return "finished", "everything is done"
 
 
-def _finished_early(parts: _Parts) -> Verdict | None:
-    """A sweep that was not to go further, as far as that is on record."""
+def _finished_early(parts: _Parts) -> StateAndText | None:
+    """Recognise a sweep that was asked to end before training, if that is on record."""
     if parts.at_work or parts.training is not None:
         return None
-    stage = _ended_with(parts.facts)
+    stage = parts.facts.history.ended_stage()
     if parts.facts.plan is not None and (
         stage == "plan" or (parts.detached and parts.detached.until == "plan")
     ):
@@ -471,17 +451,17 @@ def _finished_early(parts: _Parts) -> Verdict | None:
     return ("finished", "profiled, which was to be the last stage") if stage == "profile" else None
 
 
-def _stuck(parts: _Parts) -> Verdict | None:
+def _stuck(parts: _Parts) -> StateAndText | None:
     stuck = [job for job in parts.jobs if job.stuck]
     if not stuck or parts.has(JobPhase.RUNNING):
         return None
     return (
         "stuck",
-        f"job {stuck[0].job_id} waits for what does not come by itself: {stuck[0].reason}",
+        f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}",
     )
 
 
-def _going_on(parts: _Parts) -> Verdict | None:
+def _going_on(parts: _Parts) -> StateAndText | None:
     stages = [
         job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
     ]
@@ -509,7 +489,6 @@ def _going_on(parts: _Parts) -> Verdict | None:
 
 
 def _command_words(parts: _Parts) -> str:
-    """A command is at work while no job of its own runs."""
     if parts.has(JobPhase.WAITING):
         return "a command waits for jobs that wait in the queue"
     if parts.has(JobPhase.UNKNOWN):
@@ -517,24 +496,28 @@ def _command_words(parts: _Parts) -> str:
     return "a command is at work, and no job: it plans, submits or writes the report"
 
 
-def _stage_failed(parts: _Parts) -> Verdict | None:
-    """A stage, not one of its jobs. Those do not run or wait by then."""
+def _stage_failed(parts: _Parts) -> StateAndText | None:
+    """Report the failure of a stage as a whole; none of its jobs runs or waits by then."""
     event = _failed_stage(parts.facts)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
-    # most put it there themselves
-    why = event.detail.strip().partition("\n")[0].removeprefix(f"{event.stage}: ")
-    return "failed", f"{event.stage}: {why}; mend the cause and {AGAIN}"
+    why = first_line(event.detail)
+    # the errors of planning begin with the stage, the scheduler's do not
+    shown = why if event.stage == "plan" else f"{event.stage}: {why}"
+    return "failed", f"{shown}; fix the cause and {AGAIN}"
 
 
-def _failed(parts: _Parts) -> Verdict | None:
+def _failed(parts: _Parts) -> StateAndText | None:
     control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
     if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
-        return "failed", f"controller job {control.job_id}: {control.detail or 'no word of it'}"
+        return (
+            "failed",
+            f"controller job {control.job_id}: {control.detail or 'no reason on record'}",
+        )
     if parts.is_unknown or parts.has(JobPhase.OVER):
         return None
     if parts.profile is not None and parts.profile.stand == "failed":
-        return "failed", "nothing could be measured; mend the cause and run the same command again"
+        return "failed", "nothing could be measured; fix the cause and run the same command again"
     training, study = parts.training, parts.study
     if training is not None and training.stand == "failed" and not _falls_back(parts):
         last = next(job for job in reversed(parts.jobs) if job.stage == "train")
@@ -542,18 +525,16 @@ def _failed(parts: _Parts) -> Verdict | None:
     if study is not None and study.failed and (study.rates_failed or not study.left):
         return (
             "failed",
-            f"{plural(study.failed, 'training')} without a result; mend the cause and {AGAIN}",
+            f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
         )
     return None
 
 
 def _falls_back(parts: _Parts) -> bool:
-    """Interrupted between a training that ran out of memory and the submission of the next smaller batch."""
-    trained = [event for event in parts.facts.events if event.stage == "train"]
-    return bool(trained) and trained[-1].event == "fell_back"
+    return parts.facts.history.is_falling_back()
 
 
-def _left_alone(parts: _Parts) -> Verdict | None:
+def _left_alone(parts: _Parts) -> StateAndText | None:
     over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
     if over:
         what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
@@ -561,7 +542,7 @@ def _left_alone(parts: _Parts) -> Verdict | None:
     if parts.is_unknown:
         return (
             "unknown",
-            "jobs were on their way by the files; whether they wait, run or are gone is not known here",
+            "jobs were submitted; whether they wait, run or are gone cannot be seen from here",
         )
     return None
 

@@ -1,4 +1,4 @@
-"""The state of a run as a screenful of plain text."""
+"""State of a run as a screenful of plain text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Line = tuple[str, str]
 
 
 def status_text(status: RunStatus, width: int = 110) -> str:
-    """All of it.
+    """Format the state.
 
     Args:
         status: What to tell.
@@ -219,7 +219,7 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
 
 
 def _job_lines(status: RunStatus) -> Iterator[Line]:
-    """Those that are not settled; jobs of which the same is to be said share a line."""
+    """Format the jobs that are not settled; equal ones share a line."""
     open_jobs = [
         job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)
     ]
@@ -272,7 +272,7 @@ def _who_acts(status: RunStatus) -> str:
 
 
 def short_ids(job_ids: Iterable[str]) -> str:
-    """Ids of jobs, tasks of one array together: `12_[0-2,5] 17`; of many only the first."""
+    """Shorten ids of jobs: `12_[0-2,5] 17` for tasks of one array; of many only the first."""
     arrays: dict[str, list[int]] = {}
     for job_id in job_ids:
         parent, _, task = job_id.partition("_")

@@ -1,4 +1,4 @@
-"""How far each training has come."""
+"""Progress of each training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from statistics import median
 from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
-from tula_hpc.records import MAIN_LABEL, Event, Record, StepMetrics
+from tula_hpc.records import Record, StepMetrics
 from tula_hpc.status.facts import Facts, TrainingFacts
-from tula_hpc.status.jobs import JobPhase, JobStatus, submissions
+from tula_hpc.status.jobs import JobPhase, JobStatus
 
 Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", "unknown", "none"]
 
@@ -51,47 +51,31 @@ class TrainingStatus(Record):
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
-    """Every training that was submitted or left files, by label."""
+    """Return every training that was submitted or left files, by label."""
     of_label: dict[str, list[JobStatus]] = {}
     for job in jobs:
         if job.stage == "train":
             of_label.setdefault(job.label, []).append(job)
-    events = events_by_label(facts)
     return {
-        label: _status(facts, label, of_label.get(label, []), events.get(label, []))
+        label: _status(facts, label, of_label.get(label, []))
         for label in sorted({*of_label, *facts.trainings})
     }
 
 
-def events_by_label(facts: Facts) -> dict[str, list[Event]]:
-    """The events of each training. Those of a job whose submission is not on record are the plan's training's."""
-    label_of = {
-        job.event.job_id: job.label
-        for job in submissions(facts.events)
-        if job.event.stage == "train"
-    }
-    found: dict[str, list[Event]] = {}
-    for event in facts.events:
-        if event.stage == "train":
-            label = event.data.get("label") or label_of.get(event.job_id, MAIN_LABEL)
-            found.setdefault(str(label), []).append(event)
-    return found
-
-
-def _status(
-    facts: Facts, label: str, jobs: Sequence[JobStatus], events: Sequence[Event]
-) -> TrainingStatus:
+def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStatus:
     files = facts.trainings.get(label)
-    epochs = facts.spec.workload.epochs if facts.spec else facts.plan.epochs if facts.plan else None
+    epochs = facts.plan.epochs if facts.plan else None
+    if facts.spec:
+        epochs = facts.spec.workload.epochs
     known: dict[str, object] = {
         "label": label,
         "stand": _stand(files, jobs),
         "job_id": jobs[-1].job_id if jobs else "",
         "jobs": len(jobs),
         "epochs": epochs,
-        "restarts": sum(event.event == "resumed" for event in events),
-        "fallbacks": sum(event.event == "fell_back" for event in events),
-        "drift": _drift(events),
+        "restarts": facts.history.restarts(label),
+        "fallbacks": facts.history.fallbacks(label),
+        "drift": describe_drift(facts.history.of_training(label)),
     }
     if files is not None:
         age = (
@@ -101,14 +85,6 @@ def _status(
         )
         known |= age | (_ended(files) if files.result else _under_way(files, epochs))
     return TrainingStatus.model_validate(known)
-
-
-def _drift(events: Sequence[Event]) -> str:
-    try:
-        return describe_drift(events).lstrip("; ")
-    except (KeyError, TypeError, ValueError):
-        # of another version, or written by hand
-        return ""
 
 
 def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:
@@ -143,7 +119,7 @@ def _ended(files: TrainingFacts) -> dict[str, object]:
 
 
 def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
-    """From the last lines of its metrics. An epoch's line comes after the last step's of that epoch."""
+    """Read the progress from the last lines of the metrics; an epoch's line follows its steps."""
     known: dict[str, object] = {}
     if files.tail.epoch is not None:
         last_epoch = files.tail.epoch
@@ -170,7 +146,7 @@ def _under_way(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
 
 
 def _samples_per_step(steps: Sequence[StepMetrics]) -> float:
-    """The present global batch: after a fallback it is another than in the beginning."""
+    """Return the present global batch, which a fallback changes."""
     for before, after in zip(steps[-2::-1], steps[:0:-1], strict=False):
         if after.step > before.step and after.samples_seen > before.samples_seen:
             return (after.samples_seen - before.samples_seen) / (after.step - before.step)

@@ -48,6 +48,7 @@ from tula_hpc.records import (
     rank_file,
     write_atomically,
 )
+from tula_hpc.records.events import EventName, StopReason
 from tula_hpc.training.drift import DriftGuard, DriftStart, begin_drift_watch
 from tula_hpc.training.metrics import NO_EVALUATION, Evaluation, StepWindow, finite_or_none
 from tula_hpc.training.per_worker_states import LocalStates
@@ -573,7 +574,7 @@ class Trainer:
         if self.progress.restarts >= self.job.sweep.training.max_requeues:
             used_up = f"restarted {self.progress.restarts} times, as often as training.max_requeues allows"
             if self.env.rank == 0:
-                self._event("failed", used_up, data)
+                self._event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
             raise StageError(used_up)
         return self._requeue()
 
@@ -595,7 +596,8 @@ class Trainer:
         is_refused = self._any(refused is not None)
         if self.env.rank == 0:
             detail = f"requeue refused: {refused}" if refused else "requeued by the job itself"
-            self._event("failed" if refused else "requeued", detail, {})
+            stop = {"stop": StopReason.REQUEUE_REFUSED} if refused else {}
+            self._event("failed" if refused else "requeued", detail, stop)
         if is_refused:
             return "stopped"
         sys.exit(REQUEUED_EXIT_CODE)
@@ -604,7 +606,7 @@ class Trainer:
         (largest,) = self.worker.agree(float(mine))
         return bool(largest)
 
-    def _event(self, event: str, detail: str, data: dict[str, Any]) -> None:
+    def _event(self, event: EventName, detail: str, data: dict[str, Any]) -> None:
         self.run_directory.log_event(
             event, "train", detail=detail, job_id=self.env.job_id, data=data
         )
