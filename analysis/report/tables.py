@@ -256,7 +256,7 @@ def event_table(events: Sequence[Event]) -> TextTable:
             rows.append(("", "", "", left_out, ""))
             continue
         detail = cut(event.detail or str(event.failure or ""))
-        rows.append((format_time(event.time), event.stage, event.event, detail, event.job_id))
+        rows.append((format_time(event.time), event.stage, event.title, detail, event.job_id))
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 
