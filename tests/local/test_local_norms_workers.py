@@ -308,7 +308,8 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
     worker.forward_backward(*next(worker.batches()))
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
-    seen = worker.observer and (list(worker.observer.statistics()), list(worker.observer.noise()))
+    numbers = worker.observer.step_metrics(STEPS_OF_WORKER)
+    seen = (list(numbers.values()), list(worker.observer.noise())) if numbers else None
     weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
     worker.release()
     del worker

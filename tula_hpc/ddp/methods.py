@@ -17,15 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
-from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
+from tula_hpc.optim import (
+    GradientObserver,
+    NoObserver,
+    StaticScaleObserver,
+    StepObserver,
+    TulaOptimizer,
+)
+from tula_hpc.optim.post_local_sgd import EpochAverager, NoAverager, PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
 
@@ -33,37 +39,57 @@ from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_bias
 SYNCHRONOUS_EPOCHS = 5
 
 
-def build_optimizer(
+class Stepper(NamedTuple):
+    """Everything that a method puts around a worker's steps."""
+
+    optimizer: Optimizer
+    observer: GradientObserver
+    averager: EpochAverager | NoAverager
+
+
+def build_stepper(
     sweep: SweepSpec,
     model: nn.Module,
     parameters: list[nn.Parameter],
     configuration: Configuration,
     samples: int,
-) -> Optimizer:
-    """The method's optimizer.
+) -> Stepper:
+    """Build the method's optimizer with its observer.
 
     Args:
         sweep: Optimizer and method.
         model: The plain module.
-        parameters: What is trained of it.
+        parameters: Its trained parameters.
         configuration: Gives the large batch and the number of workers.
         samples: Training samples in an epoch; some intervals are stated in epochs.
     """
-    method = sweep.training.method
+    training = sweep.training
+    batch = configuration.global_batch
+    observer: GradientObserver
     base = base_optimizer(
         sweep.workload,
         parameters,
         sharded=shards(sweep.workload, configuration.world_size),
-        layer_wise=sweep.training.has_trust_ratios,
+        layer_wise=training.has_trust_ratios,
         exempt=norms_and_biases(model),
     )
-    if method in ("static", "ags"):
-        return TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
-    if method == "adascale":
-        return TulaOptimizer(base, **_adascale(sweep.training, configuration, samples))
-    if method == "polo" and configuration.world_size > 1:
-        return PostLocalSGD(base, EpochAverager(model, synchronous_epochs(sweep.workload.epochs)))
-    return base
+    if training.method == "static":
+        scaling = TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
+        is_observed = training.observe_gradients
+        observer = StaticScaleObserver(scaling, batch) if is_observed else scaling
+        return Stepper(scaling, observer, NoAverager())
+    if training.adapts:
+        if training.method == "adascale":
+            options = _adascale(training, configuration, samples)
+        else:
+            options = _scaling(sweep, model, parameters, configuration, samples)
+        scaling = TulaOptimizer(base, **options)
+        return Stepper(scaling, scaling, NoAverager())
+    observer = StepObserver(base, batch) if training.observe_gradients else NoObserver()
+    if training.method == "polo" and configuration.world_size > 1:
+        averager = EpochAverager(model, synchronous_epochs(sweep.workload.epochs))
+        return Stepper(PostLocalSGD(base, averager), observer, averager)
+    return Stepper(base, observer, NoAverager())
 
 
 def synchronous_epochs(epochs: int) -> int:
@@ -152,23 +178,26 @@ def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict
     return {"small_batch": min(small, large), "large_batch": large}
 
 
-def reference_after(
-    sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float
-) -> float:
-    """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
+class ReferenceBatch:
+    """b_small over a training: the configured one, divided by its shrink evenly in the logarithm.
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
     Args:
-        sweep: The method and its options, and how many epochs E there are.
-        configuration: That is trained with.
+        sweep: The method and its options, and the number of epochs E.
+        configuration: Of the training.
         samples: Of an epoch.
-        epochs_seen: e, from 0 to E.
     """
-    batch = configuration.global_batch
-    first = min(sweep.training.reference_batch(batch), batch)
-    shrink = _shrink(sweep, configuration, samples)
-    return max(1.0, first * math.exp(-math.log(shrink) * epochs_seen / sweep.workload.epochs))
+
+    def __init__(self, sweep: SweepSpec, configuration: Configuration, samples: int) -> None:
+        batch = configuration.global_batch
+        self.first = min(sweep.training.reference_batch(batch), batch)
+        self.log_shrink = math.log(_shrink(sweep, configuration, samples))
+        self.epochs = sweep.workload.epochs
+
+    def after(self, epochs_seen: float) -> float:
+        """Return b_small after e epochs, from 0 to E."""
+        return max(1.0, self.first * math.exp(-self.log_shrink * epochs_seen / self.epochs))
 
 
 def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> float:

@@ -14,25 +14,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc import process_memory as resident
+from tula_hpc import process_memory
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
-from tula_hpc.ddp.methods import build_optimizer, reference_after, reference_share
+from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
+from tula_hpc.ddp.small_norms import small_norms
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
-from tula_hpc.optim import (
-    GradientObserver,
-    LocalNorms,
-    PartNorms,
-    TulaOptimizer,
-    local_gradient,
-    looks_at_whole_batch,
-    reference_gradient,
-)
-from tula_hpc.optim.post_local_sgd import PostLocalSGD
+from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.workload import build_workload
@@ -60,26 +52,30 @@ class Worker:
         self.sweep, self.configuration, self.env = sweep, configuration, env
         self.device = pick_device(cluster, env.local_rank)
         if self.device.type == "cpu":
-            resident.keep_freed()
+            process_memory.keep_freed()
         else:
             check_kernels(self.device)
             check_precision(self.device, sweep.workload.precision)
             choose_kernels(sweep.workload)
         self.workload = workload = build_workload(sweep.workload, self.device)
-        self.model = self._place(workload.model)
+        self.model = self._move_to_device(workload.model)
         self.parallel = self._wrap(self.model)
         # a single worker does not mind unused parameters
         self.unused_sought = self.parallel is self.model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
-        self.optimizer = build_optimizer(
+        self.optimizer, self.observer, self.averager = build_stepper(
             sweep, self.model, self.parameters, configuration, self.samples
         )
         # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have
         # another
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.observer = self._observe()
-        self.norms = self._small_norms()
+        self.norms = small_norms(
+            sweep.training, self.parallel, self.parameters, configuration.local_batch
+        )
+        if self.norms.are_given:
+            self.observer.expect_small_norms()
+        self.reference = ReferenceBatch(sweep, configuration, self.samples)
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
             workload.train,
@@ -91,7 +87,7 @@ class Worker:
             pin_memory=self.device.type == "cuda",
         )
 
-    def _place(self, model: nn.Module) -> nn.Module:
+    def _move_to_device(self, model: nn.Module) -> nn.Module:
         channels_last = (
             torch.channels_last if self.sweep.workload.channels_last else torch.preserve_format
         )
@@ -107,42 +103,6 @@ class Worker:
         return DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
         )
-
-    def _observe(self) -> GradientObserver | None:
-        """What looks at gradients from which no factor is estimated; None: the optimizer does, or nobody wants it."""
-        training = self.sweep.training
-        if not training.observe_gradients or training.adapts:
-            return None
-        stepped = (
-            self.optimizer.optim if isinstance(self.optimizer, PostLocalSGD) else self.optimizer
-        )
-        return GradientObserver(stepped, self.configuration.global_batch)
-
-    def _small_norms(self) -> LocalNorms | PartNorms | None:
-        """What gives norms of small gradients at every step without a pass; None: they take passes, if anything.
-
-        A single worker takes its batch in two parts, where that changes nothing but the order of
-        additions. BatchNorm would train on statistics of half the batch: such a model keeps the
-        reference pass, at its interval. So does, without any pass, a training that is only
-        observed: it must not change by that.
-        """
-        norms: LocalNorms | PartNorms
-        if not (self.observer or self.sweep.training.free_reference):
-            return None
-        if isinstance(self.parallel, DistributedDataParallel):
-            norms = LocalNorms(
-                self.parameters, self.configuration.local_batch, averages=True
-            ).attach(self.parallel)
-        elif (
-            self.observer or looks_at_whole_batch(self.model) or self.configuration.local_batch < 2
-        ):
-            return None
-        else:
-            norms = PartNorms(self.parameters)
-        if isinstance(self.optimizer, TulaOptimizer):
-            # no pass is ever due
-            self.optimizer.update_interval = None
-        return norms
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
         """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
@@ -186,7 +146,7 @@ class Worker:
     @property
     def parts(self) -> int:
         """In so many parts a step takes its local batch, one after another."""
-        return self.norms.count if isinstance(self.norms, PartNorms) else 1
+        return self.norms.count
 
     def forward_backward(
         self, inputs: Batch, targets: Batch, *, synchronize: bool = True, whole: bool = False
@@ -201,11 +161,11 @@ class Worker:
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            if isinstance(self.norms, PartNorms) and not whole:
-                return torch.stack(
-                    [self._backward(*part) for part in self.norms.parts(inputs, targets)]
-                ).sum()
-            loss = self._backward(inputs, targets)
+            if whole or self.norms.count == 1:
+                loss = self._backward(inputs, targets)
+            else:
+                parts = self.norms.parts(inputs, targets)
+                loss = torch.stack([self._backward(*part) for part in parts]).sum()
         if not (self.unused_sought or quiet):
             self._refuse_unused()
         return loss
@@ -289,66 +249,50 @@ class Worker:
         )
 
     def update_gradscale(self, inputs: Batch, targets: Batch) -> None:
-        """AGS's UpdateGradScale from the gradients of the last backward pass and this batch's reference part."""
-        if isinstance(self.optimizer, TulaOptimizer):
-            small = self.reference_gradient(inputs, targets)
-            self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
+        """Update AGS's scale from the last backward pass and this batch's reference part."""
+        small = self.reference_gradient(inputs, targets)
+        self.observer.update_gradscale(small, [p.grad for p in self.parameters])
 
     def train_step(self, inputs: Batch, targets: Batch) -> Tensor:
-        """One step of Algorithm 1: update the gradient scale if it is due, then forward, backward, gate, optimizer."""
-        due = isinstance(self.optimizer, TulaOptimizer) and self.optimizer.update_due
-        small = self.reference_gradient(inputs, targets) if due else None
+        """Take one step of Algorithm 1; return the mean loss of the local batch.
+
+        Update the gradient scale if it is due, then forward, backward, gate, optimizer.
+        """
+        is_local = self.is_local
+        small = self.reference_gradient(inputs, targets) if self.observer.update_due else None
         self.optimizer.zero_grad(set_to_none=True)
-        if self.observer is not None:
-            self.observer.forget()
-            self.observer.idle = self.is_local
-        loss = self.forward_backward(inputs, targets, synchronize=not self.is_local)
+        self.observer.begin_step(is_local=is_local)
+        loss = self.forward_backward(inputs, targets, synchronize=not is_local)
         self.scaler.unscale_(self.optimizer)
-        if small is not None and isinstance(self.optimizer, TulaOptimizer):
-            self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
-        self._observe_small(self._clip())
+        if small is not None:
+            self.observer.update_gradscale(small, [p.grad for p in self.parameters])
+        clipping = self._clip()
+        if not is_local:
+            self.norms.report(self.observer, self._loss_scale(), clipping)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
 
     def _clip(self) -> Tensor | float:
-        """Shorten the gradient to training.clip_norm; what it was multiplied with, on the device."""
+        """Shorten the gradient to training.clip_norm; return its factor, on the device."""
         limit = self.sweep.training.clip_norm
         if limit is None:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         # as torch has it
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for each in (self.optimizer, self.observer):
-            if isinstance(each, TulaOptimizer | GradientObserver):
-                each.observe_clipping(factor)
+        self.observer.observe_clipping(factor)
         return factor
 
-    def _observe_small(self, shortened: Tensor | float) -> None:
-        """Give the optimizer, or the observer, the norms of this step's small gradients where they are had for nothing.
-
-        They are multiplied as the large gradient was, so that clipping leaves their ratio alone;
-        who is told knows of it and takes the noise of the gradient before.
-        """
-        told = self.observer or self.optimizer
-        if (
-            self.norms is None
-            or self.is_local
-            or not isinstance(told, TulaOptimizer | GradientObserver)
-        ):
-            return
-        # the loss scale as a tensor: `get_scale` would wait for the device
-        scaled = self.scaler.is_enabled()
-        loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
-        squares, batch = self.norms.squares(loss_scale)
-        told.observe_small(squares * shortened**2, batch)
-        if isinstance(self.norms, LocalNorms):
-            told.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
+    def _loss_scale(self) -> Tensor | float:
+        """Return the loss scale as a tensor: `get_scale` would wait for the device."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=self.device))
 
     def release(self) -> None:
-        """Call it after the last step where the process goes on, so that the model can be freed: see `LocalNorms`."""
-        if isinstance(self.norms, LocalNorms):
-            self.norms.release()
+        """Let the model be freed after the last step of a process that goes on."""
+        self.norms.release()
 
     def seed(self, seed: int) -> None:
         """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
@@ -358,29 +302,22 @@ class Worker:
 
     @property
     def is_local(self) -> bool:
-        """Whether this worker steps by itself just now, as all do in post-local SGD after the synchronous epochs."""
-        return isinstance(self.optimizer, PostLocalSGD) and self.optimizer.averager.local
+        """True while this worker steps by itself, as in post-local SGD after its first epochs."""
+        return self.averager.local
 
-    def place(self, start: float, end: float) -> None:
-        """Say which data the next step sees; call it on every worker.
+    def set_position(self, start: float, end: float) -> None:
+        """Set which data the next step sees. Collective.
 
         Args:
             start: Epochs seen before the step, fractional.
             end: Epochs seen after it; whole after the last step of an epoch.
         """
-        if (
-            isinstance(self.optimizer, TulaOptimizer)
-            and self.norms is not None
-            and self.observer is None
-        ):
-            self.optimizer.set_reference(
-                reference_after(self.sweep, self.configuration, self.samples, start)
-            )
-        if isinstance(self.optimizer, PostLocalSGD):
-            self.optimizer.averager.place(start, end)
-            if start == self.optimizer.averager.synchronous_epochs:
-                # all go their own ways from one point
-                self.share_buffers()
+        if self.norms.are_given:
+            self.observer.set_reference(self.reference.after(start))
+        self.averager.set_position(start, end)
+        if self.averager.begins:
+            # all workers go their own ways from one point
+            self.share_buffers()
 
     def own_state(self) -> dict[str, Any]:
         """What only this worker has while `is_local`."""

@@ -33,7 +33,7 @@ from tula_hpc.optim.gradscale import (
     require,
     require_one_of,
 )
-from tula_hpc.optim.observer import ScaleHistogram
+from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, StepObserver
 from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where, scale_and_step
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 
@@ -74,7 +74,7 @@ class _Look(NamedTuple):
     share: Tensor
 
 
-class TulaOptimizer(WrappingOptimizer):
+class TulaOptimizer(WrappingOptimizer, GradientObserver):
     """Scales gradients in place where training is not sensitive, then steps the wrapped optimizer.
 
     It has no parameter groups or state of its own but shows the base's, the very same objects:
@@ -377,6 +377,10 @@ class TulaOptimizer(WrappingOptimizer):
         )
         self._estimates.refer_to(batch, *bounds)
 
+    def expect_small_norms(self) -> None:
+        """Take factors from `observe_small` alone: `update_due` stays false."""
+        self.update_interval = None
+
     def set_delta(self, delta: float) -> None:
         """Go on with another threshold δ.
 
@@ -395,6 +399,27 @@ class TulaOptimizer(WrappingOptimizer):
         return Statistics(
             sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts
         )
+
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return `statistics` for a log line of that many steps, by name."""
+        found = self.statistics()
+        return {
+            "sensitivity": found.sensitivity,
+            "gradient_norm": found.gradient_norm,
+            "scaled": found.scaled_steps / steps,
+            "scale_share": found.share,
+            "scale_mean": found.scale_mean,
+            "scale_min": found.scale_min,
+            "scale_max": found.scale_max,
+        }
+
+    def count_scales(self) -> None:
+        """Count from now on the factors that are applied, in `histogram`."""
+        self.histogram = ScaleHistogram()
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset the counts of `count_scales`. Waits for the device."""
+        return None if self.histogram is None else self.histogram.read()
 
     def noise(self) -> NoiseReading:
         """The gradient's noise scale, from the pairs of gradients or norms that the factors were estimated from.
@@ -569,3 +594,33 @@ class TulaOptimizer(WrappingOptimizer):
         self.steps = round(own["steps"] * batch / self.large_batch)
         self._steps_since_update = round(own["steps_since_update"] * batch / self.large_batch)
         self._steps_since_statistics = own["steps_since_statistics"]
+
+
+class StaticScaleObserver(StepObserver):
+    """Observer of the gradients of a `TulaOptimizer` with a static scale, which estimates no noise.
+
+    Args:
+        optimizer: Logs the scale, and knows of clipping too.
+        large_batch: See `StepObserver`.
+    """
+
+    def __init__(self, optimizer: TulaOptimizer, large_batch: int) -> None:
+        super().__init__(optimizer, large_batch)
+        self._scaling = optimizer
+
+    def observe_clipping(self, factor: Tensor | float) -> None:
+        """Take the factor of clipping, for the optimizer's gate as well."""
+        super().observe_clipping(factor)
+        self._scaling.observe_clipping(factor)
+
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return the optimizer's statistics, by name."""
+        return self._scaling.step_metrics(steps)
+
+    def count_scales(self) -> None:
+        """Count from now on the factors that the optimizer applies."""
+        self._scaling.count_scales()
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset the optimizer's counts. Waits for the device."""
+        return self._scaling.read_scales()

@@ -21,6 +21,16 @@ from torch.optim import Optimizer
 AVERAGES_PER_EPOCH = 4
 
 
+class NoAverager:
+    """Null object of methods in which all steps use the gradients of all workers."""
+
+    local = False
+    begins = False
+
+    def set_position(self, start: float, end: float) -> None:
+        """Do nothing; see `EpochAverager`."""
+
+
 class EpochAverager(ModelAverager):
     """Averages parameters and buffers at equal parts of an epoch, the last of them at its end.
 
@@ -49,8 +59,8 @@ class EpochAverager(ModelAverager):
         self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
         self.start = self.end = 0.0
 
-    def place(self, start: float, end: float) -> None:
-        """Say which data the next step sees.
+    def set_position(self, start: float, end: float) -> None:
+        """Set which data the next step sees.
 
         Args:
             start: Epochs seen before the step, fractional; the `end` of the step before it.
@@ -60,8 +70,13 @@ class EpochAverager(ModelAverager):
 
     @property
     def local(self) -> bool:
-        """Whether the step is each worker's own, without the others' gradients."""
+        """True if the step is each worker's own, without the others' gradients."""
         return self.start >= self.synchronous_epochs
+
+    @property
+    def begins(self) -> bool:
+        """True if the step is the first of the local ones."""
+        return self.start == self.synchronous_epochs
 
     @property
     def due(self) -> bool:

@@ -178,7 +178,7 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
 
 def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
     steps = worker.samples // worker.configuration.global_batch
-    if worker.norms is not None or not sweep.training.free_reference:
+    if worker.norms.are_given or not sweep.training.free_reference:
         return sweep.updates_per_epoch(steps)
     return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
 
@@ -242,7 +242,7 @@ class StepProfile:
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
         # else no update takes a pass
-        if self.worker.sweep.training.adapts and self.worker.norms is None:
+        if self.worker.sweep.training.adapts and not self.worker.norms.are_given:
             # the update looks at the gradients of a backward pass
             self._compute(inputs, targets)
             self._time(

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from tula_hpc.analysis.drift import (
     Detector,
@@ -47,7 +46,6 @@ from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.optim import TulaOptimizer
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.timing import LoaderWaits, agreed_s, round_s
 from tula_hpc.records import (
@@ -353,9 +351,9 @@ class DriftGuard:
         """How often workers are to agree on what they saw."""
         return CHECK_EVERY_S if self.watch is None else self.watch.look_every_s
 
-    def count_update(self, optimizer: Optimizer) -> None:
-        """Call before a step: whether it will update AGS's scale."""
-        self.updates += isinstance(optimizer, TulaOptimizer) and optimizer.update_due
+    def count_update(self) -> None:
+        """Count the next step if it will update AGS's scale."""
+        self.updates += self.worker.observer.update_due
 
     def readings(self) -> tuple[float, ...]:
         """What this worker saw since the last look; without the updates of AGS's scale, which the plan counts apart."""

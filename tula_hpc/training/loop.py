@@ -36,7 +36,7 @@ from tula_hpc.errors import DivergedError, Failure, StageError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.optim import NO_READING, CriticalBatch, NoiseReading, ScaleHistogram, TulaOptimizer
+from tula_hpc.optim import CriticalBatch
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.record import oom_record
 from tula_hpc.records import (
@@ -134,12 +134,8 @@ class Trainer:
         self.suspensions = Suspensions().install()
         # rank 0 alone reads the noise
         self.critical_batch = CriticalBatch()
-        if (
-            job.sweep.training.scale_histogram
-            and env.rank == 0
-            and isinstance(self.worker.optimizer, TulaOptimizer)
-        ):
-            self.worker.optimizer.histogram = ScaleHistogram()
+        if job.sweep.training.scale_histogram and env.rank == 0:
+            self.worker.observer.count_scales()
         # of the last step
         self.batch: tuple[Batch, Batch] | None = None
         self.restart_count = env.restart_count
@@ -148,7 +144,7 @@ class Trainer:
         self.agreed = Agreed(self.worker, stop, self.saving.wish, self.guard.look_every_s)
         seen = self._epochs_seen()
         # after a stop at an epoch's last step the next save comes before any step
-        self.worker.place(seen, seen)
+        self.worker.set_position(seen, seen)
         self.epoch_loss = torch.tensor(
             self.progress.epoch_loss, dtype=torch.float64, device=self.worker.device
         )
@@ -292,7 +288,7 @@ class Trainer:
         self.worker.seed(
             hash((self.job.sweep.workload.seed, self.env.rank, progress.samples_seen)) % 2**63
         )
-        self.guard.count_update(self.worker.optimizer)
+        self.guard.count_update()
         loss = self.worker.train_step(inputs, targets)
         progress.offset += size
         progress.samples_seen += size
@@ -325,7 +321,7 @@ class Trainer:
         # samples left over at the end are not trained on
         last = progress.offset + 2 * size > self.samples_per_epoch
         after = 1.0 if last else (progress.offset + size) / self.samples_per_epoch
-        self.worker.place(start, progress.epoch + after)
+        self.worker.set_position(start, progress.epoch + after)
 
     def _epochs_seen(self) -> float:
         return self.progress.epoch + self.progress.offset / self.samples_per_epoch
@@ -347,7 +343,7 @@ class Trainer:
             )
         if self.env.rank != 0:
             return
-        noise = self._noise()
+        noise = self.worker.observer.noise()
         self.critical_batch.add(noise, steps)
         append_record(
             self.files.metrics_file,
@@ -363,46 +359,19 @@ class Trainer:
                 noise_scale=finite_or_none(noise.noise_scale),
                 noise_gradient_square=finite_or_none(noise.recent_square),
                 noise_trace=finite_or_none(noise.recent_trace),
-                scale_histogram=self._scales_used(),
+                scale_histogram=self.worker.observer.read_scales(),
             ),
             durable=False,
         )
 
     def _gradients_seen(self, steps: int) -> dict[str, float | None]:
-        """Part of a line: Δ(G) and norm, of whoever looks at gradients, and what was made of them, if anything."""
-        optimizer, observer = self.worker.optimizer, self.worker.observer
-        if isinstance(optimizer, TulaOptimizer):
-            scaled = optimizer.statistics()
-            return {
-                "sensitivity": finite_or_none(scaled.sensitivity),
-                "gradient_norm": finite_or_none(scaled.gradient_norm),
-                "scaled": scaled.scaled_steps / steps,
-                "scale_share": scaled.share,
-                "scale_mean": scaled.scale_mean,
-                "scale_min": scaled.scale_min,
-                "scale_max": scaled.scale_max,
-            }
-        if observer is None or observer.idle:
-            return {}
-        return {
-            name: finite_or_none(value) for name, value in observer.statistics()._asdict().items()
-        }
+        numbers = self.worker.observer.step_metrics(steps)
+        return {name: finite_or_none(value) for name, value in numbers.items()}
 
     def _any_diverged(self, loss: float) -> bool:
         """Workers agree where all of them end with it, in a study; another training just fails."""
         diverged = not math.isfinite(loss)
         return diverged if self.study is None else self._any(diverged)
-
-    def _scales_used(self) -> list[int] | None:
-        optimizer = self.worker.optimizer
-        histogram = optimizer.histogram if isinstance(optimizer, TulaOptimizer) else None
-        return histogram.read() if histogram is not None else None
-
-    def _noise(self) -> NoiseReading:
-        optimizer, observer = self.worker.optimizer, self.worker.observer
-        if observer is not None:
-            return NO_READING if observer.idle else observer.noise()
-        return optimizer.noise() if isinstance(optimizer, TulaOptimizer) else NO_READING
 
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
         """Loss and accuracy over all samples of the workers' loaders together; each has a share of them."""
@@ -454,7 +423,7 @@ class Trainer:
             test_top5_accuracy=evaluation.top5_accuracy,
             epoch_time_s=progress.epoch_time_s,
             steps=progress.epoch_steps,
-            noise_scale=finite_or_none(self._noise().noise_scale),
+            noise_scale=finite_or_none(self.worker.observer.noise().noise_scale),
             critical_batch=finite_or_none(self.critical_batch.take()),
             evaluation_time_s=evaluation.seconds,
             workers=self.env.world_size,
@@ -488,7 +457,7 @@ class Trainer:
         optimizer_state = self.worker.optimizer_state()
         if self.env.rank != 0:
             return {}
-        observer = self.worker.observer
+        observer_state = self.worker.observer.extra_state()
         return {
             "model": self.worker.model.state_dict(),
             "optimizer": optimizer_state,
@@ -496,7 +465,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "critical_batch": self.critical_batch.state_dict(),
             "global_batch": self.job.configuration.global_batch,
-            **({"observer": observer.state_dict()} if observer is not None else {}),
+            **({"observer": observer_state} if observer_state else {}),
         }
 
     def _restore(self) -> Progress:
@@ -515,8 +484,7 @@ class Trainer:
             self.worker.model.load_state_dict(initial)
             return Progress(started_at=unix_time())
         self.worker.load_own_state(self.local_states.load(loaded))
-        if self.worker.observer is not None:
-            self.worker.observer.load_state_dict(loaded.state.get("observer"))
+        self.worker.observer.load_extra_state(loaded.state.get("observer"))
         if "critical_batch" in loaded.state:
             self.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # a resubmitted job counts its restarts from 0 again, and would be fenced out as the stale
