@@ -1,4 +1,4 @@
-"""What profiling and training share on a node: one process of a DDP job with its model, data, optimizer and step."""
+"""One process of a DDP job with its model, data, optimizer and step, for profiles and trainings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Worker:
         sweep: What to train and how.
         cluster: The device and the CPUs that a worker has.
         configuration: Nodes, workers per node and local batch.
-        env: This process's place in the job.
+        env: This process's rank in the job.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Worker:
         self.workload = workload = build_workload(sweep.workload, self.device)
         self.model = self._move_to_device(workload.model)
         self.parallel = self._wrap(self.model)
-        # a single worker does not mind unused parameters
+        # a single worker may have unused parameters
         self.unused_sought = self.parallel is self.model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
@@ -105,15 +105,15 @@ class Worker:
         )
 
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
-        """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
+        """Yield batches on the device without end, from `offset` global samples into `epoch` on."""
         stream: Iterator[Batch] = self.loader.stream(epoch, offset)
         if self.device.type == "cuda":
             stream = one_ahead(stream, StreamCopies(self.device))
-        # A generator of ours would hold the batch as it was loaded during the step.
+        # not a generator function, which would hold the loaded batch during the step
         return itertools.starmap(self.to_device, stream)
 
     def to_device(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Bring a batch to the device as the model takes it: bytes of images scaled, images in its memory format."""
+        """Move a batch to the device as the model takes it: images scaled and in its memory format."""
         inputs, targets = map_tensors(
             lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets)
         )
@@ -128,9 +128,9 @@ class Worker:
         return tensor
 
     def as_loaded(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """A batch on the host as loaders give it, of the size and kind of one on the device.
+        """Return a batch on the host as loaders give it, of the size and kind of one on the device.
 
-        Of images that travel as bytes it is one of the test set's, again and again.
+        Images that travel as bytes are one of the test set's, repeated.
         """
         inputs, targets = map_tensors(lambda tensor: tensor.cpu().contiguous(), (inputs, targets))
         if self.device.type == "cuda" and isinstance(self.workload.test, ImageDataset):
@@ -139,25 +139,25 @@ class Worker:
         return inputs, targets
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The workload's precision for a forward pass."""
+        """Return the context of a forward pass in the workload's precision."""
         dtype = DTYPES[self.sweep.workload.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     @property
     def parts(self) -> int:
-        """In so many parts a step takes its local batch, one after another."""
+        """Return the number of micro-batches in which a step takes its local batch."""
         return self.norms.count
 
     def forward_backward(
         self, inputs: Batch, targets: Batch, *, synchronize: bool = True, whole: bool = False
     ) -> Tensor:
-        """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off.
+        """Return the mean loss of the local batch, detached, and leave gradients in `.grad`.
 
         Args:
             inputs: The batch.
             targets: As many.
-            synchronize: Off: as if there were no other workers.
-            whole: Take it at once, where a step takes it in parts.
+            synchronize: All-reduce the gradients.
+            whole: Take the batch at once, where a step takes it in micro-batches.
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
@@ -171,7 +171,7 @@ class Worker:
         return loss
 
     def _refuse_unused(self) -> None:
-        """Among several workers the gradients of all parameters are waited for; once, after the first of such passes.
+        """Refuse parameters without a gradient, for which several workers would wait.
 
         Raises:
             InputError: A parameter has none.
@@ -197,7 +197,7 @@ class Worker:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; afterwards each of its modules is in the mode it was in."""
+        """Run the block in evaluation mode without gradients; then restore each module's mode."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -208,7 +208,7 @@ class Worker:
                 module.training = training
 
     def score(self, inputs: Batch, targets: Batch) -> Tensor:
-        """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`.
+        """Return sums over a batch of test samples, (4,): loss, samples, and `Criterion.hits`.
 
         As in training both are taken within autocast; outputs that are a tensor are in full
         precision.
@@ -217,13 +217,14 @@ class Worker:
         with self.autocast():
             inputs, targets = self.to_device(inputs, targets)
             outputs = self.model(inputs)
-            outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
+            if isinstance(outputs, Tensor):
+                outputs = outputs.float()
             loss, hits = criterion.loss(outputs, targets), criterion.hits(outputs, targets)
         total = (loss.to(torch.promote_types(loss.dtype, torch.float32)) * count).double()
         return torch.cat([torch.stack([total, torch.full_like(total, count)]), hits])
 
     def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """Gradient of a reference batch, the first part of this batch on every worker, all-reduced."""
+        """Return the all-reduced gradient of a reference batch: the first part of every worker's."""
         part = reference_share(self.sweep.training, self.configuration)
         inputs, targets = take((inputs, targets), 0, part)
         return reference_gradient(
@@ -237,7 +238,7 @@ class Worker:
         )
 
     def local_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """This worker's own gradient, unscaled, not reduced; `.grad`, buffers and random numbers stay as they are."""
+        """Return this worker's own unscaled gradient; `.grad`, buffers and random numbers stay."""
         return local_gradient(
             self.model,
             self.workload.criterion.loss,
@@ -295,7 +296,8 @@ class Worker:
         self.norms.release()
 
     def seed(self, seed: int) -> None:
-        """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
+        """Seed the CPU and this device."""
+        # `torch.manual_seed` would ask every backend there is, at each step
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -320,7 +322,7 @@ class Worker:
             self.share_buffers()
 
     def own_state(self) -> dict[str, Any]:
-        """What only this worker has while `is_local`."""
+        """Return the state that only this worker has while `is_local`."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -328,13 +330,13 @@ class Worker:
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on with what `own_state`, or rank 0's checkpoint, holds."""
+        """Restore `own_state`, or rank 0's checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""
+        """Gather the optimizer's whole state on rank 0; return {} on the others. Collective."""
         consolidate(self.optimizer)
         return self.optimizer.state_dict() if self.env.rank == 0 else {}
 
@@ -342,19 +344,19 @@ class Worker:
         """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
-                # of a strided view gloo would send the memory that lies between
+                # gloo would send the memory between the elements of a strided view
                 whole = buffer.contiguous()
                 dist.broadcast(whole, src=0)
                 if whole is not buffer:
                     buffer.copy_(whole)
 
     def synchronize_device(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device's queue is empty."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def agree(self, *values: float) -> list[float]:
-        """The largest of each value over all workers."""
+        """Return the largest of each value over all workers. Collective."""
         if self.env.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -362,7 +364,7 @@ class Worker:
         return [float(value) for value in tensor.tolist()]
 
     def total(self, *values: float) -> list[float]:
-        """The sum of each value over all workers."""
+        """Return the sum of each value over all workers. Collective."""
         if self.env.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -375,11 +377,10 @@ BUCKET_BYTES = 25 * 1024**2
 
 
 def bare_all_reduce(worker: Worker) -> Callable[[], None]:
-    """A call that all-reduces as many bytes as the gradient has, in DDP's bucket size, and nothing else.
+    """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
 
-    Meanwhile the loader has nothing to do. Where its processes and the collective's threads share
-    cores in training, an all-reduce takes longer there than by itself; whole steps, which are timed
-    with the loader at work, hold that.
+    The loader is idle meanwhile. Where its processes and the collective's threads share cores, an
+    all-reduce takes longer in training; the times of whole steps include that.
     """
     count = sum(p.numel() for p in worker.parameters)
     flat = torch.ones(count, dtype=worker.parameters[0].dtype, device=worker.device)

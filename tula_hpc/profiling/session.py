@@ -35,7 +35,7 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
 
 def _hear(allocation: Allocation, agenda: Agenda) -> Configuration | None:
     """What rank 0's agenda says next; every worker calls this."""
-    word = json.loads(allocation.hear(lambda: json.dumps(agenda.next())))
+    word = json.loads(allocation.broadcast(lambda: json.dumps(agenda.next())))
     return None if word is None else Configuration(*word)
 
 
