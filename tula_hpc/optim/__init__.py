@@ -1,4 +1,4 @@
-"""Gradient scaling for large batches: the wrapping optimizer, its sensitivity gate, and the reference gradient."""
+"""Gradient scaling for large batches: the wrapping optimizer, its gate, and observers."""
 
 from tula_hpc.gradients.noise_scale import (
     NO_READING,

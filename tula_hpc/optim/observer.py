@@ -223,12 +223,17 @@ OCTAVES = 6
 # the bin of factor 1; before it one for all factors that are too small
 ONE = OCTAVES * BINS_PER_OCTAVE + 1
 BINS = 2 * ONE + 1
-# counted at a time: bounds the extra memory, and float32 counts so far exactly
+# counted at a time: bounds the extra memory, and float32 counts up to it exactly
 PIECE_ELEMENTS = 2**22
 
 
 class ScaleHistogram:
-    """Counts applied factors over elements and steps."""
+    """Histogram of the applied factors, each element of a gradient counted once a step.
+
+    Bins are evenly spaced in log2: the middle one is centred on 1, and others on every power of √2,
+    where factors are clamped. The first and the last bin hold all beyond, 0 included. Everything
+    stays on the device until it is read.
+    """
 
     def __init__(self) -> None:
         # (BINS,), float64: exact up to 2^53
@@ -243,11 +248,13 @@ class ScaleHistogram:
         sizes: Sequence[int],
         gate: Tensor | float | None = None,
     ) -> None:
-        """Take in one step. Does not wait for the device.
+        """Count one step. Does not wait for the device.
 
-        Args: factors: For each gradient one factor for all its elements or one for each; None
-            stands for 1. sizes: Elements of each gradient. gate: How much of the factors counts: 1
-            + gate·(factor − 1) was applied. 0-dim; None: all of it.
+        Args:
+            factors: For each gradient one factor for all its elements or one for each; None stands
+                for 1.
+            sizes: Elements of each gradient.
+            gate: Share of the factors: 1 + gate·(factor − 1) was applied. 0-dim; None: all of it.
         """
         shared: dict[torch.device, list[tuple[Tensor, int]]] = {}
         for factor, size in zip(factors, sizes, strict=True):
@@ -263,7 +270,7 @@ class ScaleHistogram:
             )
 
     def read(self) -> list[int]:
-        """Elements × steps in each of the `BINS` bins since the last reading. Waits for the device."""
+        """Return and reset elements × steps in each of the `BINS` bins. Waits for the device."""
         counts = [0.0] * BINS if self._counts is None else self._counts.tolist()
         counts[ONE] += self._unscaled
         self._counts, self._unscaled = None, 0
@@ -292,10 +299,10 @@ class ScaleHistogram:
 
 
 def _bins(factors: Tensor, gate: Tensor | float | None) -> Tensor:
-    """Each factor's bin as a float; not finite factors fall into the ends."""
+    """Return each factor's bin as a float; factors that are not finite fall into the ends."""
     applied = factors.float()
     if gate is not None:
         weight = gate.to(applied.device, applied.dtype) if isinstance(gate, Tensor) else gate
         applied = 1 + weight * (applied - 1)
-    places = (applied.abs().log2() * BINS_PER_OCTAVE).round() + ONE
-    return places.nan_to_num(nan=BINS - 1.0).clamp_(0, BINS - 1)
+    bins = (applied.abs().log2() * BINS_PER_OCTAVE).round() + ONE
+    return bins.nan_to_num(nan=BINS - 1.0).clamp_(0, BINS - 1)
