@@ -1,9 +1,9 @@
 """Rendezvous of one job's workers, each of which proves that it belongs to the job.
 
-torch's TCPStore does not authenticate anybody. On a shared node or network a stranger could take the place
-of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*, a socket
-of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the job's
-secret, a file in the submission's private folder. Neither side sends the secret. Only when all
+torch's TCPStore does not authenticate anybody. On a shared node or network a stranger could take
+the place of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*,
+a socket of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the
+job's secret, a file in the submission's private folder. Neither side sends the secret. Only when all
 ranks are in does rank 0 start the store. It listens on the one address at which the ranks came
 (127.0.0.1 for a job on this machine), takes connections from the ranks' addresses alone, and its
 keys begin with a random prefix that goes through the door.
@@ -304,7 +304,7 @@ class _StrangerError(Exception):
 
 
 def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelta) -> Store:
-    """Return rank 0's store to another worker; nodes start at their own pace, so try for a while."""
+    """Return rank 0's store to another worker; nodes start at their own pace, so keep trying."""
     ports = candidate_ports(env)
     pause_s = FIRST_PAUSE_S
     while time.monotonic() < ends:

@@ -36,7 +36,7 @@ class Worker:
     """One process of a data-parallel job.
 
     Args:
-        sweep: What to train and how.
+        sweep: Workload and method.
         cluster: The device and the CPUs that a worker has.
         configuration: Nodes, workers per node and local batch.
         env: This process's rank in the job.
@@ -113,7 +113,7 @@ class Worker:
         return itertools.starmap(self.to_device, stream)
 
     def to_device(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Move a batch to the device as the model takes it: images scaled and in its memory format."""
+        """Move a batch to the device as the model takes it: scaled, in its memory format."""
         inputs, targets = map_tensors(
             lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets)
         )
@@ -224,7 +224,7 @@ class Worker:
         return torch.cat([torch.stack([total, torch.full_like(total, count)]), hits])
 
     def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """Return the all-reduced gradient of a reference batch: the first part of every worker's."""
+        """Return the all-reduced gradient of a reference batch, a part of every worker's batch."""
         part = reference_share(self.sweep.training, self.configuration)
         inputs, targets = take((inputs, targets), 0, part)
         return reference_gradient(
@@ -341,7 +341,7 @@ class Worker:
         return self.optimizer.state_dict() if self.env.rank == 0 else {}
 
     def share_buffers(self) -> None:
-        """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
+        """Give every worker rank 0's BatchNorm statistics, as DDP does before each step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
                 # gloo would send the memory between the elements of a strided view
@@ -372,7 +372,7 @@ class Worker:
         return [float(value) for value in tensor.tolist()]
 
 
-# DDP's default bucket: the bare all-reduce sends what DDP sends
+# DDP's default bucket
 BUCKET_BYTES = 25 * 1024**2
 
 

@@ -419,7 +419,7 @@ class Estimates:
         self.reference = reference
 
     def _stretch(self) -> float:
-        """Return the difference of squared norms at `reference` and b_large over that at b_small."""
+        """Return the squared norms' difference at `reference` and b_large over that at b_small."""
         small, large = self.batches
         if self.reference == small or small >= large:
             return 1.0

@@ -62,7 +62,7 @@ class _Units(NamedTuple):
 
 
 class NormRatios:
-    """Averages of squared norms by tensor, and their ratio by unit: the tensors that share a factor.
+    """Averages of squared norms by tensor, and their ratio by unit: tensors that share a factor.
 
     The averages are exponential, without the bias of starting at 0. A pair that is not finite, or
     NaN because there is no gradient, is passed over for its tensor. All ratios of a model come from

@@ -75,7 +75,7 @@ class _Look(NamedTuple):
 
 
 class TulaOptimizer(WrappingOptimizer, GradientObserver):
-    """Optimizer that scales gradients in place where training is not sensitive, then steps the base.
+    """Optimizer that scales gradients in place where training is not sensitive.
 
     It has no parameter groups or state of its own but shows the base's, the very same objects:
     schedulers, GradScaler and `zero_grad` work as on the base. Without a scale (before the first
@@ -223,7 +223,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Gate and scale the gradients in place, then step the base; or step it, then scale its update.
+        """Gate and scale the gradients in place, then step the base; or scale its update after it.
 
         Args:
             closure: Recomputes loss and gradients. The base calls it; its gradients are gated after

@@ -97,7 +97,7 @@ def measure(
     """
     suspensions = Suspensions().install()
     for left in reversed(range(MOST_ATTEMPTS)):
-        known = SharedTimes.none() if shared is None else shared.copy()
+        known = (shared or SharedTimes.none()).copy()
         with suspensions.blamed():
             measured, suspended = _measure(
                 sweep,
@@ -198,7 +198,7 @@ class StepProfile:
         self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None
     ) -> None:
         self.worker, self.rule = worker, rule
-        self.shared = SharedTimes.none() if shared is None else shared
+        self.shared = shared or SharedTimes.none()
         self.samples: dict[str, list[float]] = {}
         # steps or passes in each sample, which is a mean over them
         self.round_steps: dict[str, int] = {}
@@ -312,8 +312,12 @@ class StepProfile:
             briefly: Take the fewest rounds, and short ones, for a part that only guides the model
                 or is small.
         """
-        steps = self._steps_of(step, BRIEF_ROUND_S if briefly else ROUND_S)
-        rule = self.rule._replace(max_steps=LEAST_ROUNDS * steps) if briefly else self.rule
+        rule = self.rule
+        if briefly:
+            steps = self._steps_of(step, BRIEF_ROUND_S)
+            rule = rule._replace(max_steps=LEAST_ROUNDS * steps)
+        else:
+            steps = self._steps_of(step, ROUND_S)
         self.samples[name] = list(time_rounds(self.worker, rule, step, steps))
         self.round_steps[name] = steps
 
@@ -335,11 +339,10 @@ class StepProfile:
         """
         worker, batch = self.worker, samples_in(targets)
         part = math.ceil(batch / worker.parts)
-        place = worker.configuration
-        others = batches_timed_apart(
-            worker.sweep.search, place.nodes, place.workers_per_node, batch
-        )
-        known = {size for world, size in self.shared.computed if world == place.world_size}
+        nodes, workers_per_node, _ = worker.configuration
+        world_size = nodes * workers_per_node
+        others = batches_timed_apart(worker.sweep.search, nodes, workers_per_node, batch)
+        known = {size for world, size in self.shared.computed if world == world_size}
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
         passes = {
             size: partial(self._compute, *take((inputs, targets), 0, size), whole=True)
@@ -351,13 +354,16 @@ class StepProfile:
             samples[size].append(round_s(worker, passes[size], steps[size]))
         self.samples |= {compute_of(size): seconds for size, seconds in samples.items()}
         self.round_steps |= {compute_of(size): count for size, count in steps.items()}
-        whole = [batch] if part == batch else []
-        self.shared.computed.update((place.world_size, size) for size in (*whole, *self.computed))
+        self.shared.computed.update((world_size, size) for size in self.computed)
+        if part == batch:
+            self.shared.computed.add((world_size, batch))
 
     def smaller_computes(self) -> tuple[tuple[int, float], ...]:
         """Return the slowest worker's mean for each smaller batch. Collective."""
+        if not self.computed:
+            return ()
         means = [mean_interval(self.samples[compute_of(size)]).mean_s for size in self.computed]
-        return tuple(zip(self.computed, self.worker.agree(*means), strict=True)) if means else ()
+        return tuple(zip(self.computed, self.worker.agree(*means), strict=True))
 
     def processor(self) -> ProcessorUse:
         """Return the processor time of loading and computing, the largest. Collective."""

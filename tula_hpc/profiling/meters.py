@@ -93,7 +93,9 @@ class PowerMeter:
 
     def _read(self) -> _Reading:
         joules = _nvml_joules(self._nvml)
-        watts = _parse_watts(self._smi()) if joules is None else None
+        watts: float | None = None
+        if joules is None:
+            watts = _parse_watts(self._smi())
         return _Reading(time.monotonic(), read_rapl(self.powercap), joules, watts)
 
 
@@ -230,7 +232,7 @@ class NodePower:
 
 
 class MemoryMeter:
-    """Peak memory over the timed steps: CUDA's allocator; on a CPU, the growth of the resident set."""
+    """Peak memory over the timed steps: CUDA's allocator, or a process's growth on a CPU."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cuda = cluster.device == "cuda"
@@ -326,7 +328,7 @@ def processor_seconds() -> tuple[float, float]:
 
 def cores_of(worker: Worker) -> float:
     """Return the cores of a worker: its affinity, at most its share of the machine."""
-    on_machine = (
-        worker.configuration.workers_per_node if worker.env.on_slurm else worker.env.world_size
-    )
+    on_machine = worker.env.world_size
+    if worker.env.on_slurm:
+        on_machine = worker.configuration.workers_per_node
     return min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / on_machine)

@@ -26,6 +26,7 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     while (configuration := _next(allocation, agenda)) is not None:
         member = allocation.join(configuration.nodes)
         if member is not None:
+            # the start of the job is measured with its first configuration
             began_at = job_started_at() if measured == 0 else None
             _measure_and_record(job, configuration, member, shared, folder, began_at=began_at)
             measured += 1

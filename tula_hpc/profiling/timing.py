@@ -75,7 +75,7 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
 
 
 def _student_t(degrees: int) -> float:
-    """Return the 97.5 % quantile; beyond the table by its expansion in 1/degrees, to three digits."""
+    """Return the 97.5 % quantile; beyond the table by its expansion, to three digits."""
     if degrees <= len(STUDENT_T):
         return STUDENT_T[degrees - 1]
     first = (NORMAL**3 + NORMAL) / 4

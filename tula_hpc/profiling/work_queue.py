@@ -150,8 +150,10 @@ class Agenda:
     def _left_s(self) -> float:
         """Return the seconds until the job is warned of its time limit."""
         cluster = self.job.cluster
-        warning_s = cluster.signal_delay_s if cluster.executor == "slurm" else 0
-        return self._began_at + 60 * cluster.profile_minutes - warning_s - unix_time()
+        left_s = self._began_at + 60 * cluster.profile_minutes - unix_time()
+        if cluster.executor == "slurm":
+            left_s -= cluster.signal_delay_s
+        return left_s
 
     def _note(
         self,

@@ -80,10 +80,8 @@ class Checkpoints:
         """Log an event with the cost of saving, the first time and after a large change."""
         news = self.saving.cadence.news()
         if news is not None:
-            detail = (
-                f"saving costs {news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far; "
-                f"one every {news['interval_s']:.0f} s"
-            )
+            cost = f"{news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
+            detail = f"saving costs {cost}; one every {news['interval_s']:.0f} s"
             self.training.log_event("checkpoint", detail, news)
 
     def keep_last_only(self) -> None:

@@ -368,7 +368,7 @@ class DriftGuard:
         )
 
     def look(self, shared: tuple[float, ...], batch: tuple[Tensor, Tensor]) -> None:
-        """Observe agreed readings; log an episode that begins or ends, with the part that caused it."""
+        """Observe agreed readings; log the begin or end of an episode, with the part behind it."""
         if self.watch is None or not shared:
             return
         verdict = self.watch.observe(Look(*shared))
@@ -377,7 +377,7 @@ class DriftGuard:
             self._log(verdict, self._drift(self.watch, probe))
 
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
-        """Return the episode and the host of the slowest worker if that matters, whole on rank 0."""
+        """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
         measured_s = watch.detector.measured_s
         predicted_s = watch.detector.prediction.step_time_s
         measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})

@@ -58,7 +58,7 @@ def _requeue(training: Training) -> str:
     leaving = slurm.leaving(job_id) if env.on_slurm and training.is_main else None
     if training.any(leaving is slurm.Leaving.CANCELLED):
         if training.is_main:
-            training.log_event("failed", "cancelled; what was done is saved")
+            training.log_event("failed", "cancelled; finished work is saved")
         return "cancelled"
     if training.any(leaving is slurm.Leaving.PREEMPTED):
         # Slurm requeues it by itself, or has ended it: then the command submits another job

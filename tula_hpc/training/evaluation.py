@@ -102,5 +102,5 @@ class Evaluator:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return None for what JSON cannot hold, as the first step's Δ(G)."""
+    """Return None for a value that JSON cannot hold, as the first step's Δ(G)."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Training loop of one worker: epochs and steps, and what happens between two steps."""
+"""Training loop of one worker: epochs, steps, and the decisions between two steps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Trainer:
         return self._finish(evaluation or self.evaluator.test())
 
     def _train_epoch(self, batches: Iterator[tuple[Batch, Batch]]) -> bool:
-        """Train the rest of the epoch; return False if all workers agreed to stop before its end."""
+        """Train the rest of the epoch; return False if all workers agreed to stop in it."""
         self.log.restart_window()
         while not self.training.epoch_ends:
             started = time.perf_counter()

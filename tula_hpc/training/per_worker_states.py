@@ -91,7 +91,7 @@ class LocalStates:
         return f", the mean of {saved_by} workers' models"
 
     def _mean(self, loaded: LoadedCheckpoint, ranks: list[int]) -> tuple[dict[str, Any], str]:
-        """Return the mean of these workers' states (rank 0's if there are none), and any problem."""
+        """Return the mean of these workers' states, or rank 0's, and any problem."""
         state: dict[str, Any] = {}
         for count, rank in enumerate(ranks, start=1):
             try:
@@ -118,7 +118,7 @@ class LocalStates:
 
 @torch.no_grad()
 def fold_into(mean: Any, value: Any, count: int) -> None:
-    """Make the mean of `count` − 1 states that of `count`, in place: mean += (value − mean) / count.
+    """Add a state to the mean of `count` − 1 states, in place: mean += (value − mean) / count.
 
     Only floating-point tensors change, at any depth of dicts and lists.
     """

@@ -1,4 +1,4 @@
-"""One worker's training as the parts of its loop share it: the job, the worker, and the progress."""
+"""One worker's training as the parts of its loop share it: job, worker, and progress."""
 
 from __future__ import annotations
 

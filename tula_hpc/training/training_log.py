@@ -42,7 +42,7 @@ class TrainingLog:
     """Log of one worker's training; rank 0 writes it.
 
     Args:
-        training: What is logged.
+        training: Its progress is logged.
         hooks: Asked whether a loss ends the training.
     """
 
@@ -96,9 +96,9 @@ class TrainingLog:
         seconds = time.perf_counter() - window.started
         self.restart_window()
         if self.hooks.has_diverged(mean_loss):
-            raise DivergedError(
-                f"the loss is not finite at step {progress.step}; lower workload.lr or warm up longer"
-            )
+            where = f"at step {progress.step}"
+            remedy = "lower workload.lr or warm up longer"
+            raise DivergedError(f"the loss is not finite {where}; {remedy}")
         if not training.is_main:
             return
         noise = observer.noise()
