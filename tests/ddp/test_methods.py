@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc.config import AgsOptions, ClusterSpec, Method, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.ddp import methods
-from tula_hpc.ddp.methods import build_optimizer, synchronous_epochs
+from tula_hpc.ddp.methods import build_stepper, synchronous_epochs
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
@@ -65,7 +65,7 @@ def small_model() -> nn.Sequential:
 
 
 def optimizer_for(spec: SweepSpec, model: nn.Module, configuration: Configuration = CONFIGURATION) -> Any:
-    return build_optimizer(spec, model, list(model.parameters()), configuration, 50_000)
+    return build_stepper(spec, model, list(model.parameters()), configuration, 50_000).optimizer
 
 
 def with_gradients(model: nn.Module, factor: float = 1.0) -> None:
@@ -336,7 +336,7 @@ def test_an_epoch_has_four_averages_and_ends_with_one(steps: int, synchronous: i
         due = []
         for step in range(steps):
             end = epoch + 1.0 if step == steps - 1 else epoch + (step + 1) * 32 / samples
-            about.place(epoch + step * 32 / samples, end)
+            about.set_position(epoch + step * 32 / samples, end)
             assert about.local == (epoch >= synchronous)
             due.append(about.due)
         assert due[-1] == (epoch >= synchronous)
@@ -368,7 +368,7 @@ def test_an_overflow_of_ones_own_does_not_keep_a_worker_from_the_average(monkeyp
     scaler = GradScaler("cpu", init_scale=4.0)
     before = model.weight.detach().clone()
     for factor in (math.inf, 1.0):
-        optimizer.averager.place(0.9, 1.0)
+        optimizer.averager.set_position(0.9, 1.0)
         scaler.scale(factor * model(torch.ones(1, 2)).sum()).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -441,7 +441,8 @@ def over_epochs(
     """The reference batch at B = 512 at the start, in the middle and at the end of a training."""
     spec = with_workload(sweep(method, COMPACT, **training), epochs=epochs, optimizer=workload)
     trained = Configuration(2, 1, 256)
-    return [methods.reference_after(spec, trained, samples, epochs * done) for done in (0.0, 0.5, 1.0)]
+    reference = methods.ReferenceBatch(spec, trained, samples)
+    return [reference.after(epochs * done) for done in (0.0, 0.5, 1.0)]
 
 
 def test_the_reference_batch_shrinks_over_a_training_of_few_updates() -> None:
@@ -474,7 +475,7 @@ def test_a_training_tells_its_optimizer_the_reference_batch() -> None:
     epochs, batch = worker.sweep.workload.epochs, CONFIGURATION.global_batch
     assert isinstance(worker.optimizer, TulaOptimizer)
     for done, reference in ((0.0, 8), (0.5, 4), (1.0, 2)):
-        worker.place(epochs * done, epochs * done)
+        worker.set_position(epochs * done, epochs * done)
         assert worker.optimizer.s_max == pytest.approx(batch / reference)
 
 

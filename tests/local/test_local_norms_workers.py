@@ -28,7 +28,7 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.norms import foreach_norms
-from tula_hpc.optim import LocalNorms, TulaOptimizer, local_gradient
+from tula_hpc.optim import LocalNorms, StepObserver, TulaOptimizer, local_gradient
 from tula_hpc.records import Configuration
 
 WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
@@ -308,7 +308,9 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
     worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
     worker.forward_backward(*next(worker.batches()))
     losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
-    seen = worker.observer and (list(worker.observer.statistics()), list(worker.observer.noise()))
+    watch, seen = worker.observer, None
+    if isinstance(watch, StepObserver):
+        seen = (list(watch.statistics()), list(watch.noise()))
     weights, kept = torch.cat([p.detach().flatten() for p in worker.parameters]), weakref.ref(worker.model)
     worker.release()
     del worker

@@ -115,7 +115,7 @@ def local_steps(env: WorkerEnvironment) -> dict[str, Tensor]:
     seen = {}
     spans = {"synchronous": (0.875, 1.0), "local": (1.0, 1.125), "averaged": (1.125, 1.25)}
     for (name, span), batch in zip(spans.items(), worker.batches(), strict=False):
-        worker.place(*span)
+        worker.set_position(*span)
         worker.train_step(*batch)
         seen[f"{name} weights"] = weights(worker)
         seen[f"{name} means"] = torch.cat([b.flatten() for n, b in worker.model.named_buffers() if "mean" in n])

@@ -13,14 +13,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.optim.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
-from tula_hpc.optim import GradientObserver, TulaOptimizer
+from tula_hpc.optim import StepObserver, TulaOptimizer
 
 STEPS = 6
 
 
-def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[GradientObserver, Optimizer]:
+def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[StepObserver, Optimizer]:
     optimizer = base or Still(params)
-    return GradientObserver(optimizer, LARGE), optimizer
+    return StepObserver(optimizer, LARGE), optimizer
 
 
 def told(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
@@ -28,7 +28,7 @@ def told(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
 
 
 def tell(
-    observer: GradientObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
+    observer: StepObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
 ) -> None:
     """Small gradients of three times the squares of these, which have been clipped, and these gradients' own norms."""
     observer.observe_small(told(values, 3.0), LOCAL)
@@ -164,9 +164,9 @@ def test_it_goes_on_from_its_state() -> None:
         observer, stepped = observed(params)
         for step in range(STEPS):
             if step == stop:
-                state = observer.state_dict()
+                state = observer.extra_state()
                 observer, stepped = observed(params)
-                observer.load_state_dict(state)
+                observer.load_extra_state(state)
             give(params, gradients(step))
             tell(observer, gradients(step), 1.0, norms=False)
             stepped.step()
@@ -179,14 +179,14 @@ def test_a_training_that_was_not_observed_is_observed_from_then_on() -> None:
     observer, stepped = observed(params)
     give(params, gradients(0))
     stepped.step()
-    observer.load_state_dict(None)
+    observer.load_extra_state(None)
     assert math.isnan(observer.statistics().gradient_norm)
 
 
 def test_sparse_gradients_are_none_of_its_business() -> None:
     embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)
     optimizer = SGD([*embedding.parameters(), *linear.parameters()], lr=0.1)
-    observer = GradientObserver(optimizer, LARGE)
+    observer = StepObserver(optimizer, LARGE)
     linear(embedding(torch.tensor([1, 2]))).sum().backward()
     before = embedding.weight.detach().clone()
     optimizer.step()

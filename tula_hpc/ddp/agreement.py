@@ -1,4 +1,4 @@
-"""Stop requests (signals) and the workers' agreement on what to do at a step boundary."""
+"""Stop requests (signals), and the workers' agreement at a step boundary to stop or to save."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tula_hpc.launch.reasons import lost_a_peer
 
 
 class Agreement(Protocol):
-    """What timing needs from a worker."""
+    """Part of a worker that timing and agreeing need."""
 
     def agree(self, *values: float) -> list[float]:
-        """The largest of each value over all workers."""
+        """Return the largest of each value over all workers. Collective."""
 
     def synchronize_device(self) -> None:
         """Wait for the device."""
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Suspensions:
-    """Remembers that this process was stopped and told to go on: what was timed meanwhile says nothing.
+    """Record of this process being stopped and continued: times that span it are worthless.
 
     Slurm stops the processes of a job that it suspends, and sends CONT when the job goes on. CONT
     also precedes the TERM of a cancellation, when nothing is timed any more.
@@ -42,7 +42,7 @@ class Suspensions:
         self._seen = False
 
     def install(self) -> Suspensions:
-        """Take over CONT, from submitit in a job. Call it in the main thread."""
+        """Handle CONT in place of submitit. Call it in the main thread."""
         signal.signal(signal.SIGCONT, self._remember)
         return self
 
@@ -50,16 +50,16 @@ class Suspensions:
         self._seen = True
 
     def take(self) -> bool:
-        """Return whether there was one since the last call."""
+        """Tell whether there was a suspension since the last call."""
         seen, self._seen = self._seen, False
         return seen
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Name the suspension where a collective fails after it: clocks went on, and its time is up for all.
+        """Name the suspension as the cause where a collective times out after it.
 
         Raises:
-            PreemptedError: In place of that error.
+            PreemptedError: In place of the collective's error.
         """
         try:
             yield
@@ -72,7 +72,7 @@ class Suspensions:
 
 
 class StopRequest:
-    """Remembers USR2 (time limit, preemption with the user signal) and TERM (preemption without it).
+    """Flag for USR2 (time limit, preemption with the user signal) and TERM (other preemption).
 
     Submitit's own handler would pickle and requeue between two arbitrary bytecodes; this one only
     sets a flag, and the training loop saves at the next step boundary. Install it in the main
@@ -83,7 +83,7 @@ class StopRequest:
         self.received: signal.Signals | None = None
 
     def install(self) -> StopRequest:
-        """Take over USR2 and TERM from submitit."""
+        """Handle USR2 and TERM in place of submitit."""
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, self._remember)
         return self
@@ -93,7 +93,7 @@ class StopRequest:
 
 
 class Wish(IntEnum):
-    """What a worker wants at a look; the largest of all workers' counts."""
+    """Request of one worker at an agreement; the largest over all workers counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -102,24 +102,24 @@ class Wish(IntEnum):
 
 
 class Decision(NamedTuple):
-    """What all workers do after this step."""
+    """Action of all workers after this step."""
 
     stop: bool
     save: bool
-    # the largest of each further value over the workers; empty between looks
+    # largest of each further value over the workers; empty where none were exchanged
     shared: tuple[float, ...] = ()
     # a checkpoint could not be saved
     failed: bool = False
 
 
 class Agreed:
-    """Asks, about once a second and at the same step on every worker, whether anyone must stop or save.
+    """Agreement, about once a second and at the same step on every worker, to stop or to save.
 
     Args:
         worker: For the collective.
         stop: This worker's stop request.
-        wish: Asked at every look what this worker wants.
-        every_s: Seconds between looks.
+        wish: Called at every agreement for this worker's request.
+        every_s: Seconds between agreements.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Agreed:
         self.started = time.monotonic()
 
     def decide(self, values: Callable[[], tuple[float, ...]] = tuple) -> Decision:
-        """Call after every step, on every worker.
+        """Decide after a step. Collective.
 
-        Args: values: Asked when it is time to look: further numbers of this worker, as many on
-            every worker.
+        Args:
+            values: Called at an agreement for further numbers, as many on every worker.
         """
         self.steps += 1
         if self.steps % self.interval_steps:
@@ -155,16 +155,16 @@ class Agreed:
 
 
 class EvaluationStopped(Exception):  # noqa: N818 # no error: the training has been asked to stop
-    """All workers agreed to stop before an evaluation was over; its sums are lost, nothing else."""
+    """Stop of all workers in an evaluation; its sums are lost, nothing else."""
 
 
 def until_stopped(batches: Iterable[T], most: int, agreed: Agreed) -> Iterator[T]:
-    """Yield batches of an evaluation, and look between them whether anyone must stop.
+    """Yield batches of an evaluation until all workers agree to stop.
 
     Args:
         batches: This worker's.
-        most: Batches of the worker that has most of them: all have to look as often.
-        agreed: Asked for each.
+        most: Batches of the worker that has most of them: all workers agree as often.
+        agreed: Called before each batch.
 
     Raises:
         EvaluationStopped: On every worker.

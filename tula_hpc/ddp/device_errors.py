@@ -1,4 +1,4 @@
-"""Which exceptions mean that a device of this node is broken; the worker that meets one says so, with its host."""
+"""Exceptions that mean a broken device of this node, and the event that names its host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tula_hpc.records import RunDirectory
 # cudaErrorDevicesUnavailable, NoDevice, ECCUncorrectable, NvlinkUncorrectable, LaunchFailure,
 # SystemNotReady, SystemDriverMismatch and Unknown
 DEVICE_CODES = frozenset({46, 100, 214, 220, 719, 802, 803, 999})
-# for which Slurm's answer is waited while a worker is about to leave
+# limit of waiting for Slurm's answer while a worker is about to leave
 ANSWER_S = 10.0
 
 
 def broken_device(error: BaseException) -> str:
-    """Return what an error says of a broken device of this node; "" where it is about something else.
+    """Return the line of an error that names a broken device of this node, or "".
 
     An error of nccl is not enough: its network may have failed at any of the peers.
     """
@@ -42,11 +42,11 @@ def broken_device(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
-    """Write an event, with the name of this host, where a worker's work ends with an error of a broken device.
+    """Log the name of this host where the block fails with an error of a broken device.
 
     Args:
         root: The run directory.
-        stage: Whose work it is.
+        stage: Of the event.
 
     Raises:
         DeviceError: In place of that error.
@@ -54,8 +54,8 @@ def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = broken_device(error)
-        if not said:
+        detail = broken_device(error)
+        if not detail:
             raise
         host = node_name()
         with contextlib.suppress(StorageError):
@@ -64,15 +64,15 @@ def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
                 stage,
                 failure=Failure.DEVICE_FAILED,
                 job_id=submitted_job_id(),
-                detail=said,
+                detail=detail,
                 data={"hosts": [host]},
             )
         _warn_siblings(host)
-        raise DeviceError(f"{host}: {said}") from error
+        raise DeviceError(f"{host}: {detail}") from error
 
 
 def _warn_siblings(host: str) -> None:
-    """Keep the array's other tasks off this host: it is free again as soon as this one has failed."""
+    """Keep the array's other tasks off this host, which is free once this task has failed."""
     array_id, task_id = array_job_id(), slurm_job_id()
     if array_id is not None and task_id is not None:
         with contextlib.suppress(LaunchError):

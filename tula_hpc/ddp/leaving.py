@@ -1,4 +1,4 @@
-"""How a worker leaves a job in which it has failed: at once, whatever destructors and threads would wait for.
+"""Exit of a worker that has failed: at once, without waiting for destructors and threads.
 
 At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time
 limit of a collective, and Python waits for every thread that is not a daemon. All the while the
@@ -21,9 +21,9 @@ from tula_hpc.env import has_peers
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Have the process of a worker with peers end right after what the block raises has been reported.
+    """End the process of a worker with peers right after the block's exception is printed.
 
-    The exception goes on its way: Python prints it before the interpreter's end begins.
+    The exception is raised on; Python prints it before the interpreter's end begins.
     """
     try:
         yield
@@ -34,7 +34,6 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the code that Python would end with."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -43,10 +42,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _leave_with_the_interpreter(exit_code: int) -> None:
-    """Arrange for it before threads are waited for, and before any other function that is called at exit.
+    """Exit before Python waits for threads and before it calls any other exit function.
 
-    Python offers a hook for the latter only. It waits for threads before, after the main one has
-    ended.
+    Python has a hook for exit functions only, and it waits for threads before them, once the main
+    thread has ended.
     """
     atexit.register(_leave, exit_code)
 
@@ -54,8 +53,7 @@ def _leave_with_the_interpreter(exit_code: int) -> None:
         threading.main_thread().join()
         _leave(exit_code)
 
-    # no thread can be had where the limit on processes is reached: the error must not get lost for
-    # that
+    # where the limit on processes is reached there is no thread, and the first error must stay
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=leave_after_the_main_thread, daemon=True, name="leaving").start()
 

@@ -1,31 +1,35 @@
-"""What `training.method` makes of the workload's optimizer. The method's learning rate is in `schedule.py`.
+"""Optimizer and learning rate of `training.method`.
 
 | method | base | around it |
 | --- | --- | --- |
 | lbt, lrs, sqrt | the workload's | nothing: they differ in the rate |
 | lars, lamb | SGD or AdamW with a rate for each layer | nothing |
 | polo | the workload's | post-local SGD; with one worker nothing |
-| static, ags | the workload's, or with `layer_wise` LARS or LAMB | `TulaOptimizer` with
-`[training]`'s options |
+| static, ags | the workload's; LARS or LAMB if `layer_wise` | `TulaOptimizer` with its options |
 | adascale | the workload's | `TulaOptimizer` in the form that is AdaScale's gain |
 
-Learning rate as a function of how much data was seen, so that it stays right when the batch
-changes.
+The learning rate follows the data seen, so that it stays right when the batch changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
-from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
+from tula_hpc.optim import (
+    GradientObserver,
+    NoObserver,
+    StaticScaleObserver,
+    StepObserver,
+    TulaOptimizer,
+)
+from tula_hpc.optim.post_local_sgd import EpochAverager, NoAverager, PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
 
@@ -33,46 +37,66 @@ from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_bias
 SYNCHRONOUS_EPOCHS = 5
 
 
-def build_optimizer(
+class Stepper(NamedTuple):
+    """Everything that a method puts around a worker's steps."""
+
+    optimizer: Optimizer
+    observer: GradientObserver
+    averager: EpochAverager | NoAverager
+
+
+def build_stepper(
     sweep: SweepSpec,
     model: nn.Module,
     parameters: list[nn.Parameter],
     configuration: Configuration,
     samples: int,
-) -> Optimizer:
-    """The method's optimizer.
+) -> Stepper:
+    """Build the method's optimizer with its observer.
 
     Args:
         sweep: Optimizer and method.
         model: The plain module.
-        parameters: What is trained of it.
+        parameters: Its trained parameters.
         configuration: Gives the large batch and the number of workers.
         samples: Training samples in an epoch; some intervals are stated in epochs.
     """
-    method = sweep.training.method
+    training = sweep.training
+    batch = configuration.global_batch
+    observer: GradientObserver
     base = base_optimizer(
         sweep.workload,
         parameters,
         sharded=shards(sweep.workload, configuration.world_size),
-        layer_wise=sweep.training.has_trust_ratios,
+        layer_wise=training.has_trust_ratios,
         exempt=norms_and_biases(model),
     )
-    if method in ("static", "ags"):
-        return TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
-    if method == "adascale":
-        return TulaOptimizer(base, **_adascale(sweep.training, configuration, samples))
-    if method == "polo" and configuration.world_size > 1:
-        return PostLocalSGD(base, EpochAverager(model, synchronous_epochs(sweep.workload.epochs)))
-    return base
+    if training.method == "static":
+        scaling = TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
+        is_observed = training.observe_gradients
+        observer = StaticScaleObserver(scaling, batch) if is_observed else scaling
+        return Stepper(scaling, observer, NoAverager())
+    if training.adapts:
+        if training.method == "adascale":
+            options = _adascale(training, configuration, samples)
+        else:
+            options = _scaling(sweep, model, parameters, configuration, samples)
+        scaling = TulaOptimizer(base, **options)
+        return Stepper(scaling, scaling, NoAverager())
+    observer = StepObserver(base, batch) if training.observe_gradients else NoObserver()
+    if training.method == "polo" and configuration.world_size > 1:
+        averager = EpochAverager(model, synchronous_epochs(sweep.workload.epochs))
+        return Stepper(PostLocalSGD(base, averager), observer, averager)
+    return Stepper(base, observer, NoAverager())
 
 
 def synchronous_epochs(epochs: int) -> int:
-    """Of post-local SGD: 5, or a fifth of a short training, but whole and at least 1."""
+    """Return the first epochs of post-local SGD: 5, or a fifth of a short training, at least 1."""
     return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
 
 
 def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
-    """Samples that each worker gives to the reference batch; at least 2, since BatchNorm cannot train on one."""
+    """Return each worker's samples of the reference batch; BatchNorm needs at least 2."""
     wanted = max(
         2, training.reference_batch(configuration.global_batch) // configuration.world_size
     )
@@ -86,7 +110,6 @@ def _scaling(
     configuration: Configuration,
     samples: int,
 ) -> dict[str, Any]:
-    """`[training]`'s form of gradient scaling."""
     training = sweep.training
     options = training.ags
     static = training.method == "static"
@@ -112,17 +135,15 @@ def _scaling(
 
 
 def _scale_warmup_epochs(sweep: SweepSpec) -> float:
-    """As given; a preset's at most a fifth of a short training."""
     epochs = sweep.training.ags.scale_warmup_epochs
-    return (
-        epochs
-        if sweep.training.scale_warmup_epochs is not None
-        else min(epochs, sweep.workload.epochs / 5)
-    )
+    if sweep.training.scale_warmup_epochs is not None:
+        return epochs
+    # a preset's: at most a fifth of a short training
+    return min(epochs, sweep.workload.epochs / 5)
 
 
 def _adascale(training: TrainingSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
-    """AdaScale (T. Johnson et al. 2020, "AdaScale SGD"): what the optimizer does is multiplied by a gain.
+    """Return options of AdaScale (T. Johnson et al. 2020, "AdaScale SGD"): updates times a gain.
 
         r = (σ² + μ²) / (σ²/S + μ²) = ‖g_b‖² / ‖g_B‖²,  S = B/b,  so that 1 <= r <= S
 
@@ -145,39 +166,43 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 
 
 def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
-    """b_small and b_large. Where norms are computed for b_small, it need not be a whole number of samples a worker."""
+    """Return b_small and b_large, as options of `TulaOptimizer`."""
+    # norms are computed for b_small, which then need not be a whole number of samples a worker
     computed = training.free_reference and configuration.world_size > 1
     large = configuration.global_batch
     small = training.reference_batch(large) if computed else _taken(training, configuration)
     return {"small_batch": min(small, large), "large_batch": large}
 
 
-def reference_after(
-    sweep: SweepSpec, configuration: Configuration, samples: int, epochs_seen: float
-) -> float:
-    """b_small at a point of the training: the configured one, divided by its shrink evenly in the logarithm.
+class ReferenceBatch:
+    """b_small over a training: the configured one, divided by its shrink evenly in the logarithm.
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
     Args:
-        sweep: The method and its options, and how many epochs E there are.
-        configuration: That is trained with.
+        sweep: The method and its options, and the number of epochs E.
+        configuration: Of the training.
         samples: Of an epoch.
-        epochs_seen: e, from 0 to E.
     """
-    batch = configuration.global_batch
-    first = min(sweep.training.reference_batch(batch), batch)
-    shrink = _shrink(sweep, configuration, samples)
-    return max(1.0, first * math.exp(-math.log(shrink) * epochs_seen / sweep.workload.epochs))
+
+    def __init__(self, sweep: SweepSpec, configuration: Configuration, samples: int) -> None:
+        batch = configuration.global_batch
+        self.first = min(sweep.training.reference_batch(batch), batch)
+        self.log_shrink = math.log(_shrink(sweep, configuration, samples))
+        self.epochs = sweep.workload.epochs
+
+    def after(self, epochs_seen: float) -> float:
+        """Return b_small after e epochs, from 0 to E."""
+        return max(1.0, self.first * math.exp(-self.log_shrink * epochs_seen / self.epochs))
 
 
 def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> float:
-    """As given; the default's is 1 where updates are scaled: with such optimizers another was not tried."""
     options = sweep.training.ags
     if sweep.training.method != "ags":
         return 1.0
     if options.small_batch_shrink is not None:
         return options.small_batch_shrink
+    # with such optimizers no other value was tried
     if sweep.scale_applies_to == "update":
         return 1.0
     epochs = sweep.workload.epochs
@@ -190,10 +215,10 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
 
 
 def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
-    """Steps between two passes; an interval of 0 epochs: as often as passes see at most `PASS_SHARE` of the samples.
+    """Return the steps between two reference passes.
 
-    A form that expects norms at every step needs many of them where a single worker with BatchNorm
-    has to take passes.
+    An interval of 0 epochs stands for passes over `PASS_SHARE` of the samples: a form that expects
+    norms at every step needs many passes on a single worker with BatchNorm.
     """
     epochs = training.ags.update_interval_epochs
     if epochs == 0:
@@ -211,7 +236,7 @@ def _steps_per_epoch(configuration: Configuration, samples: int) -> int:
 WARMUP_EPOCHS = 5.0
 # of all epochs: a short run must not be all warm-up
 LARGEST_WARMUP = 0.2
-# at whatever batch
+# at any batch
 WARMED_UP = ("lars", "lamb", "polo")
 SCALING: Mapping[str, LrScaling] = {
     "lrs": "linear",
@@ -222,7 +247,7 @@ SCALING: Mapping[str, LrScaling] = {
 
 
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
-    """Rate at a (fractional) epoch: linear warm-up to the method's rate, then constant, steps or a cosine to 0.
+    """Return the rate at an epoch: linear warm-up to the method's, then constant, steps or cosine.
 
     torch's schedulers count steps; after an out-of-memory restart with a smaller batch a step is
     less data, and the schedule would run ahead. This one counts data, and the method's rate follows
@@ -232,11 +257,11 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
     that was scaled up more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate,
     large minibatch SGD", section 2.2), and no warm-up starts above it.
 
-    Args: sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]:
-        see `lr_scale` and
-            `warmup_epochs`.
+    Args:
+        sweep: [workload]: lr, schedule, milestones (epochs), gamma, warmup_epochs. [training]: see
+            `lr_scale` and `warmup_epochs`.
         global_batch: Over all workers.
-        epoch: Samples seen over samples per epoch.
+        epoch: Samples seen over samples per epoch, fractional.
     """
     rate = sweep.workload.lr * lr_scale(sweep.training, global_batch)
     warmup = warmup_epochs(sweep, global_batch)
@@ -247,11 +272,11 @@ def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
 
 
 def lr_scale(training: TrainingSpec, global_batch: int) -> float:
-    """The method's rate over workload.lr, which was chosen for `base_batch`: linear, square root, or 1.
+    """Return the method's rate over workload.lr, which is right for `base_batch`.
 
     LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of
     convolutional networks"), LAMB by the root (Y. You et al. 2020, "Large batch optimization for
-    deep learning"); `training.lr_scaling` says otherwise for these two and for AGS.
+    deep learning"); `training.lr_scaling` overrides that for these two and for AGS.
     """
     ratio = global_batch / training.base_batch
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[_lr_scaling(training)]
@@ -266,11 +291,13 @@ def _lr_scaling(training: TrainingSpec) -> LrScaling:
 
 
 def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
-    """Epochs of warm-up: training.warmup_epochs, else what the method needs but at least workload.warmup_epochs.
+    """Return the epochs of warm-up: training.warmup_epochs, or else the larger of two.
+
+    One is workload.warmup_epochs, the other the method's need.
 
     The paper's baselines, and AGS with a scaled rate, need `WARMUP_EPOCHS` or a fifth of the
-    training, whichever is less; plain training and a rate that is scaled need them beyond
-    `base_batch`: up to it they are what was tuned.
+    training, whichever is less; plain training and a scaled rate need them beyond `base_batch`, up
+    to which the workload's rate was tuned.
     """
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:
@@ -278,13 +305,12 @@ def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
     larger = global_batch > training.base_batch and (
         training.method == "lbt" or _lr_scaling(training) != "none"
     )
-    needs = larger or training.method in WARMED_UP
-    needed = min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs) if needs else 0.0
-    return max(needed, workload.warmup_epochs)
+    if not larger and training.method not in WARMED_UP:
+        return workload.warmup_epochs
+    return max(min(WARMUP_EPOCHS, LARGEST_WARMUP * workload.epochs), workload.warmup_epochs)
 
 
 def _decay(workload: WorkloadSpec, epoch: float, warmup: float) -> float:
-    """The schedule's factor after the warm-up."""
     if workload.schedule == "step":
         return float(workload.gamma ** sum(epoch >= milestone for milestone in workload.milestones))
     if workload.schedule == "cosine":

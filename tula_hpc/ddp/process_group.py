@@ -1,8 +1,8 @@
-"""One allocation of nodes, measured on again and again: all workers hear what comes next, and some take part in it.
+"""Process groups of a job's workers, and the device of each.
 
-Those who take part join a torch.distributed job of their own, whose process group is the default
-one: nothing else has to know that there are others. Those who do not, wait for the next word in a
-system call, which uses no CPU.
+In an `Allocation` of nodes that is measured on repeatedly, some workers form a process group, which
+is the default one: nothing else has to know that there are others. The others wait for rank 0's
+next decision in a system call, which uses no CPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import WorkerEnvironment, granted_gpus
 from tula_hpc.errors import DeviceError, InputError
 
-# A peer that died is noticed by gloo at once and by srun -K1; these bound the wait where neither
-# helps.
+# gloo and srun -K1 notice a peer that died at once; these limits hold where neither helps
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # a profile job has minutes, and all of its nodes would wait
 PROFILE_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
@@ -39,16 +38,16 @@ def process_group(
     store: Store | None = None,
     timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Iterator[None]:
-    """torch.distributed for the length of a job: nccl on GPUs, gloo on CPUs; nothing for a single worker.
+    """Run the block in a process group: nccl on GPUs, gloo on CPUs; none for a single worker.
 
     Args:
         cluster: The device.
-        env: Who this worker is among those of the group.
-        store: That the workers of the group share; None: they meet in one of their own.
+        env: This worker's rank in the group.
+        store: Shared by the workers of the group; None: they make one of their own.
         timeout: Of a collective.
 
-    Raises: InputError: This worker has no GPU of its own, or one that this build of torch has no
-        kernels for.
+    Raises:
+        InputError: This worker has no GPU of its own, or torch has no kernels for it.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)
@@ -72,21 +71,20 @@ def process_group(
 def leave_group() -> None:
     """End the process group, once no model of it is in use.
 
-    Models go first: one that is freed after its group, as garbage or by whoever still held it,
-    waits for the group's threads and lets nobody run Python meanwhile, for which such a thread may
-    be waiting itself.
+    Models go first: one that is freed after its group waits for the group's threads while it holds
+    Python's lock, for which such a thread may be waiting itself.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def backend_of(cluster: ClusterSpec) -> str:
-    """The collective library for the cluster's device."""
+    """Return the collective library for the cluster's device."""
     return "nccl" if cluster.device == "cuda" else "gloo"
 
 
 def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
-    """The worker's own GPU, whether the scheduler shows it all of the node's or only one; or the CPU.
+    """Return the CPU, or the worker's own GPU, whether it sees all of the node's or only one.
 
     Raises:
         DeviceError: The scheduler gave this job GPUs that are not there.
@@ -124,7 +122,7 @@ def _why_no_gpu() -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Refuse a GPU that this build of torch does not know: its builds for newer CUDA leave out older GPUs.
+    """Refuse a GPU that this build of torch does not know, as newer builds leave out older GPUs.
 
     Raises:
         InputError: It has no kernels for the GPU.
@@ -158,14 +156,14 @@ def check_precision(device: torch.device, precision: str) -> None:
 
 
 def choose_kernels(workload: WorkloadSpec) -> None:
-    """Tell cuDNN and cuBLAS which kernels they may choose, by the workload's keys."""
+    """Set the kernels that cuDNN and cuBLAS may choose, by the workload's keys."""
     torch.backends.cudnn.benchmark = workload.cudnn_benchmark
     torch.backends.cudnn.allow_tf32 = workload.tf32
     torch.backends.cuda.matmul.allow_tf32 = workload.tf32
 
 
 def _runs_on(name: str, major: int, minor: int) -> bool:
-    """Whether kernels of that name do: sm_75 on its own generation, compute_75 is compiled for any later one."""
+    """Tell whether kernels run: sm_75 on its own generation, compute_75 on any later one too."""
     found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
     if found is None:
         return False
@@ -174,7 +172,7 @@ def _runs_on(name: str, major: int, minor: int) -> bool:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions that a measurement depends on."""
+    """Return the versions that a measurement depends on."""
     import platform
 
     versions = {
@@ -189,35 +187,39 @@ def describe_versions() -> dict[str, str]:
 
 
 class Allocation:
-    """The workers of a job, of which rank 0 decides and all hear what they do next.
+    """Workers of a job that form process groups of some of its nodes, one after another.
 
-    Args: cluster: The device, and the workers on each node. env: This worker's place among all of
-        the job. patience: How long to wait for rank 0's next word. A rank 0 that died is noticed at
-        once: it keeps the store.
+    Rank 0 decides, and the others follow.
+
+    Args:
+        cluster: The device, and the workers on each node.
+        env: This worker's rank in the whole job.
+        patience: Limit of waiting for rank 0's next decision. A rank 0 that died is noticed at
+            once: it keeps the store.
     """
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:
         self.cluster, self.env, self.patience = cluster, env, patience
         self.store = meet(env, COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
-        self._words = 0
+        self._decisions = 0
         # of the group that was joined last
         self._nodes = 0
         self._group = contextlib.ExitStack()
 
-    def hear(self, decide: Callable[[], str]) -> str:
-        """What rank 0 decides; every worker calls this. Returns when all are done with what came before."""
-        self._words += 1
+    def broadcast(self, decide: Callable[[], str]) -> str:
+        """Return rank 0's decision, once all workers have come here. Collective."""
+        self._decisions += 1
         if self.store is None:
             return decide()
         self._await_all(self.store)
-        key = f"word/{self._words}"
+        key = f"decision/{self._decisions}"
         if self.env.rank == 0:
             self.store.set(key, decide())
         self.store.wait([key], self.patience)
         return self.store.get(key).decode()
 
     def join(self, nodes: int) -> WorkerEnvironment | None:
-        """Be a worker of the first `nodes` nodes, or None for those on other nodes; every worker calls this.
+        """Join the group of the first `nodes` nodes; None on other nodes. Collective.
 
         The group stays as long as the number of nodes does. It is left with `leave`, not after an
         error: see `process_group`.
@@ -227,9 +229,9 @@ class Allocation:
             self.leave()
             self._nodes = nodes
             if place is not None:
-                store = (
-                    None if self.store is None else PrefixStore(f"group/{self._words}", self.store)
-                )
+                store = self.store
+                if store is not None:
+                    store = PrefixStore(f"group/{self._decisions}", store)
                 group = process_group(self.cluster, place, store, PROFILE_COLLECTIVE_TIMEOUT)
                 self._group.enter_context(group)
         return place
@@ -240,15 +242,14 @@ class Allocation:
         self._nodes = 0
 
     def close(self) -> None:
-        """The end; every worker calls this. Rank 0 is the last to go, because the others ask its store."""
+        """Leave the job; rank 0, which keeps the store, goes last. Collective."""
         self.leave()
         if self.store is not None:
-            self._words += 1
+            self._decisions += 1
             self._await_all(self.store)
 
     def _await_all(self, store: Store) -> None:
-        """Every worker says that it came so far; rank 0 waits for all of them."""
-        keys = [f"done/{self._words}/{rank}" for rank in range(self.env.world_size)]
+        keys = [f"done/{self._decisions}/{rank}" for rank in range(self.env.world_size)]
         store.set(keys[self.env.rank], "")
         if self.env.rank == 0:
             store.wait(keys, self.patience)
@@ -257,14 +258,14 @@ class Allocation:
 def place_among(
     env: WorkerEnvironment, nodes: int, workers_per_node: int
 ) -> WorkerEnvironment | None:
-    """This worker's place among those of the job's first nodes; None if it runs on another one.
+    """Return this worker's rank among those of the job's first nodes; None on another node.
 
-    Slurm may number tasks round the nodes, so that ranks are counted anew, node by node; rank 0
+    Slurm may number tasks round the nodes, so that ranks are counted again, node by node; rank 0
     remains rank 0. The local executor emulates nodes: it has one, with all workers.
     """
-    node, local_rank = (
-        (env.node_rank, env.local_rank) if env.on_slurm else divmod(env.rank, workers_per_node)
-    )
+    node, local_rank = divmod(env.rank, workers_per_node)
+    if env.on_slurm:
+        node, local_rank = env.node_rank, env.local_rank
     if node >= nodes:
         return None
     rank = node * workers_per_node + local_rank

@@ -1,21 +1,21 @@
-"""How the workers of one job meet: each proves that it belongs to the job before it gets a seat.
+"""Rendezvous of one job's workers, each of which proves that it belongs to the job.
 
-torch's TCPStore asks nobody who he is. On a shared node or network a stranger could take the place
-of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*, a socket
-of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the job's
-secret, a file in the submission's private folder. Neither side sends the secret. Only when all
+torch's TCPStore does not authenticate anybody. On a shared node or network a stranger could take
+the place of a rank, or sit on a rank's port and collect the others. So rank 0 first opens a *door*,
+a socket of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the
+job's secret, a file in the submission's private folder. Neither side sends the secret. Only when all
 ranks are in does rank 0 start the store. It listens on the one address at which the ranks came
 (127.0.0.1 for a job on this machine), takes connections from the ranks' addresses alone, and its
 keys begin with a random prefix that goes through the door.
 
-torch's own way, env://, also knows one port only. Here a job has several, in an order of its own:
-rank 0 listens on the first that is free, and the others go round them until somebody there knows
-the secret.
+torch's env:// also knows one port only. Here a job has several, in an order of its own: rank 0
+listens on the first that is free, and the others try them in turn until a listener knows the
+secret.
 
-What stays open are the sockets of gloo and NCCL themselves: the network between the nodes is
-trusted. So are those who run processes on the ranks' hosts: torch's store knows no password, and
-lists its keys to them. None of them runs code in a rank, as nothing that comes from a peer is
-unpickled, but they can disturb a training or feed it numbers.
+The sockets of gloo and NCCL stay open: the network between the nodes is trusted. So are processes
+on the ranks' hosts: torch's store has no password, and lists its keys to them. They cannot run code
+in a rank, as nothing that comes from a peer is unpickled, but they can disturb a training or feed
+it numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ from tula_hpc.env import SECRET_FILE, WorkerEnvironment
 from tula_hpc.errors import InputError, MeetingError
 from tula_hpc.files import read_bounded
 
-# from 32768 on, Linux gives ports to whoever connects to somewhere
+# from 32768 on, Linux gives ports to outgoing connections
 PORTS = range(10_000, 32_768)
 CANDIDATES = 8
-# On one machine all workers start at once; and there is no srun -K1 that would end those who wait
-# for one that died.
+# on one machine all workers start at once, and no srun -K1 ends those that wait for a dead one
 LOCAL_PATIENCE = timedelta(minutes=2)
-# A peer that is ours answers at once; a stranger may say nothing for ever.
+# a worker answers at once; a stranger may never answer
 HANDSHAKE_S = 5.0
 # torch looks up the name of each address; where DNS is broken, that takes long
 LOOK_UP = timedelta(minutes=1)
@@ -65,23 +64,27 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 LOOPBACK = "127.0.0.1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-# connections that are heard at the same time, beside those of the workers that are expected
+# connections that are served at the same time, beside those of the expected workers
 MOST_STRANGERS = 256
 # <linux/filter.h>, <asm-generic/socket.h>
 SO_ATTACH_FILTER = 26
 
 
 def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
-    """Return a store that all workers of the job share; every worker calls this, as often as the others do.
+    """Return a store that all workers of the job share. Collective.
 
-    Args: env: This worker's place in the job. patience: How long to wait for the others, at most
-        `LOCAL_PATIENCE` on one machine; it also becomes the time
-            limit of what is asked of the store.
+    Args:
+        env: This worker's rank in the job.
+        patience: Limit of waiting for the others, at most `LOCAL_PATIENCE` on one machine; also the
+            time limit of requests to the store.
 
-    Raises: MeetingError: Workers did not come, there is no port that rank 0 can listen on, or the
-        job has no secret. InputError: MASTER_PORT is no port.
+    Raises:
+        MeetingError: Workers did not come, rank 0 can listen on no port, or the job has no secret.
+        InputError: MASTER_PORT is no port.
     """
-    limit = patience if env.on_slurm else min(patience, LOCAL_PATIENCE)
+    limit = patience
+    if not env.on_slurm:
+        limit = min(limit, LOCAL_PATIENCE)
     secret = _read_secret(env)
     ends = time.monotonic() + limit.total_seconds()
     store = _Door(env, secret).gather(limit) if env.rank == 0 else _find(env, secret, ends, limit)
@@ -90,7 +93,7 @@ def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
 
 
 def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
-    """Return where rank 0's door may be, in order: the same for all workers of a job, others for its next restart.
+    """Return the ports to try for rank 0's door, in order: the same for all workers of a run.
 
     Raises:
         InputError: MASTER_PORT is no port.
@@ -106,7 +109,7 @@ def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
 
 
 def _job_name(env: WorkerEnvironment) -> str:
-    """Tell this run of this job from all others, a left-over of an earlier run included."""
+    """Return a name that no other run has, a left-over of an earlier run of this job included."""
     return f"{env.job_id}.{env.restart_count} {env.submission}"
 
 
@@ -120,7 +123,7 @@ def _read_secret(env: WorkerEnvironment) -> bytes:
 
 
 class _Proof(NamedTuple):
-    """One handshake: what both sides said, and the secret that they prove to know."""
+    """Proofs of one handshake that both sides know the secret."""
 
     secret: bytes
     job: str
@@ -128,10 +131,10 @@ class _Proof(NamedTuple):
     server_nonce: bytes
 
     def of(self, speaker: str, message: bytes = b"") -> bytes:
-        """Return the proof of `speaker` for this handshake and no other one, and for this message."""
-        said = [speaker.encode(), self.job.encode(), self.client_nonce, self.server_nonce, message]
+        """Return the proof of `speaker`, for this handshake and this message only."""
+        parts = [speaker.encode(), self.job.encode(), self.client_nonce, self.server_nonce, message]
         # lengths, or two different handshakes could be the same bytes
-        content = b"".join(struct.pack("!I", len(part)) + part for part in said)
+        content = b"".join(struct.pack("!I", len(part)) + part for part in parts)
         return hmac.digest(self.secret, content, "sha256")
 
     def holds(self, proof: bytes, speaker: str, message: bytes = b"") -> bool:
@@ -140,24 +143,25 @@ class _Proof(NamedTuple):
 
 
 class _Guest(NamedTuple):
-    """A worker that has proved itself and waits for the others."""
+    """Worker that has proved itself and waits for the others."""
 
     connection: socket.socket
     proof: _Proof
-    # numeric: where it comes from, and at which of our addresses it came
+    # numeric addresses: the worker's, and ours at which it came
     peer: str
     ours: str
 
     def invite(self, place: dict[str, str | int]) -> None:
-        """Tell it where the store is. One that is gone by now is missed in the first collective."""
+        """Send the store's address."""
         content = json.dumps(place).encode()
         sealed = self.proof.of("invitation", content) + content
+        # a worker that is gone by now is missed in the first collective
         with contextlib.suppress(OSError):
             self.connection.sendall(struct.pack("!I", len(sealed)) + sealed)
 
 
 class _Door:
-    """Rank 0's part: lets in the workers of the job, refuses and reports everybody else."""
+    """Rank 0's part: admits the workers of the job, refuses and reports all others."""
 
     def __init__(self, env: WorkerEnvironment, secret: bytes) -> None:
         self.env, self.secret = env, secret
@@ -168,7 +172,7 @@ class _Door:
         self.socket = _listen(env)
 
     def gather(self, patience: timedelta) -> Store:
-        """Wait for all other workers, then start the store and tell them where it is."""
+        """Wait for all other workers, then start the store and send them its address."""
         expected = self.env.world_size - 1
         threading.Thread(target=self._serve, daemon=True, name="door").start()
         try:
@@ -202,23 +206,23 @@ class _Door:
                 # `gather` has closed the socket
                 if error.errno in (errno.EBADF, errno.EINVAL):
                     return
-                # one that has gone already, or there are too many for now
+                # the peer has gone already, or there are too many connections for now
                 time.sleep(FIRST_PAUSE_S)
                 continue
             self._make_room(connection)
-            threading.Thread(target=self._hear, args=(connection, address[0]), daemon=True).start()
+            threading.Thread(target=self._admit, args=(connection, address[0]), daemon=True).start()
 
     def _make_room(self, connection: socket.socket) -> None:
-        """Give a newcomer a place; where there is none, one that is drawn among those that hold one is sent away.
+        """Give a newcomer a place; where there is none, close a connection drawn by lot.
 
-        Strangers who hold all places, and come again at once, would keep the workers out for ever
-        if newcomers had to wait; and if the oldest went, by coming faster than a worker can prove
-        itself.
+        Strangers that hold all places and return at once would keep the workers out if newcomers
+        had to wait; and, by coming faster than a worker can prove itself, if the oldest were
+        closed.
         """
         with self.changed:
             if len(self.unproven) >= MOST_STRANGERS + self.env.world_size:
                 drawn = self.unproven.pop(secrets.randbelow(len(self.unproven)))
-                # ends the thread that hears it, which closes it
+                # ends its thread, which closes it
                 with contextlib.suppress(OSError):
                     drawn.shutdown(socket.SHUT_RDWR)
             self.unproven.append(connection)
@@ -227,8 +231,7 @@ class _Door:
         with self.changed, contextlib.suppress(ValueError):
             self.unproven.remove(connection)
 
-    def _hear(self, connection: socket.socket, peer: str) -> None:
-        """Give the worker at the other end its seat, or send it away."""
+    def _admit(self, connection: socket.socket, peer: str) -> None:
         try:
             connection.settimeout(HANDSHAKE_S)
             client_nonce = _receive(connection, NONCE_BYTES)
@@ -297,15 +300,16 @@ class _Door:
 
 
 class _StrangerError(Exception):
-    """Somebody at the door, or behind another's, is none of ours."""
+    """Peer that does not know the secret."""
 
 
 def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelta) -> Store:
-    """Any other worker's part: rank 0's store; its door may open in a while only, as nodes start at their own pace."""
-    ports, pause_s = candidate_ports(env), FIRST_PAUSE_S
+    """Return rank 0's store to another worker; nodes start at their own pace, so keep trying."""
+    ports = candidate_ports(env)
+    pause_s = FIRST_PAUSE_S
     while time.monotonic() < ends:
         for port in ports:
-            # nobody there, nobody of ours, or one who died
+            # no listener, a stranger, or a worker that died
             with contextlib.suppress(OSError, ValueError, _StrangerError):
                 return _visit(env, secret, port, ends)
         time.sleep(pause_s)
@@ -317,11 +321,11 @@ def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelt
 
 
 def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Store:
-    """Prove ourselves at a door, wait until all are in, and go to the store.
+    """Prove ourselves at a door, wait until all are in, and connect to the store.
 
     Raises:
-        _StrangerError: Whoever listens there does not know the secret.
-        OSError: Nobody does, or not any more.
+        _StrangerError: The listener does not know the secret.
+        OSError: There is no listener, or it has gone.
     """
     with socket.create_connection((_host(env), port), HANDSHAKE_S) as door:
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -351,24 +355,25 @@ def _visit(env: WorkerEnvironment, secret: bytes, port: int, ends: float) -> Sto
 def _listen(env: WorkerEnvironment) -> socket.socket:
     """Open rank 0's door on the first port that is free.
 
-    On Slurm on all interfaces: the name by which the others know this node may be another address
-    to them than it is here, and whoever comes has to prove himself.
+    On Slurm on all interfaces: this node's name may resolve to another address on the others, and
+    every peer has to prove itself.
     """
-    ports, why = candidate_ports(env), ""
+    ports = candidate_ports(env)
+    why = ""
     address = "" if env.on_slurm else LOOPBACK
     for port in ports:
         try:
             return socket.create_server((address, port), backlog=env.world_size + 16)
         except OSError as error:
             why = str(error)
-    asked = (
-        "; MASTER_PORT asks for that one: without it another is taken" if env.master_port else ""
-    )
+    asked = ""
+    if env.master_port:
+        asked = "; MASTER_PORT asks for that one: without it another is taken"
     raise MeetingError(f"rank 0 cannot listen at {_host(env)} on {_named(ports)}{asked}: {why}")
 
 
 def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
-    """Have the kernel drop connections from anywhere else: TCPStore tells its keys to whoever is connected.
+    """Have the kernel drop connections from other addresses: TCPStore lists its keys to every peer.
 
     A classic BPF program on the listening socket (man 7 socket, SO_ATTACH_FILTER) compares the
     sender's IPv4 address; sockets that it accepts inherit it.
@@ -391,7 +396,7 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Return exactly so many bytes.
+    """Receive exactly that many bytes.
 
     Raises:
         OSError: They do not come within the connection's time limit.
@@ -407,7 +412,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 def _host(env: WorkerEnvironment) -> str:
-    """Return where rank 0 runs."""
     return env.hosts[0] if env.on_slurm else LOOPBACK
 
 

@@ -1,4 +1,4 @@
-"""What profiling and training share on a node: one process of a DDP job with its model, data, optimizer and step."""
+"""One process of a DDP job with its model, data, optimizer and step, for profiles and trainings."""
 
 from __future__ import annotations
 
@@ -14,25 +14,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc import process_memory as resident
+from tula_hpc import process_memory
 from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
-from tula_hpc.ddp.methods import build_optimizer, reference_after, reference_share
+from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
+from tula_hpc.ddp.small_norms import small_norms
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
-from tula_hpc.optim import (
-    GradientObserver,
-    LocalNorms,
-    PartNorms,
-    TulaOptimizer,
-    local_gradient,
-    looks_at_whole_batch,
-    reference_gradient,
-)
-from tula_hpc.optim.post_local_sgd import PostLocalSGD
+from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.workload import build_workload
@@ -44,10 +36,10 @@ class Worker:
     """One process of a data-parallel job.
 
     Args:
-        sweep: What to train and how.
+        sweep: Workload and method.
         cluster: The device and the CPUs that a worker has.
         configuration: Nodes, workers per node and local batch.
-        env: This process's place in the job.
+        env: This process's rank in the job.
     """
 
     def __init__(
@@ -60,26 +52,30 @@ class Worker:
         self.sweep, self.configuration, self.env = sweep, configuration, env
         self.device = pick_device(cluster, env.local_rank)
         if self.device.type == "cpu":
-            resident.keep_freed()
+            process_memory.keep_freed()
         else:
             check_kernels(self.device)
             check_precision(self.device, sweep.workload.precision)
             choose_kernels(sweep.workload)
         self.workload = workload = build_workload(sweep.workload, self.device)
-        self.model = self._place(workload.model)
+        self.model = self._move_to_device(workload.model)
         self.parallel = self._wrap(self.model)
-        # a single worker does not mind unused parameters
+        # a single worker may have unused parameters
         self.unused_sought = self.parallel is self.model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.samples = len(workload.train)  # type: ignore[arg-type] # checked when the data was built
-        self.optimizer = build_optimizer(
+        self.optimizer, self.observer, self.averager = build_stepper(
             sweep, self.model, self.parameters, configuration, self.samples
         )
         # in the optimizer's order, in which it is given gradients: groups of layer-wise rates have
         # another
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.observer = self._observe()
-        self.norms = self._small_norms()
+        self.norms = small_norms(
+            sweep.training, self.parallel, self.parameters, configuration.local_batch
+        )
+        if self.norms.are_given:
+            self.observer.expect_small_norms()
+        self.reference = ReferenceBatch(sweep, configuration, self.samples)
         self.scaler = GradScaler(self.device.type, enabled=sweep.workload.precision == "fp16")
         self.loader = make_train_loader(
             workload.train,
@@ -91,7 +87,7 @@ class Worker:
             pin_memory=self.device.type == "cuda",
         )
 
-    def _place(self, model: nn.Module) -> nn.Module:
+    def _move_to_device(self, model: nn.Module) -> nn.Module:
         channels_last = (
             torch.channels_last if self.sweep.workload.channels_last else torch.preserve_format
         )
@@ -108,52 +104,16 @@ class Worker:
             model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=broadcast
         )
 
-    def _observe(self) -> GradientObserver | None:
-        """What looks at gradients from which no factor is estimated; None: the optimizer does, or nobody wants it."""
-        training = self.sweep.training
-        if not training.observe_gradients or training.adapts:
-            return None
-        stepped = (
-            self.optimizer.optim if isinstance(self.optimizer, PostLocalSGD) else self.optimizer
-        )
-        return GradientObserver(stepped, self.configuration.global_batch)
-
-    def _small_norms(self) -> LocalNorms | PartNorms | None:
-        """What gives norms of small gradients at every step without a pass; None: they take passes, if anything.
-
-        A single worker takes its batch in two parts, where that changes nothing but the order of
-        additions. BatchNorm would train on statistics of half the batch: such a model keeps the
-        reference pass, at its interval. So does, without any pass, a training that is only
-        observed: it must not change by that.
-        """
-        norms: LocalNorms | PartNorms
-        if not (self.observer or self.sweep.training.free_reference):
-            return None
-        if isinstance(self.parallel, DistributedDataParallel):
-            norms = LocalNorms(
-                self.parameters, self.configuration.local_batch, averages=True
-            ).attach(self.parallel)
-        elif (
-            self.observer or looks_at_whole_batch(self.model) or self.configuration.local_batch < 2
-        ):
-            return None
-        else:
-            norms = PartNorms(self.parameters)
-        if isinstance(self.optimizer, TulaOptimizer):
-            # no pass is ever due
-            self.optimizer.update_interval = None
-        return norms
-
     def batches(self, epoch: int = 0, offset: int = 0) -> Iterator[tuple[Batch, Batch]]:
-        """Batches on the device, for ever: from `offset` global samples into `epoch`, then the epochs that follow."""
+        """Yield batches on the device without end, from `offset` global samples into `epoch` on."""
         stream: Iterator[Batch] = self.loader.stream(epoch, offset)
         if self.device.type == "cuda":
             stream = one_ahead(stream, StreamCopies(self.device))
-        # A generator of ours would hold the batch as it was loaded during the step.
+        # not a generator function, which would hold the loaded batch during the step
         return itertools.starmap(self.to_device, stream)
 
     def to_device(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Bring a batch to the device as the model takes it: bytes of images scaled, images in its memory format."""
+        """Move a batch to the device as the model takes it: scaled, in its memory format."""
         inputs, targets = map_tensors(
             lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, targets)
         )
@@ -168,9 +128,9 @@ class Worker:
         return tensor
 
     def as_loaded(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """A batch on the host as loaders give it, of the size and kind of one on the device.
+        """Return a batch on the host as loaders give it, of the size and kind of one on the device.
 
-        Of images that travel as bytes it is one of the test set's, again and again.
+        Images that travel as bytes are one of the test set's, repeated.
         """
         inputs, targets = map_tensors(lambda tensor: tensor.cpu().contiguous(), (inputs, targets))
         if self.device.type == "cuda" and isinstance(self.workload.test, ImageDataset):
@@ -179,39 +139,39 @@ class Worker:
         return inputs, targets
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The workload's precision for a forward pass."""
+        """Return the context of a forward pass in the workload's precision."""
         dtype = DTYPES[self.sweep.workload.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     @property
     def parts(self) -> int:
-        """In so many parts a step takes its local batch, one after another."""
-        return self.norms.count if isinstance(self.norms, PartNorms) else 1
+        """Return the number of micro-batches in which a step takes its local batch."""
+        return self.norms.count
 
     def forward_backward(
         self, inputs: Batch, targets: Batch, *, synchronize: bool = True, whole: bool = False
     ) -> Tensor:
-        """Mean loss of the local batch, detached; gradients are all-reduced unless `synchronize` is off.
+        """Return the mean loss of the local batch, detached, and leave gradients in `.grad`.
 
         Args:
             inputs: The batch.
             targets: As many.
-            synchronize: Off: as if there were no other workers.
-            whole: Take it at once, where a step takes it in parts.
+            synchronize: All-reduce the gradients.
+            whole: Take the batch at once, where a step takes it in micro-batches.
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            if isinstance(self.norms, PartNorms) and not whole:
-                return torch.stack(
-                    [self._backward(*part) for part in self.norms.parts(inputs, targets)]
-                ).sum()
-            loss = self._backward(inputs, targets)
+            if whole or self.norms.count == 1:
+                loss = self._backward(inputs, targets)
+            else:
+                parts = self.norms.parts(inputs, targets)
+                loss = torch.stack([self._backward(*part) for part in parts]).sum()
         if not (self.unused_sought or quiet):
             self._refuse_unused()
         return loss
 
     def _refuse_unused(self) -> None:
-        """Among several workers the gradients of all parameters are waited for; once, after the first of such passes.
+        """Refuse parameters without a gradient, for which several workers would wait.
 
         Raises:
             InputError: A parameter has none.
@@ -237,7 +197,7 @@ class Worker:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; afterwards each of its modules is in the mode it was in."""
+        """Run the block in evaluation mode without gradients; then restore each module's mode."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -248,7 +208,7 @@ class Worker:
                 module.training = training
 
     def score(self, inputs: Batch, targets: Batch) -> Tensor:
-        """Sums over a batch of test samples as loaded, (4,): loss, samples, and `Criterion.hits`.
+        """Return sums over a batch of test samples, (4,): loss, samples, and `Criterion.hits`.
 
         As in training both are taken within autocast; outputs that are a tensor are in full
         precision.
@@ -257,13 +217,14 @@ class Worker:
         with self.autocast():
             inputs, targets = self.to_device(inputs, targets)
             outputs = self.model(inputs)
-            outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
+            if isinstance(outputs, Tensor):
+                outputs = outputs.float()
             loss, hits = criterion.loss(outputs, targets), criterion.hits(outputs, targets)
         total = (loss.to(torch.promote_types(loss.dtype, torch.float32)) * count).double()
         return torch.cat([torch.stack([total, torch.full_like(total, count)]), hits])
 
     def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """Gradient of a reference batch, the first part of this batch on every worker, all-reduced."""
+        """Return the all-reduced gradient of a reference batch, a part of every worker's batch."""
         part = reference_share(self.sweep.training, self.configuration)
         inputs, targets = take((inputs, targets), 0, part)
         return reference_gradient(
@@ -277,7 +238,7 @@ class Worker:
         )
 
     def local_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
-        """This worker's own gradient, unscaled, not reduced; `.grad`, buffers and random numbers stay as they are."""
+        """Return this worker's own unscaled gradient; `.grad`, buffers and random numbers stay."""
         return local_gradient(
             self.model,
             self.workload.criterion.loss,
@@ -289,101 +250,79 @@ class Worker:
         )
 
     def update_gradscale(self, inputs: Batch, targets: Batch) -> None:
-        """AGS's UpdateGradScale from the gradients of the last backward pass and this batch's reference part."""
-        if isinstance(self.optimizer, TulaOptimizer):
-            small = self.reference_gradient(inputs, targets)
-            self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
+        """Update AGS's scale from the last backward pass and this batch's reference part."""
+        small = self.reference_gradient(inputs, targets)
+        self.observer.update_gradscale(small, [p.grad for p in self.parameters])
 
     def train_step(self, inputs: Batch, targets: Batch) -> Tensor:
-        """One step of Algorithm 1: update the gradient scale if it is due, then forward, backward, gate, optimizer."""
-        due = isinstance(self.optimizer, TulaOptimizer) and self.optimizer.update_due
-        small = self.reference_gradient(inputs, targets) if due else None
+        """Take one step of Algorithm 1; return the mean loss of the local batch.
+
+        Update the gradient scale if it is due, then forward, backward, gate, optimizer.
+        """
+        is_local = self.is_local
+        small = self.reference_gradient(inputs, targets) if self.observer.update_due else None
         self.optimizer.zero_grad(set_to_none=True)
-        if self.observer is not None:
-            self.observer.forget()
-            self.observer.idle = self.is_local
-        loss = self.forward_backward(inputs, targets, synchronize=not self.is_local)
+        self.observer.begin_step(is_local=is_local)
+        loss = self.forward_backward(inputs, targets, synchronize=not is_local)
         self.scaler.unscale_(self.optimizer)
-        if small is not None and isinstance(self.optimizer, TulaOptimizer):
-            self.optimizer.update_gradscale(small, [p.grad for p in self.parameters])
-        self._observe_small(self._clip())
+        if small is not None:
+            self.observer.update_gradscale(small, [p.grad for p in self.parameters])
+        clipping = self._clip()
+        if not is_local:
+            self.norms.report(self.observer, self._loss_scale(), clipping)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
 
     def _clip(self) -> Tensor | float:
-        """Shorten the gradient to training.clip_norm; what it was multiplied with, on the device."""
+        """Shorten the gradient to training.clip_norm; return its factor, on the device."""
         limit = self.sweep.training.clip_norm
         if limit is None:
             return 1.0
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         # as torch has it
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for each in (self.optimizer, self.observer):
-            if isinstance(each, TulaOptimizer | GradientObserver):
-                each.observe_clipping(factor)
+        self.observer.observe_clipping(factor)
         return factor
 
-    def _observe_small(self, shortened: Tensor | float) -> None:
-        """Give the optimizer, or the observer, the norms of this step's small gradients where they are had for nothing.
-
-        They are multiplied as the large gradient was, so that clipping leaves their ratio alone;
-        who is told knows of it and takes the noise of the gradient before.
-        """
-        told = self.observer or self.optimizer
-        if (
-            self.norms is None
-            or self.is_local
-            or not isinstance(told, TulaOptimizer | GradientObserver)
-        ):
-            return
-        # the loss scale as a tensor: `get_scale` would wait for the device
-        scaled = self.scaler.is_enabled()
-        loss_scale = self.scaler.scale(torch.ones((), device=self.device)) if scaled else 1.0
-        squares, batch = self.norms.squares(loss_scale)
-        told.observe_small(squares * shortened**2, batch)
-        if isinstance(self.norms, LocalNorms):
-            told.observe_norms(self.norms.averaged(loss_scale) * shortened**2)
+    def _loss_scale(self) -> Tensor | float:
+        """Return the loss scale as a tensor: `get_scale` would wait for the device."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=self.device))
 
     def release(self) -> None:
-        """Call it after the last step where the process goes on, so that the model can be freed: see `LocalNorms`."""
-        if isinstance(self.norms, LocalNorms):
-            self.norms.release()
+        """Let the model be freed after the last step of a process that goes on."""
+        self.norms.release()
 
     def seed(self, seed: int) -> None:
-        """Set the random numbers to come; `torch.manual_seed` would ask every backend there is, at each step."""
+        """Seed the CPU and this device."""
+        # `torch.manual_seed` would ask every backend there is, at each step
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     @property
     def is_local(self) -> bool:
-        """Whether this worker steps by itself just now, as all do in post-local SGD after the synchronous epochs."""
-        return isinstance(self.optimizer, PostLocalSGD) and self.optimizer.averager.local
+        """True while this worker steps by itself, as in post-local SGD after its first epochs."""
+        return self.averager.local
 
-    def place(self, start: float, end: float) -> None:
-        """Say which data the next step sees; call it on every worker.
+    def set_position(self, start: float, end: float) -> None:
+        """Set which data the next step sees. Collective.
 
         Args:
             start: Epochs seen before the step, fractional.
             end: Epochs seen after it; whole after the last step of an epoch.
         """
-        if (
-            isinstance(self.optimizer, TulaOptimizer)
-            and self.norms is not None
-            and self.observer is None
-        ):
-            self.optimizer.set_reference(
-                reference_after(self.sweep, self.configuration, self.samples, start)
-            )
-        if isinstance(self.optimizer, PostLocalSGD):
-            self.optimizer.averager.place(start, end)
-            if start == self.optimizer.averager.synchronous_epochs:
-                # all go their own ways from one point
-                self.share_buffers()
+        if self.norms.are_given:
+            self.observer.set_reference(self.reference.after(start))
+        self.averager.set_position(start, end)
+        if self.averager.begins:
+            # all workers go their own ways from one point
+            self.share_buffers()
 
     def own_state(self) -> dict[str, Any]:
-        """What only this worker has while `is_local`."""
+        """Return the state that only this worker has while `is_local`."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -391,33 +330,33 @@ class Worker:
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on with what `own_state`, or rank 0's checkpoint, holds."""
+        """Restore `own_state`, or rank 0's checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's state on rank 0, where the workers hold parts of it; {} on the others. Collective."""
+        """Gather the optimizer's whole state on rank 0; return {} on the others. Collective."""
         consolidate(self.optimizer)
         return self.optimizer.state_dict() if self.env.rank == 0 else {}
 
     def share_buffers(self) -> None:
-        """Give every worker rank 0's BatchNorm statistics, as DDP does before each training step."""
+        """Give every worker rank 0's BatchNorm statistics, as DDP does before each step."""
         if self.env.world_size > 1:
             for buffer in self.model.buffers():
-                # of a strided view gloo would send the memory that lies between
+                # gloo would send the memory between the elements of a strided view
                 whole = buffer.contiguous()
                 dist.broadcast(whole, src=0)
                 if whole is not buffer:
                     buffer.copy_(whole)
 
     def synchronize_device(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device's queue is empty."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def agree(self, *values: float) -> list[float]:
-        """The largest of each value over all workers."""
+        """Return the largest of each value over all workers. Collective."""
         if self.env.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -425,7 +364,7 @@ class Worker:
         return [float(value) for value in tensor.tolist()]
 
     def total(self, *values: float) -> list[float]:
-        """The sum of each value over all workers."""
+        """Return the sum of each value over all workers. Collective."""
         if self.env.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -433,16 +372,15 @@ class Worker:
         return [float(value) for value in tensor.tolist()]
 
 
-# DDP's default bucket: the bare all-reduce sends what DDP sends
+# DDP's default bucket
 BUCKET_BYTES = 25 * 1024**2
 
 
 def bare_all_reduce(worker: Worker) -> Callable[[], None]:
-    """A call that all-reduces as many bytes as the gradient has, in DDP's bucket size, and nothing else.
+    """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
 
-    Meanwhile the loader has nothing to do. Where its processes and the collective's threads share
-    cores in training, an all-reduce takes longer there than by itself; whole steps, which are timed
-    with the loader at work, hold that.
+    The loader is idle meanwhile. Where its processes and the collective's threads share cores, an
+    all-reduce takes longer in training; the times of whole steps include that.
     """
     count = sum(p.numel() for p in worker.parameters)
     flat = torch.ones(count, dtype=worker.parameters[0].dtype, device=worker.device)

@@ -1,4 +1,4 @@
-"""Gradient scaling for large batches: the wrapping optimizer, its sensitivity gate, and the reference gradient."""
+"""Gradient scaling for large batches: the wrapping optimizer, its gate, and observers."""
 
 from tula_hpc.gradients.noise_scale import (
     NO_READING,
@@ -23,8 +23,14 @@ from tula_hpc.optim.gradscale import (
     tensor_ratio,
 )
 from tula_hpc.optim.norm_ratio import norm_ratio
-from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, Seen
-from tula_hpc.optim.optimizer import Statistics, TulaOptimizer
+from tula_hpc.optim.observer import (
+    GradientObserver,
+    NoObserver,
+    ScaleHistogram,
+    Seen,
+    StepObserver,
+)
+from tula_hpc.optim.optimizer import StaticScaleObserver, Statistics, TulaOptimizer
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "GradientObserver",
     "Granularity",
     "LocalNorms",
+    "NoObserver",
     "NoiseReading",
     "NoiseScale",
     "PartNorms",
@@ -43,7 +50,9 @@ __all__ = [
     "Seen",
     "Sensitivity",
     "StaticScale",
+    "StaticScaleObserver",
     "Statistics",
+    "StepObserver",
     "TulaOptimizer",
     "WrappingOptimizer",
     "default_s_max",

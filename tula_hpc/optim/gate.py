@@ -1,4 +1,4 @@
-"""Δ(G): how much the gradient's norm changed since the step before, and how much of the scale a step therefore uses.
+"""Sensitivity gate: the change Δ(G) of the gradient's norm, and the share of the scale to use.
 
 Source: Tula paper, equation of the gradient variability, Δ(G_i) = |(‖G_i‖² − ‖G_{i−1}‖²) /
 ‖G_{i−1}‖²|. Everything stays on the device.
@@ -19,7 +19,7 @@ GATE_DECAY = 0.9
 
 
 def relative_change(current: Tensor, previous: Tensor) -> Tensor:
-    """Δ(G) from two squared norms; 0 where both are equal (also both 0), inf where only the previous is 0.
+    """Return Δ(G) from two squared norms; 0 where both are equal, inf where the previous is 0.
 
     Args:
         current: ‖G_i‖², 0-dim.
@@ -30,7 +30,7 @@ def relative_change(current: Tensor, previous: Tensor) -> Tensor:
 
 
 class _Seen(NamedTuple):
-    """What the gate knows; 0-dim tensors on one device."""
+    """State of the gate; 0-dim tensors on one device."""
 
     # last finite ‖G‖², or the average with it; NaN before the first
     previous: Tensor
@@ -38,25 +38,26 @@ class _Seen(NamedTuple):
     norm_squared: Tensor
     # Δ(G) of the last step; NaN where it has no meaning
     sensitivity: Tensor
-    # how much of the scale the last step used: 0, 1, or between them with gate "smooth"
+    # share of the scale in the last step: 0, 1, or between them with gate "smooth"
     quiet: Tensor
-    # how many steps used any of it since the count was last taken
+    # steps with any of it since the last reading
     quiet_steps: Tensor
-    # the sum of what these steps used of it
+    # sum of the shares of these steps
     used: Tensor
 
 
 class Sensitivity:
-    """Follows Δ(G) from step to step and says, on the device, how much of the scale a step uses.
+    """Follows Δ(G) from step to step and gives, on the device, the share of the scale to use.
 
     The first step has no predecessor and a non-finite norm has no Δ: such steps use none of it,
     except with gate "none". A non-finite norm is not remembered: the next Δ compares with the last
     finite one.
 
-    Args: delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ. gate: "paper": all
-        of the scale where Δ < δ, else nothing. "none": always all. "smooth": the share
-            max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against its
-            value before.
+    Args:
+        delta: Threshold δ > 0; `math.inf` makes every step quiet that has a Δ.
+        gate: "paper": all of the scale where Δ < δ, else nothing. "none": always all. "smooth": the
+            share max(0, 1 − Δ/δ). "smoothed": as "paper", with Δ of ‖G‖²'s moving average against
+            its value before.
         decay: Of that average, for each step, from 0 to below 1.
     """
 
@@ -68,11 +69,13 @@ class Sensitivity:
     def observe(self, norm_squared: Tensor, most: float = 1.0) -> Tensor:
         """Take in ‖G‖² of one step, before any scaling.
 
-        Args: norm_squared: ‖G‖², 0-dim. most: What the gate's share is multiplied with, from 0 to
-            1: below 1 while the scale warms up.
+        Args:
+            norm_squared: ‖G‖², 0-dim.
+            most: Factor of the gate's share, from 0 to 1: below 1 while the scale warms up.
 
-        Returns: 0-dim tensor: what share of the scale the step uses, a bool or, with gate "smooth",
-            a number from 0 to 1.
+        Returns:
+            0-dim tensor: the step's share of the scale, a bool or, with gate "smooth", a number
+            from 0 to 1.
         """
         seen = self._seen or _nothing_seen(norm_squared)
         current = self._average(norm_squared, seen.previous)
@@ -87,7 +90,7 @@ class Sensitivity:
         return share
 
     def read(self) -> tuple[float, float, float, int, float]:
-        """Δ(G), ‖G‖, share of the scale; since the last reading steps that used any, and the sum of their shares.
+        """Return Δ(G), ‖G‖, share; and steps with any share since the last reading, and their sum.
 
         Waits for the device.
         """
@@ -107,21 +110,20 @@ class Sensitivity:
         return change, norm, quiet, round(steps), used
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """Tensors only; None before the first step."""
+        """Return tensors only; None before the first step."""
         return None if self._seen is None else self._seen._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
-        """Restore what `state_dict` gave, as copies on `device`. Older states count the steps that used any alone."""
-        state = None if state is None else {"used": state["quiet_steps"], **state}
-        fields = (
-            None
-            if state is None
-            else {name: state[name].to(device, copy=True) for name in _Seen._fields}
-        )
-        self._seen = None if fields is None else _Seen(**fields)
+        """Restore a `state_dict` as copies on `device`."""
+        if state is None:
+            self._seen = None
+            return
+        # older states have no sum of shares, only the count of steps with any
+        state = {"used": state["quiet_steps"], **state}
+        self._seen = _Seen(*(state[name].to(device, copy=True) for name in _Seen._fields))
 
     def _average(self, norm_squared: Tensor, average: Tensor) -> Tensor:
-        """The new moving average, which the first finite norm starts."""
+        """Return the new moving average, which the first finite norm starts."""
         if self._decay == 0:
             return norm_squared
         moved = self._decay * average + (1 - self._decay) * norm_squared

@@ -1,12 +1,9 @@
 """Scale factors for gradients: estimated from two batches and kept.
 
 Source: Tula paper, Algorithm 1 (UpdateGradScale): s = min(|g_small / (g_large + ε)|, s_max) with
-s_max = √(b_large / b_small). The floor s_min > 0 is what the paper's convergence lemma asks for.
+s_max = √(b_large / b_small). The paper's convergence lemma needs the floor s_min > 0.
 
-How the adaptive factors are estimated: from gradients of two batches, or from norms of gradients
-that are there.
-
-Checks of the numbers that a user gives to the optimizer: each mistake is one clear line.
+Adaptive factors are estimated from gradients of two batches, or from norms of gradients.
 """
 
 from __future__ import annotations
@@ -26,29 +23,29 @@ Granularity = Literal["element", "tensor", "layer", "model"]
 
 
 def default_s_max(small_batch: float, large_batch: int, exponent: float = 1.0) -> float:
-    """√(b_large / b_small), the square-root scaling rule, to the power of `exponent`: 2 gives the linear rule."""
+    """Return √(b_large / b_small)^exponent: the square-root scaling rule, or with 2 the linear."""
     return float(math.sqrt(large_batch / small_batch) ** exponent)
 
 
 def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
-    """|g_small / (g_large + ε)|^exponent element by element, at least in float32; 1 where any of them is not finite."""
+    """Return |g_small / (g_large + ε)|^exponent by element; 1 where either is not finite."""
     dtype = torch.promote_types(large.dtype, torch.float32)
     ratio = (small.to(dtype) / (large.to(dtype) + EPSILON)).abs().nan_to_num_(nan=1.0, posinf=1.0)
-    # or an overflow would leave 0, and the element still until the next
+    # or an overflow would leave 0, and the element fixed until the next update
     ratio = torch.where(large.isinf(), 1.0, ratio)
     # finite, however large
     return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()
 
 
 def tensor_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor:
-    """(‖g_small‖ / (‖g_large‖ + ε))^exponent, one 0-dim factor for the whole tensor; see `norm_ratio`."""
+    """Return (‖g_small‖ / (‖g_large‖ + ε))^exponent, one 0-dim factor; see `norm_ratio`."""
     dtype = torch.promote_types(large.dtype, torch.float32)
     squares = [torch.linalg.vector_norm(g, dtype=dtype).double().square() for g in (small, large)]
     return norm_ratio(squares[0], squares[1], exponent, dtype)
 
 
 class ScaleSummary(NamedTuple):
-    """The factors over all elements of all parameters."""
+    """Summary of the factors over all elements of all parameters."""
 
     mean: float
     lowest: float
@@ -56,13 +53,15 @@ class ScaleSummary(NamedTuple):
 
 
 class GradScale:
-    """The adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
+    """Adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
-    Args: granularity: What shares a factor: an element, a tensor, a layer or the whole model.
-        s_min: Lower bound of a factor. s_max: Upper bound of a factor. exponent: Of the ratio.
+    Args:
+        granularity: Scope of a factor: an element, a tensor, a layer or the whole model.
+        s_min: Lower bound of a factor.
+        s_max: Upper bound of a factor.
+        exponent: Of the ratio.
         smoothing: Decay, for each update, of the averages of squared norms; at "element", of the
-        factor itself, where
-            more would take more memory.
+            factor itself, as averages would take more memory.
         layers: See `NormRatios`.
         exclude: Parameters that never have a factor.
         spike_guard: See `NormRatios`; not at "element".
@@ -91,7 +90,7 @@ class GradScale:
         self._summaries: dict[int, ScaleSummary] = {}
 
     def factor(self, parameter: Tensor) -> Tensor | None:
-        """The parameter's factor, of its shape or 0-dim; None stands for 1."""
+        """Return the parameter's factor, of its shape or 0-dim; None stands for 1."""
         return self._factors.get(parameter)
 
     def update_elements(
@@ -100,7 +99,7 @@ class GradScale:
         small: Sequence[Tensor | None],
         large: Sequence[Tensor | None],
     ) -> None:
-        """New factors from gradients of two batches at the same weights; where either is None the old factor stays."""
+        """Set factors from gradients of two batches at the same weights, where there are both."""
         for p, s, g in zip(parameters, small, large, strict=True):
             if s is not None and g is not None and p not in self.exclude:
                 ratio = element_ratio(
@@ -118,7 +117,7 @@ class GradScale:
         guard: bool,
         stretch: float = 1.0,
     ) -> None:
-        """New factors from squared norms, as `NormRatios.update` takes them; where not `present` the old one stays."""
+        """Set the factors of `present` parameters from squared norms; see `NormRatios.update`."""
         ratios = self.norms.update(parameters, small, large, present, guard=guard, stretch=stretch)
         shared = {id(ratio): ratio for ratio in ratios if ratio is not None}
         if not shared:
@@ -137,14 +136,14 @@ class GradScale:
             self._set(parameter, factor)
 
     def load(self, parameters: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
-        """Replace all factors by copies, clamped to the bounds: the batch may have changed since they were saved."""
+        """Replace all factors by copies, clamped to the bounds, as the batch may have changed."""
         self._factors, self._summaries = {}, {}
         for parameter, factor in zip(parameters, factors, strict=True):
             if factor is not None and parameter not in self.exclude:
                 self._set(parameter, factor.to(parameter.device))
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """Mean, minimum and maximum over all elements. Waits for the device when factors have changed."""
+        """Return the summary over all elements. Waits for the device when factors have changed."""
         if len(parameters) not in self._summaries:
             self._summaries[len(parameters)] = _summarize(
                 [(p.numel(), self.factor(p)) for p in parameters]
@@ -166,7 +165,7 @@ class GradScale:
 
 
 class StaticScale:
-    """One constant factor s for all parameters: U(s) of the paper's static scaling. It has no bounds.
+    """Constant factor s for all parameters: U(s) of the paper's static scaling, without bounds.
 
     Args:
         scale: The factor, positive.
@@ -178,7 +177,7 @@ class StaticScale:
         self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def factor(self, parameter: Tensor) -> Tensor | None:
-        """The constant as a 0-dim tensor on the parameter's device, made once; None stands for 1."""
+        """Return the constant as a 0-dim tensor on the parameter's device; None stands for 1."""
         if parameter in self.exclude:
             return None
         key = (parameter.device, torch.promote_types(parameter.dtype, torch.float32))
@@ -187,23 +186,21 @@ class StaticScale:
         return self._factors[key]
 
     def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """Of the constant and of the ones that excluded parameters have."""
-        sizes = {
-            kept: sum(p.numel() for p in parameters if (p in self.exclude) == kept)
-            for kept in (True, False)
-        }
-        values = [value for value, kept in ((1.0, True), (self.scale, False)) if sizes[kept]] or [
-            self.scale
-        ]
-        share = sizes[False] / max(1, sizes[True] + sizes[False])
-        mean = values[0] if len(values) == 1 else 1 + share * (self.scale - 1)
-        return ScaleSummary(mean, min(values), max(values))
+        """Return the summary of the constant, and of 1 for excluded parameters."""
+        excluded = sum(p.numel() for p in parameters if p in self.exclude)
+        scaled = sum(p.numel() for p in parameters) - excluded
+        if not excluded:
+            return ScaleSummary(self.scale, self.scale, self.scale)
+        if not scaled:
+            return ScaleSummary(1.0, 1.0, 1.0)
+        mean = 1 + scaled / (scaled + excluded) * (self.scale - 1)
+        return ScaleSummary(mean, min(1.0, self.scale), max(1.0, self.scale))
 
 
 def check_shapes(
     parameters: Sequence[Tensor], small: Sequence[Tensor | None], large: Sequence[Tensor | None]
 ) -> None:
-    """Raise ValueError unless there is a gradient of the parameter's shape, or None, for each parameter."""
+    """Raise ValueError unless each parameter has a gradient of its shape, or None."""
     for name, gradients in (("small_grads", small), ("large_grads", large)):
         if len(gradients) != len(parameters):
             expected = f"one entry for each of {len(parameters)} parameters"
@@ -234,11 +231,11 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
 
 
 class Batches(NamedTuple):
-    """Global batches, in samples."""
+    """Pair of global batches, in samples."""
 
     # b_small, the reference
     small: int
-    # b_large, trained with
+    # b_large, of the training
     large: int
 
 
@@ -256,7 +253,7 @@ def require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
 def checked_bounds(
     batches: tuple[float, int], s_min: float, s_max: float | None, exponent: float
 ) -> tuple[float, float]:
-    """(s_min, s_max) with the default filled in, which is not below s_min.
+    """Return (s_min, s_max) with the default filled in, which is not below s_min.
 
     Raises:
         ValueError: The batches or bounds do not fit together.
@@ -266,9 +263,9 @@ def checked_bounds(
         1 <= small <= large,
         f"small_batch: expected 1 <= small_batch <= large_batch, got {small} and {large}",
     )
-    # batches change within a training: a default that follows them must not fall below what was
-    # asked for
-    s_max = max(default_s_max(small, large, exponent), s_min) if s_max is None else s_max
+    # batches change within a training: a default that follows them must not fall below s_min
+    if s_max is None:
+        s_max = max(default_s_max(small, large, exponent), s_min)
     fits = 0 <= s_min <= s_max and s_max > 0 and s_min < math.inf
     require(fits, f"s_min: expected 0 <= s_min <= s_max, got {s_min} and {s_max}")
     return s_min, s_max
@@ -295,17 +292,17 @@ def check_numbers(
 
 
 class _Small(NamedTuple):
-    """Norms of small gradients that a step to come will use."""
+    """Norms of small gradients for the next step."""
 
     # (n,), float64
     squares: Tensor
     batch: float
-    # (n,), float64; None: the step takes them itself
+    # (n,), float64; None: the step computes them
     large: Tensor | None
 
 
 class Estimates:
-    """Brings pairs of gradients or norms at the same weights into the factors and into the noise scale.
+    """Estimation of the factors and of the noise scale from pairs of gradients or norms.
 
     Args:
         scale: The factors.
@@ -314,7 +311,7 @@ class Estimates:
 
     def __init__(self, scale: GradScale, batches: Batches) -> None:
         self.scale, self.batches = scale, batches
-        # what factors from norms refer to
+        # batch that factors from norms refer to
         self.reference: float = batches.small
         self.noise = NoiseScale()
         self._small: _Small | None = None
@@ -325,7 +322,7 @@ class Estimates:
         small: Sequence[Tensor | None],
         large: Sequence[Tensor | None],
     ) -> None:
-        """UpdateGradScale of Algorithm 1.
+        """Estimate the factors by UpdateGradScale of Algorithm 1.
 
         Raises:
             ValueError: The numbers of gradients or their shapes do not fit the parameters.
@@ -341,7 +338,7 @@ class Estimates:
             # many steps will use one pass
             self.scale.update_norms(parameters, *both_squares, present, guard=False)
         both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
-        # both norms are there anyway
+        # both norms are known anyway
         if both:
             sums = [
                 sum_of_squares([pair[which] for pair in both], both[0][1].device)
@@ -352,7 +349,7 @@ class Estimates:
     def expect(
         self, parameters: Sequence[Tensor], small: Tensor, batch: float, large: Tensor | None
     ) -> None:
-        """Keep squared norms of small gradients for the next `learn`; see `TulaOptimizer.observe_small`.
+        """Keep norms of small gradients for the next `learn`; see `TulaOptimizer.observe_small`.
 
         Raises:
             ValueError: Shapes or batch do not fit, or each element has its own factor.
@@ -374,7 +371,7 @@ class Estimates:
         self._small = _Small(small.detach().to(place, torch.float64), batch, large)
 
     def forget(self) -> None:
-        """Drop what `expect` was given."""
+        """Drop the norms of `expect`."""
         self._small = None
 
     def learn(
@@ -384,17 +381,19 @@ class Estimates:
         norm_squared: Tensor,
         shortened: Tensor | float = 1.0,
     ) -> bool:
-        """Use what `expect` was given, if anything; says whether there was. Does not wait for the device.
+        """Use the norms of `expect`; return False if there are none. Does not wait for the device.
 
-        Args: parameters: In the optimizer's order. norms: Of the large gradient, 0-dim, by
-            parameter. norm_squared: ‖G‖² over all of them. shortened: What both gradients were
-            multiplied with where norms of the large one are these: the noise is
-                that of the gradient before. 0-dim.
+        Args:
+            parameters: In the optimizer's order.
+            norms: Of the large gradient, 0-dim, by parameter.
+            norm_squared: ‖G‖² over all of them.
+            shortened: Factor of both gradients, 0-dim, unless `expect` was given the large one's
+                norms: the noise is that of the gradient before.
         """
         if self._small is None:
             return False
         (small, batch, large), self._small = self._small, None
-        # given by hand, both are as they were
+        # norms that the caller has given are those before clipping
         before = 1.0 if large is not None else 1.0 / shortened**2
         if large is None:
             large = squares([norms.get(parameter) for parameter in parameters], norm_squared.device)
@@ -408,30 +407,26 @@ class Estimates:
         return True
 
     def set_batches(self, batches: Batches, s_min: float, s_max: float) -> None:
-        """Go on with other batches: factors are clamped, averages of squared norms are carried over."""
+        """Change the batches: clamp the factors, carry the averages of squared norms over."""
         self.scale.bound(s_min, s_max)
         self.scale.norms.carry(self.batches, batches)
         self.batches, self.reference = batches, batches.small
 
     def refer_to(self, reference: float, s_min: float, s_max: float) -> None:
-        """Bring factors from norms to this batch from the next `learn` on; averages stay at b_small."""
+        """Let factors from norms refer to a batch from the next `learn` on."""
         # the factors in force are those of the last estimate
         self.scale.s_min, self.scale.s_max = s_min, s_max
         self.reference = reference
 
     def _stretch(self) -> float:
-        """What the difference of the squared norms at b_small and b_large is at `reference` and b_large, relative."""
+        """Return the squared norms' difference at `reference` and b_large over that at b_small."""
         small, large = self.batches
-        if self.reference == small:
+        if self.reference == small or small >= large:
             return 1.0
-        return (
-            (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large)
-            if small < large
-            else 1.0
-        )
+        return (1.0 / self.reference - 1.0 / large) / (1.0 / small - 1.0 / large)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Factors, averages, noise, and the batches that they refer to; not what `expect` was given."""
+        """Return factors, averages, noise, and their batches; not the norms of `expect`."""
         return {
             "gradscale": [self.scale.factor(parameter) for parameter in parameters],
             "averages": self.scale.norms.averages,
@@ -462,7 +457,7 @@ class Estimates:
         require(fits, f"state_dict: expected a reference from 1 to {largest}, got {reference!r}")
 
     def load_state_dict(self, parameters: Sequence[Tensor], state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave, as copies. In older states some of it is absent."""
+        """Restore a `state_dict` as copies. Older ones lack some of its entries."""
         place = parameters[0].device
         self.forget()
         self.scale.load(parameters, state["gradscale"])

@@ -1,4 +1,4 @@
-"""Ratios of gradient norms at two batches, one for each tensor, layer, or for the whole model; smoothed over updates.
+"""Ratios of gradient norms at two batches by tensor, layer, or model, smoothed over updates.
 
 With the squared norms ŝ at b_small and l̂ at b_large, summed over the tensors that share a factor,
 
@@ -9,11 +9,11 @@ Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Tr
 norms are means.
 
 With the spike guard l̂ is the larger of the average and this update's own squared norm, where every
-step brings norms of its own. An average knows nothing yet of a gradient that has just become many
-times as long, and a step along it, lengthened as the ones before, is what networks without
-normalization layers do not recover from; with exponent 2 and an average of b_small's norms that has
-not followed, such a step is shorter than the ones before. Norms from a pass say nothing of the
-steps until the next pass, which their fluctuation would all shorten: there is no guard for them.
+step has norms of its own. An average does not yet reflect a gradient that has just become many
+times as long, and networks without normalization layers do not recover from a step along it that is
+lengthened as the ones before; with exponent 2 and an average of b_small's norms that has not
+followed, such a step is shorter than the ones before. There is no guard for norms from a pass:
+their fluctuation would shorten all steps until the next pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPSILON = 1e-8
 def norm_ratio(
     small: Tensor, large: Tensor, exponent: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(√small / (√large + ε))^exponent; 1 where that is not finite, or where both are 0 and so say nothing.
+    """Return (√small / (√large + ε))^exponent; 1 where it is not finite or both are 0.
 
     Args:
         small: Squared norms; negative estimates count as 0.
@@ -51,29 +51,31 @@ def norm_ratio(
 
 
 class _Units(NamedTuple):
-    """Which parameters share a factor."""
+    """Groups of parameters that share a factor."""
 
-    # of each parameter; None: it keeps the factor 1
+    # unit of each parameter; None: it keeps the factor 1
     of: list[int | None]
-    # (units, most members): places of each unit's parameters, filled up with one beyond the last
+    # (units, most members): indices of each unit's parameters, padded with one beyond the last
     members: Tensor
     # of factors
     dtype: torch.dtype
 
 
 class NormRatios:
-    """Keeps averages of squared norms for each tensor and gives the ratio of each unit: what shares a factor.
+    """Averages of squared norms by tensor, and their ratio by unit: tensors that share a factor.
 
     The averages are exponential, without the bias of starting at 0. A pair that is not finite, or
     NaN because there is no gradient, is passed over for its tensor. All ratios of a model come from
     a few operations on vectors.
 
-    Args: granularity: "tensor": each is its own unit. "layer": as `layers` says. "model": one unit.
-        exponent: Of the ratio. smoothing: Decay of the averages for each update, from 0 (the last
-        pair alone) to below 1. layers: Parameters that share a factor; one that is in none is a
-        unit of its own. exclude: Parameters of no unit. spike_guard: Hold a unit's average at
-        b_small against this update's own norm at b_large where that is above its
-            average, in updates that ask for it.
+    Args:
+        granularity: "tensor": each is its own unit. "layer": those of `layers`. "model": one unit.
+        exponent: Of the ratio.
+        smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
+        layers: Parameters that share a factor; one that is in none is a unit of its own.
+        exclude: Parameters of no unit.
+        spike_guard: Compare a unit's average at b_small with this update's own norm at b_large
+            where that is above its average, in updates that ask for it.
 
     Raises:
         ValueError: A parameter is in two layers, or there are none though they are asked for.
@@ -98,7 +100,7 @@ class NormRatios:
         self.averages: Tensor | None = None
         # by number of parameters
         self._units: dict[int, _Units] = {}
-        # what was the last not to be all, and its copy
+        # the last mask with absent parameters, and its copy on the device
         self._present: tuple[Sequence[bool], Tensor] | None = None
 
     def update(
@@ -111,28 +113,30 @@ class NormRatios:
         guard: bool,
         stretch: float = 1.0,
     ) -> list[Tensor | None]:
-        """Take in squared norms of both batches' gradients at the same weights. Does not wait for the device.
+        """Update with squared norms of both batches' gradients; return ratios. Never waits.
 
-        Args: parameters: In the optimizer's order; later calls may have more of them at the end.
-            small: (n,), float64, at b_small; may be an estimate below 0. large: (n,), float64, on
-            the same device. present: Which parameters have a gradient now: of those without one, as
-            once they are frozen, the averages
+        Args:
+            parameters: In the optimizer's order; later calls may have more of them at the end.
+            small: (n,), float64, at b_small; may be an estimate below 0.
+            large: (n,), float64, on the same device, at the same weights.
+            present: Parameters that have a gradient now: the averages of others, as of frozen ones,
                 are kept but count for no unit. None: all.
-            guard: Whether the spike guard may act: these are the norms of the one step that comes.
+            guard: Let the spike guard act: these are the norms of the next step alone.
             stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm
                 at yet another batch, by the line in 1/batch. The averages stay at b_small.
 
-        Returns: For each parameter the 0-dim ratio of its unit, which is the same object for all of
-            them; None if excluded.
+        Returns:
+            For each parameter the 0-dim ratio of its unit, the same object for all of them; None if
+            excluded.
         """
-        # of infinities of either sign the sum is not finite either
+        # the sum of infinities of either sign is not finite either
         known = (small + large).isfinite()
         self.averages = self._averaged(small, large, known)
         units = self._units_of(parameters, small.device)
         sums, weight = self.averages[:2], self.averages[2]
         means = torch.where((weight > 0) & self._counted(present, small.device), sums / weight, 0.0)
         if stretch != 1.0:
-            # of noise; below 0 it would be stretched to no step
+            # the difference is noisy; stretched below 0 it would leave no step
             more = (means[0] - means[1]).clamp_min(0.0)
             means = torch.stack([means[1] + stretch * more, means[1]])
         if guard and self.spike_guard:
@@ -142,7 +146,7 @@ class NormRatios:
         return [None if unit is None else ratios[unit] for unit in units.of]
 
     def carry(self, old: tuple[int, int], new: tuple[int, int]) -> None:
-        """Turn averages at the batches (b_small, b_large) into what they are at others, by the line in 1/batch."""
+        """Convert averages from batches (b_small, b_large) to others, by the line in 1/batch."""
         if self.averages is None or old == new or old[0] >= old[1]:
             return
         small, large, weight = self.averages
@@ -154,7 +158,7 @@ class NormRatios:
         self.averages = None if averages is None else averages.to(device, copy=True)
 
     def _counted(self, present: Sequence[bool] | None, device: torch.device) -> Tensor | bool:
-        """`present` on the device, copied to it only when it changes."""
+        """Return `present` on the device, copied to it only when it changes."""
         if present is None or all(present):
             return True
         if self._present is None or self._present[0] != present:
@@ -169,7 +173,7 @@ class NormRatios:
         return torch.where(known, self.smoothing * old + (1 - self.smoothing) * new, old)
 
     def _units_of(self, parameters: Sequence[Tensor], device: torch.device) -> _Units:
-        """Made once for each number of parameters: they are only ever added, and copying to a device waits for it."""
+        """Return the units, built once for each number of parameters, which are only ever added."""
         count = len(parameters)
         if count not in self._units:
             places = {p: place for place, p in enumerate(parameters) if p not in self.exclude}
@@ -179,6 +183,7 @@ class NormRatios:
             }
             widest = max((len(unit) for unit in units), default=0)
             filled = [[*unit, *[count] * (widest - len(unit))] for unit in units]
+            # a copy to the device, which waits for it
             members = torch.tensor(filled, dtype=torch.int64, device=device).reshape(
                 len(units), widest
             )

@@ -1,10 +1,7 @@
-"""Δ(G), norm and noise of gradients that nothing scales: what `TulaOptimizer` tells of those that it scales.
+"""Observers of gradients: the interface, one for gradients that nothing scales, and a histogram.
 
-A histogram of the scale that was really applied, each element of a gradient counted once a step.
-
-Bins are evenly spaced in log2: the middle one is centred on 1, and so are others on every power of
-√2, where factors are clamped. The first and the last bin hold all that lies beyond (0 as well).
-Everything stays on the device until it is read.
+`TulaOptimizer` observes the gradients that it scales, a `StepObserver` those of any other
+optimizer.
 """
 
 from __future__ import annotations
@@ -17,29 +14,97 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.gradients.noise_scale import STEP_DECAY, NoiseReading, NoiseScale
+from tula_hpc.gradients.noise_scale import NO_READING, STEP_DECAY, NoiseReading, NoiseScale
 from tula_hpc.gradients.norms import norms_where_present, squared, squares
 from tula_hpc.optim.gate import Sensitivity
 
 
 class Seen(NamedTuple):
-    """What `GradientObserver.statistics` returns."""
+    """Numbers of the last observed step."""
 
-    # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
+    # Δ(G); NaN before the second step, inf or NaN where the norm is not finite
     sensitivity: float
-    # ‖G‖ of the last step; NaN before the first step
+    # ‖G‖; NaN before the first step
     gradient_norm: float
 
 
 class GradientObserver:
-    """Looks at the gradients right before each step of an optimizer; changes nothing.
+    """Watcher of a training's gradients: `TulaOptimizer`, which scales them, or a `StepObserver`.
 
-    It never waits for the device, but for a fused optimizer under GradScaler, which leaves it to
-    that to skip steps. A step that is skipped is not seen, nor is any while `idle`. Gradients that
-    are sparse or complex, and those beside them, are not looked at.
+    A worker calls `begin_step` before each backward pass, the `observe_*` methods between that and
+    the optimizer's step, and the others at any time. Whatever a subclass does not define does
+    nothing here.
+    """
+
+    @property
+    def update_due(self) -> bool:
+        """True if the next step must take a reference pass and call `update_gradscale`."""
+        return False
+
+    def begin_step(self, *, is_local: bool) -> None:
+        """Forget observations that no step has used; gradients of a local step are one worker's."""
+
+    def update_gradscale(
+        self, small_grads: Sequence[Tensor | None], large_grads: Sequence[Tensor | None]
+    ) -> None:
+        """Take gradients of a reference pass and of the large batch, in parameter order."""
+
+    def expect_small_norms(self) -> None:
+        """Prepare for `observe_small` at every step: no reference pass is due any more."""
+
+    def set_reference(self, batch: float) -> None:
+        """Set the reference batch, in samples, that factors from norms refer to."""
+
+    def observe_small(self, squares: Tensor, batch: float) -> None:
+        """Take squared norms of small gradients at the next step's weights.
+
+        Args:
+            squares: (n,) in parameter order, NaN where there is none.
+            batch: Samples of which such a gradient is the mean, below the large batch.
+        """
+
+    def observe_norms(self, squares: Tensor) -> None:
+        """Take squared norms of the next step's gradients, (n,) in parameter order."""
+
+    def observe_clipping(self, factor: Tensor | float) -> None:
+        """Take the factor that shortened the next step's gradients and all norms given for it."""
+
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return numbers for a log line of that many steps. Waits for the device."""
+        return {}
+
+    def noise(self) -> NoiseReading:
+        """Return the gradient's noise scale and restart its recent means. Waits for the device."""
+        return NO_READING
+
+    def count_scales(self) -> None:
+        """Count from now on the factors that are applied."""
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset the counts of `count_scales`. Waits for the device."""
+        return None
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the state that the optimizer's own state_dict does not hold, tensors only."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
+        """Restore `extra_state` from copies; None (the training was not observed): start afresh."""
+
+
+class NoObserver(GradientObserver):
+    """Null object of a training whose gradients are not watched."""
+
+
+class StepObserver(GradientObserver):
+    """Observer of the gradients right before each step of an optimizer; it changes nothing.
+
+    It never waits for the device, except for a fused optimizer under GradScaler, which lets the
+    optimizer skip steps itself. Skipped steps are not observed, nor is any while `idle`, nor
+    gradients of which one is sparse or complex.
 
     Args:
-        optimizer: Whose steps are waited for; its `step` must call torch's hooks.
+        optimizer: Its `step` must call torch's hooks.
         large_batch: Samples, over all workers, of which a gradient is the mean.
     """
 
@@ -50,47 +115,53 @@ class GradientObserver:
         self._noise = NoiseScale()
         self._small: tuple[Tensor, float] | None = None
         self._squares: Tensor | None = None
-        self._shortened: Tensor | float = 1.0
+        self._clipping: Tensor | float = 1.0
         # set it while gradients are not of `large_batch` samples
         self.idle = False
-        optimizer.register_step_pre_hook(lambda *_: self._look())
+        optimizer.register_step_pre_hook(lambda *_: self._observe_step())
 
-    def observe_small(self, small: Tensor, batch: float) -> None:
-        """Say what the squared norms of small gradients at the next step's weights are; see `TulaOptimizer`.
+    def begin_step(self, *, is_local: bool) -> None:
+        """Forget observations of a skipped step; local gradients are not of `large_batch`."""
+        self.forget()
+        self.idle = is_local
 
-        Args:
-            small: (n,) in parameter order, NaN where there is none.
-            batch: Samples of which such a gradient is the mean, below `large_batch`.
-        """
-        self._small = small, batch
+    def observe_small(self, squares: Tensor, batch: float) -> None:
+        """Take squared norms of small gradients; see `GradientObserver`."""
+        self._small = (squares, batch)
 
-    def observe_norms(self, large: Tensor) -> None:
-        """Say what the squared norms of the next step's gradients are, (n,) in parameter order: else they are taken."""
-        self._squares = large
+    def observe_norms(self, squares: Tensor) -> None:
+        """Take squared norms of the gradients, which the step otherwise computes."""
+        self._squares = squares
 
     def observe_clipping(self, factor: Tensor | float) -> None:
-        """Say what the next step's gradients, and all norms that were told, were multiplied with."""
-        self._shortened = factor
+        """Take the factor of clipping; statistics and noise are those before it."""
+        self._clipping = factor
 
     def forget(self) -> None:
-        """Drop what was told of a step that did not come."""
-        self._small, self._squares, self._shortened = None, None, 1.0
+        """Drop the observations for a step that did not come."""
+        self._small = None
+        self._squares = None
+        self._clipping = 1.0
 
     def statistics(self) -> Seen:
-        """Numbers for the log. Waits for the device, so call it now and then only."""
+        """Return numbers of the last step. Waits for the device, so call it now and then only."""
         sensitivity, norm, *_ = self._sensitivity.read()
         return Seen(sensitivity, norm)
 
-    def noise(self) -> NoiseReading:
-        """The gradient's noise scale. Starts the means of recent pairs anew. Waits for the device."""
-        return self._noise.read()
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return Δ(G) and ‖G‖ of the last step, by name; nothing while idle."""
+        return {} if self.idle else self.statistics()._asdict()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors only."""
+    def noise(self) -> NoiseReading:
+        """Return the noise scale and restart its recent means. Waits for the device."""
+        return NO_READING if self.idle else self._noise.read()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the averages, tensors only."""
         return {"sensitivity": self._sensitivity.state_dict(), "noise": self._noise.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` gave, as copies; None, as from a training that was not observed: begin anew."""
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the averages from copies; None: start afresh."""
         self.forget()
         state = state or {}
         device = self._parameters[0].device
@@ -104,43 +175,46 @@ class GradientObserver:
         ]
 
     @torch.no_grad()
-    def _look(self) -> None:
-        """The hook: `.grad` of all parameters, and what was told of this step, which is then forgotten."""
-        small, told, shortened = self._small, self._squares, self._shortened
+    def _observe_step(self) -> None:
+        small, known, clipping = self._small, self._squares, self._clipping
         self.forget()
         gradients = [parameter.grad for parameter in self._parameters]
-        present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if (
-            self.idle
-            or not present
-            or any(map(_is_sparse_or_complex, gradients))
-            or self._is_skipped()
-        ):
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if self.idle or not present or not _are_dense(gradients) or self._is_skipped():
             return
-        large = self._taken(gradients) if told is None else told
-        squares_seen = large.unbind()
-        total = torch.stack([squares_seen[place] for place in present]).sum()
-        self._sensitivity.observe(total / shortened**2)
+        large = self._squares_of(gradients) if known is None else known
+        by_parameter = large.unbind()
+        total = torch.stack([by_parameter[index] for index in present]).sum()
+        self._sensitivity.observe(total / clipping**2)
         if small is not None:
-            batches = small[1], self.large_batch
+            squares, batch = small
             self._noise.observe_parts(
-                small[0], large, total, batches, factor=1.0 / shortened**2, decay=STEP_DECAY
+                squares,
+                large,
+                total,
+                (batch, self.large_batch),
+                factor=1.0 / clipping**2,
+                decay=STEP_DECAY,
             )
 
-    def _taken(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms of the gradients, which a fused optimizer divides by the loss scale itself."""
-        taken = squares(norms_where_present(gradients), self._parameters[0].device)
+    def _squares_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return squared norms of gradients, which a fused optimizer divides by the loss scale."""
+        found = squares(norms_where_present(gradients), self._parameters[0].device)
         loss_scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
-        return taken if loss_scale is None else taken / squared(loss_scale)
+        return found if loss_scale is None else found / squared(loss_scale)
 
     def _is_skipped(self) -> bool:
-        """Whether a fused optimizer will leave this step out, for an overflow that GradScaler has found."""
+        """Tell whether a fused optimizer will skip this step: GradScaler found an overflow."""
         overflow: Tensor | None = getattr(self._optimizer, "found_inf", None)
         return overflow is not None and bool(overflow)
 
 
-def _is_sparse_or_complex(gradient: Tensor | None) -> bool:
-    return gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex())
+def _are_dense(gradients: Sequence[Tensor | None]) -> bool:
+    return not any(
+        gradient.layout is not torch.strided or gradient.is_complex()
+        for gradient in gradients
+        if gradient is not None
+    )
 
 
 BINS_PER_OCTAVE = 6
@@ -149,12 +223,17 @@ OCTAVES = 6
 # the bin of factor 1; before it one for all factors that are too small
 ONE = OCTAVES * BINS_PER_OCTAVE + 1
 BINS = 2 * ONE + 1
-# counted at a time: bounds the extra memory, and float32 counts so far exactly
+# counted at a time: bounds the extra memory, and float32 counts up to it exactly
 PIECE_ELEMENTS = 2**22
 
 
 class ScaleHistogram:
-    """Counts applied factors over elements and steps."""
+    """Histogram of the applied factors, each element of a gradient counted once a step.
+
+    Bins are evenly spaced in log2: the middle one is centred on 1, and others on every power of √2,
+    where factors are clamped. The first and the last bin hold all beyond, 0 included. Everything
+    stays on the device until it is read.
+    """
 
     def __init__(self) -> None:
         # (BINS,), float64: exact up to 2^53
@@ -169,11 +248,13 @@ class ScaleHistogram:
         sizes: Sequence[int],
         gate: Tensor | float | None = None,
     ) -> None:
-        """Take in one step. Does not wait for the device.
+        """Count one step. Does not wait for the device.
 
-        Args: factors: For each gradient one factor for all its elements or one for each; None
-            stands for 1. sizes: Elements of each gradient. gate: How much of the factors counts: 1
-            + gate·(factor − 1) was applied. 0-dim; None: all of it.
+        Args:
+            factors: For each gradient one factor for all its elements or one for each; None stands
+                for 1.
+            sizes: Elements of each gradient.
+            gate: Share of the factors: 1 + gate·(factor − 1) was applied. 0-dim; None: all of it.
         """
         shared: dict[torch.device, list[tuple[Tensor, int]]] = {}
         for factor, size in zip(factors, sizes, strict=True):
@@ -189,7 +270,7 @@ class ScaleHistogram:
             )
 
     def read(self) -> list[int]:
-        """Elements × steps in each of the `BINS` bins since the last reading. Waits for the device."""
+        """Return and reset elements × steps in each of the `BINS` bins. Waits for the device."""
         counts = [0.0] * BINS if self._counts is None else self._counts.tolist()
         counts[ONE] += self._unscaled
         self._counts, self._unscaled = None, 0
@@ -218,10 +299,10 @@ class ScaleHistogram:
 
 
 def _bins(factors: Tensor, gate: Tensor | float | None) -> Tensor:
-    """Each factor's bin as a float; not finite factors fall into the ends."""
+    """Return each factor's bin as a float; factors that are not finite fall into the ends."""
     applied = factors.float()
     if gate is not None:
         weight = gate.to(applied.device, applied.dtype) if isinstance(gate, Tensor) else gate
         applied = 1 + weight * (applied - 1)
-    places = (applied.abs().log2() * BINS_PER_OCTAVE).round() + ONE
-    return places.nan_to_num(nan=BINS - 1.0).clamp_(0, BINS - 1)
+    bins = (applied.abs().log2() * BINS_PER_OCTAVE).round() + ONE
+    return bins.nan_to_num(nan=BINS - 1.0).clamp_(0, BINS - 1)

@@ -6,7 +6,7 @@ Source: Tula paper, Algorithm 1. For every step i with the all-reduced large-bat
     G̃_i = gradscale ⊙ G_i   where Δ(G_i) < δ,   G_i elsewhere
     w   = base optimizer's step with G̃_i
 
-The defaults are that algorithm to the letter. What goes beyond it is each one option.
+The defaults are that algorithm to the letter; everything beyond it is an option.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tula_hpc.optim.gradscale import (
     require,
     require_one_of,
 )
-from tula_hpc.optim.observer import ScaleHistogram
+from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, StepObserver
 from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where, scale_and_step
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 
@@ -45,15 +45,15 @@ STEPS_UNTIL_WARNING = 100
 
 
 class Statistics(NamedTuple):
-    """What `TulaOptimizer.statistics` returns."""
+    """Numbers of `TulaOptimizer.statistics`."""
 
     # Δ(G) of the last step; NaN before the second step, inf or NaN where the norm is not finite
     sensitivity: float
     # ‖G‖ of the last step, before scaling; NaN before the first step
     gradient_norm: float
-    # what share of the scale the last step used: 0, 1, or by gate "smooth" and warm-up between them
+    # share of the scale in the last step: 0, 1, or by gate "smooth" and warm-up between them
     scaled: float
-    # of the scale over all elements of all parameters, whether or not the last step used it
+    # of the scale over all elements of all parameters, used in the last step or not
     scale_mean: float
     scale_min: float
     scale_max: float
@@ -61,21 +61,21 @@ class Statistics(NamedTuple):
     scaled_steps: int
     # steps since the last call of statistics()
     steps: int
-    # mean of what these steps used of the scale, from 0 to 1: they applied 1 + share·(scale − 1)
+    # mean share of the scale in these steps, from 0 to 1: they applied 1 + share·(scale − 1)
     share: float
 
 
 class _Look(NamedTuple):
-    """What a step has seen of its gradients."""
+    """Gradients of one step."""
 
     # by parameter
     gradients: dict[Tensor, Tensor]
-    # 0-dim: how much of the scale counts, a bool or from 0 to 1
+    # 0-dim: share of the scale that counts, a bool or from 0 to 1
     share: Tensor
 
 
-class TulaOptimizer(WrappingOptimizer):
-    """Scales gradients in place where training is not sensitive, then steps the wrapped optimizer.
+class TulaOptimizer(WrappingOptimizer, GradientObserver):
+    """Optimizer that scales gradients in place where training is not sensitive.
 
     It has no parameter groups or state of its own but shows the base's, the very same objects:
     schedulers, GradScaler and `zero_grad` work as on the base. Without a scale (before the first
@@ -86,22 +86,24 @@ class TulaOptimizer(WrappingOptimizer):
     same branch. Gradients with loss scaling must have been unscaled (GradScaler.step does that).
     Parameters without a gradient are skipped.
 
-    Two things give the factors: `update_gradscale`, from the gradients of two batches, or
-    `observe_small`, from norms of small gradients that the workers have anyway. A norm that is not
+    Factors come from `update_gradscale`, with the gradients of two batches, or from
+    `observe_small`, with norms of small gradients that the workers have anyway. A norm that is not
     finite changes no factor; at "element", a ratio that is not finite counts as 1.
 
-    Args: base: The optimizer to wrap. Use it no longer directly. small_batch: b_small, the global
-        reference batch that factors refer to. large_batch: b_large, the global batch that is
-        trained with; not below `small_batch`. delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its
-        gradient is left as it is. `math.inf` turns the gate off. granularity: "element": a factor
-        for each element. "tensor": one for each tensor, the ratio of norms. "layer":
-            one for the tensors of each of `layers`. "model": one for all.
+    Args:
+        base: The optimizer to wrap; do not use it directly any more.
+        small_batch: b_small, the global reference batch that factors refer to.
+        large_batch: b_large, the global batch of the training; not below `small_batch`.
+        delta: δ > 0. A step with Δ(G) ≥ δ is sensitive: its gradient is left as it is. `math.inf`
+            turns the gate off.
+        granularity: "element": a factor for each element. "tensor": one for each tensor, the ratio
+            of norms. "layer": one for the tensors of each of `layers`. "model": one for all.
         s_max: Upper bound of the factors; (b_large / b_small)^(exponent / 2) if None, but not below
             `s_min`.
         s_min: Lower bound of the factors. The convergence lemma needs it above 0.
         static_scale: Use this constant s instead of adaptive factors (the paper's static scaling);
             bounds do not apply.
-        update_interval: `update_due` turns true after so many steps; None: never.
+        update_interval: Steps after which `update_due` turns true; None: never.
         exponent: Of the ratio of gradients or norms, above 0. 1 is the paper's, 2 a gain like
             AdaScale's.
         smoothing: Decay of moving averages of the squared norms (at "element": of the factor) for
@@ -109,10 +111,10 @@ class TulaOptimizer(WrappingOptimizer):
             0.9 where it is 0.
         scale_warmup: Steps over which factors grow from 1 to their value: 1 + (factor − 1)·min(1,
             steps/scale_warmup).
-        gate: Which steps use the scale, see `Sensitivity`: "paper", "none", "smooth" or "smoothed".
+        gate: Rule for using the scale, see `Sensitivity`: "paper", "none", "smooth" or "smoothed".
         exclude: Parameters that keep the factor 1 and whose norms count for no other's factor.
-        apply: "gradient", or "update": the factor multiplies what the base makes of the gradient, p
-            ← p_old + s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
+        apply: "gradient", or "update": the factor multiplies the base's update, p ← p_old +
+            s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
             LAMB), where a factor before that would cancel out. Takes a copy of the parameters
             during the step.
         layers: For granularity "layer": the parameters that share a factor. One that is in none has
@@ -171,46 +173,46 @@ class TulaOptimizer(WrappingOptimizer):
         self._estimates = Estimates(self._adaptive, batches)
         self._sensitivity = Sensitivity(delta, gate, smoothing or GATE_DECAY)
         self._shortened: Tensor | float = 1.0
-        # of the next step's gradients, where they are known
+        # of the next step's gradients, if known
         self._squares: Tensor | None = None
-        # give it one to have the scales that are applied counted
+        # counts the scales that are applied, if there is one
         self.histogram: ScaleHistogram | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
 
     @property
     def small_batch(self) -> int:
-        """b_small, the global reference batch."""
+        """Return b_small, the global reference batch."""
         return self._estimates.batches.small
 
     @property
     def large_batch(self) -> int:
-        """b_large, the global batch that is trained with."""
+        """Return b_large, the global batch of the training."""
         return self._estimates.batches.large
 
     @property
     def delta(self) -> float:
-        """The threshold δ."""
+        """Return the threshold δ."""
         return self._sensitivity.delta
 
     @property
     def s_max(self) -> float:
-        """Upper bound of the adaptive factors now in force."""
+        """Return the present upper bound of the adaptive factors."""
         return self._adaptive.s_max
 
     @property
     def s_min(self) -> float:
-        """Lower bound of the adaptive factors."""
+        """Return the lower bound of the adaptive factors."""
         return self._adaptive.s_min
 
     @property
     def gradscale(self) -> list[Tensor | None]:
-        """The factors in parameter order, of the parameter's shape or 0-dim; None stands for 1 (no update yet)."""
+        """Return factors in parameter order, of its shape or 0-dim; None stands for 1."""
         return [self._scale.factor(parameter) for parameter in self.parameters()]
 
     @property
     def update_due(self) -> bool:
-        """Whether `update_interval` steps were taken since factors were last estimated (or since the start)."""
+        """True if `update_interval` steps were taken since the last estimate, or the start."""
         return self.update_interval is not None and self._steps_since_update >= self.update_interval
 
     @overload
@@ -221,27 +223,24 @@ class TulaOptimizer(WrappingOptimizer):
 
     @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Gate and scale the gradients in place, then step the base; or step it, then scale what it did.
+        """Gate and scale the gradients in place, then step the base; or scale its update after it.
 
-        Args: closure: Computes loss and gradients anew. The base calls it; its gradients are gated
-            after each call. With
-                apply="update" the last call decides.
+        Args:
+            closure: Recomputes loss and gradients. The base calls it; its gradients are gated after
+                each call. With apply="update" the last call decides.
 
         Raises:
             TypeError: A gradient is sparse or complex. Nothing has been changed.
         """
-        loss = (
-            self._step_on_gradients(closure)
-            if self.apply == "gradient"
-            else self._step_and_scale(closure)
-        )
+        step = self._step_on_gradients if self.apply == "gradient" else self._step_and_scale
+        loss = step(closure)
         self.steps += 1
         if (
             self.steps >= STEPS_UNTIL_WARNING
             and self.update_interval is None
             and not self._looked_for_factors
         ):
-            # with an interval, whoever set it will come to it
+            # with an interval, the first update may still come
             self._warn_without_factors()
         self._steps_since_update += 1
         self._steps_since_statistics += 1
@@ -251,16 +250,17 @@ class TulaOptimizer(WrappingOptimizer):
     def update_gradscale(
         self, small_grads: Sequence[Tensor | None], large_grads: Sequence[Tensor | None]
     ) -> None:
-        """Estimate the factors anew (UpdateGradScale of Algorithm 1).
+        """Estimate the factors by UpdateGradScale of Algorithm 1.
 
-        Args: small_grads: Gradient of the reference batch, averaged over the workers, for each
-            parameter of all groups in
-                order.
+        Args:
+            small_grads: Gradient of the reference batch, averaged over the workers, for each
+                parameter of all groups in order.
             large_grads: Gradient of the large batch at the same weights, all-reduced, not yet
                 scaled nor clipped. Where either is None the parameter keeps its factor.
 
-        Raises: ValueError: The numbers of gradients or their shapes do not fit the parameters, or
-            scaling is static.
+        Raises:
+            ValueError: The numbers of gradients or their shapes do not fit the parameters, or
+                scaling is static.
         """
         require(
             self._scale is self._adaptive,
@@ -272,25 +272,27 @@ class TulaOptimizer(WrappingOptimizer):
 
     @untraced
     def observe_small(self, squares: Tensor, batch: float, large: Tensor | None = None) -> None:
-        """Give the next step squared norms of small gradients: it estimates the factors anew before it uses them.
+        """Take squared norms of small gradients, from which the next step estimates the factors.
 
         The step takes the large gradient's norms itself and brings the small ones from `batch` to
         `small_batch` by the law of the gradient noise, see `square_at`. Smoothing helps: one
         estimate is noisy, and may fall below 0.
 
-        Call it after the backward pass. `zero_grad` forgets what no step has used, as when a step
-        is skipped for an overflow; a state_dict does not hold it. Does not wait for the device.
+        Call it after the backward pass. `zero_grad` forgets norms that no step has used, as when a
+        step is skipped for an overflow; a state_dict does not hold them. Does not wait for the
+        device.
 
-        Args: squares: (n,) squared norm of each parameter's gradient over `batch` samples,
-            unscaled, or a mean of several
-                such; in parameter order, NaN where there is none.
+        Args:
+            squares: (n,) squared norm of each parameter's gradient over `batch` samples, unscaled,
+                or a mean of several such; in parameter order, NaN where there is none.
             batch: Samples of which such a gradient is the mean, below `large_batch`.
             large: (n,) squared norms of the large gradient. Needed only where the gradients are
                 changed before the step, as by clipping: both must be measured on the same side of
                 it.
 
-        Raises: ValueError: Shapes or batch do not fit, scaling is static, or each element has its
-            own factor.
+        Raises:
+            ValueError: Shapes or batch do not fit, scaling is static, or each element has its own
+                factor.
         """
         require(
             self._scale is self._adaptive,
@@ -300,12 +302,11 @@ class TulaOptimizer(WrappingOptimizer):
 
     @untraced
     def observe_clipping(self, factor: Tensor | float) -> None:
-        """Say what the next step's gradients were multiplied with: the gate compares what they were before.
+        """Take the factor of clipping in the next step: gate and noise use the norms before it.
 
-        Gradients that are all clipped to one norm would seem not to change at all. The noise, too,
-        is that of gradients
-        before: where `observe_small` is given no norms of the large one, the small ones must be
-            clipped alike.
+        Gradients that are all clipped to one norm would seem not to change at all. Where
+        `observe_small` is given no norms of the large gradient, the small ones must be clipped
+        alike.
 
         Args:
             factor: 0-dim or a number above 0, at most 1; does not wait for the device.
@@ -314,14 +315,14 @@ class TulaOptimizer(WrappingOptimizer):
 
     @untraced
     def observe_norms(self, squares: Tensor) -> None:
-        """Say what the squared norms of the next step's gradients are: the step then passes over them once less.
+        """Take squared norms of the next step's gradients, which it then does not compute.
 
-        As `LocalNorms.averaged` has them, taken while other gradients were still on their way. What
-        changes gradients afterwards, like clipping, must be in them. Forgotten as what
-        `observe_small` was given.
+        `LocalNorms.averaged` has them while other gradients are still on their way. They must
+        include later changes such as clipping. They are forgotten as those of `observe_small`.
+        Does not wait for the device.
 
-        Args: squares: (n,) in parameter order, for each parameter that has a gradient; does not
-            wait for the device.
+        Args:
+            squares: (n,) in parameter order, for each parameter that has a gradient.
 
         Raises:
             ValueError: There is not one number for each parameter.
@@ -334,7 +335,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._squares = squares
 
     def set_batch(self, large_batch: int, small_batch: int | None = None) -> None:
-        """Go on with another batch, as after running out of memory.
+        """Change the batch, as after running out of memory.
 
         The default s_max follows, the factors are clamped, and averages of squared norms are
         carried over to the new batches. Warm-up and interval go on with the data seen: both, and
@@ -359,10 +360,9 @@ class TulaOptimizer(WrappingOptimizer):
     def set_reference(self, batch: float) -> None:
         """Let factors from norms refer to another batch than b_small from the next estimate on.
 
-        What the averages hold stays what it is, at b_small: the ratio alone is brought to `batch`
-        by the law of the gradient noise, see `square_at`. The default s_max follows. A state brings
-        it along to the same batches only. `update_gradscale` goes on with b_small, at which its
-        gradients were computed.
+        The averages stay at b_small: the ratio alone is brought to `batch` by the law of the
+        gradient noise, see `square_at`. The default s_max follows. A state restores it for the same
+        batches only. `update_gradscale` still uses b_small, at which its gradients were computed.
 
         Args:
             batch: Samples, at least 1 and at most `large_batch`.
@@ -377,8 +377,12 @@ class TulaOptimizer(WrappingOptimizer):
         )
         self._estimates.refer_to(batch, *bounds)
 
+    def expect_small_norms(self) -> None:
+        """Take factors from `observe_small` alone: `update_due` stays false."""
+        self.update_interval = None
+
     def set_delta(self, delta: float) -> None:
-        """Go on with another threshold δ.
+        """Change the threshold δ.
 
         Raises:
             ValueError: It is not above 0. Nothing has been changed.
@@ -387,7 +391,7 @@ class TulaOptimizer(WrappingOptimizer):
         self._sensitivity.delta = delta
 
     def statistics(self) -> Statistics:
-        """Numbers for the log; starts the counts of steps anew. Waits for the device, so call it now and then only."""
+        """Return numbers for the log and reset the counts of steps. Waits for the device."""
         sensitivity, norm, scaled, scaled_steps, used = self._sensitivity.read()
         scale = self._scale.summary(self.parameters())
         steps, self._steps_since_statistics = self._steps_since_statistics, 0
@@ -396,16 +400,37 @@ class TulaOptimizer(WrappingOptimizer):
             sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts
         )
 
-    def noise(self) -> NoiseReading:
-        """The gradient's noise scale, from the pairs of gradients or norms that the factors were estimated from.
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return `statistics` for a log line of that many steps, by name."""
+        found = self.statistics()
+        return {
+            "sensitivity": found.sensitivity,
+            "gradient_norm": found.gradient_norm,
+            "scaled": found.scaled_steps / steps,
+            "scale_share": found.share,
+            "scale_mean": found.scale_mean,
+            "scale_min": found.scale_min,
+            "scale_max": found.scale_max,
+        }
 
-        Starts the means of recent pairs anew. Waits for the device.
+    def count_scales(self) -> None:
+        """Count from now on the factors that are applied, in `histogram`."""
+        self.histogram = ScaleHistogram()
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset the counts of `count_scales`. Waits for the device."""
+        return None if self.histogram is None else self.histogram.read()
+
+    def noise(self) -> NoiseReading:
+        """Return the gradient's noise scale, from the pairs that the factors were estimated from.
+
+        Resets the means of recent pairs. Waits for the device.
         """
         return self._estimates.noise.read()
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base does it; what was said of gradients that no step has used is forgotten with them."""
+        """Clear the base's gradients and the observations that no step has used."""
         super().zero_grad(set_to_none)
         self._estimates.forget()
         self._shortened, self._squares = 1.0, None
@@ -430,7 +455,7 @@ class TulaOptimizer(WrappingOptimizer):
         return self.base.step(evaluate)
 
     def _step_and_scale(self, closure: Callable[[], float] | None) -> float | None:
-        """The base's step, of which afterwards each parameter keeps a share; see `move_where`."""
+        """Take the base's step, of which each parameter then keeps a share; see `move_where`."""
         if closure is None:
             look = self._look()
             before = self._copies(list(look.gradients) if look else [])
@@ -492,16 +517,16 @@ class TulaOptimizer(WrappingOptimizer):
     def _copies(
         self, parameters: Sequence[Tensor], *, factors_to_come: bool = False
     ) -> dict[Tensor, Tensor]:
-        """Of those that have a factor, or may have one by the end of the step."""
+        """Copy parameters that have a factor, or may have one by the end of the step."""
         wanted = [p for p in parameters if factors_to_come or self._scale.factor(p) is not None]
         with torch.no_grad():
             return copies(wanted)
 
     def _look(self) -> _Look | None:
-        """Take in the gradients as they are: norms, new factors if there is news, the gate. None without gradients."""
+        """Look at the gradients before scaling: norms, new factors, the gate. None without any."""
         parameters = self.parameters()
         gradients = dense_gradients(parameters)
-        # nothing seen: neither a norm to remember nor anything to scale
+        # neither a norm to remember nor anything to scale
         if not gradients:
             return None
         with torch.no_grad():
@@ -516,7 +541,7 @@ class TulaOptimizer(WrappingOptimizer):
     def _norms(
         self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]
     ) -> dict[Tensor, Tensor]:
-        """Of each gradient by parameter, taken now unless somebody has said what they are."""
+        """Return each gradient's norm, computed unless `observe_norms` gave it."""
         squares, self._squares = self._squares, None
         if squares is None:
             taken, order = foreach_norms(list(gradients.values())), list(gradients)
@@ -533,7 +558,7 @@ class TulaOptimizer(WrappingOptimizer):
         return 1.0 if self.steps >= self.scale_warmup else self.steps / self.scale_warmup
 
     def _own_state(self) -> dict[str, Any]:
-        """What the constructor sets (δ, bounds, batches) is not restored from it: training can go on with another."""
+        """Return factors, averages and counts; δ, bounds and batches stay the constructor's."""
         return {
             "version": VERSION,
             "steps": self.steps,
@@ -569,3 +594,33 @@ class TulaOptimizer(WrappingOptimizer):
         self.steps = round(own["steps"] * batch / self.large_batch)
         self._steps_since_update = round(own["steps_since_update"] * batch / self.large_batch)
         self._steps_since_statistics = own["steps_since_statistics"]
+
+
+class StaticScaleObserver(StepObserver):
+    """Observer of the gradients of a `TulaOptimizer` with a static scale, which estimates no noise.
+
+    Args:
+        optimizer: Logs the scale, and knows of clipping too.
+        large_batch: See `StepObserver`.
+    """
+
+    def __init__(self, optimizer: TulaOptimizer, large_batch: int) -> None:
+        super().__init__(optimizer, large_batch)
+        self._scaling = optimizer
+
+    def observe_clipping(self, factor: Tensor | float) -> None:
+        """Take the factor of clipping, for the optimizer's gate as well."""
+        super().observe_clipping(factor)
+        self._scaling.observe_clipping(factor)
+
+    def step_metrics(self, steps: int) -> dict[str, float]:
+        """Return the optimizer's statistics, by name."""
+        return self._scaling.step_metrics(steps)
+
+    def count_scales(self) -> None:
+        """Count from now on the factors that the optimizer applies."""
+        self._scaling.count_scales()
+
+    def read_scales(self) -> list[int] | None:
+        """Return and reset the optimizer's counts. Waits for the device."""
+        return self._scaling.read_scales()

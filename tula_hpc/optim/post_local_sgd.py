@@ -1,4 +1,4 @@
-"""Post-local SGD: synchronous at first, then every worker steps by itself and models are averaged now and then.
+"""Post-local SGD: synchronous at first, then local steps with an average now and then.
 
 T. Lin et al. 2020, "Don't use large mini-batches, use local SGD"; as a baseline of the Tula paper
 it is synchronous for 5 epochs and then averages 4 times an epoch. torch's `PostLocalSGDOptimizer`
@@ -21,19 +21,29 @@ from torch.optim import Optimizer
 AVERAGES_PER_EPOCH = 4
 
 
+class NoAverager:
+    """Null object of methods in which all steps use the gradients of all workers."""
+
+    local = False
+    begins = False
+
+    def set_position(self, start: float, end: float) -> None:
+        """Do nothing; see `EpochAverager`."""
+
+
 class EpochAverager(ModelAverager):
-    """Averages parameters and buffers at equal parts of an epoch, the last of them at its end.
+    """Average of parameters and buffers at equal parts of an epoch, the last at its end.
 
-    torch's `PeriodicModelAverager` counts steps, whose number an epoch seldom divides, and which
-    are less data after a fall-back to a smaller batch. This one is told the data that a step sees:
-    an epoch always ends with an average, so that what is evaluated is one model.
+    torch's `PeriodicModelAverager` counts steps, whose number seldom divides an epoch, and which
+    are less data after a fall-back to a smaller batch. This one counts data: an epoch always ends
+    with an average, so that one model is evaluated.
 
-    Args: model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
-        batches) and frozen
-            parameters are not.
-        synchronous_epochs: Before this many, nothing is averaged.
+    Args:
+        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
+            batches) and frozen parameters are not.
+        synchronous_epochs: Before these have passed, nothing is averaged.
         times_per_epoch: Averages in an epoch; with fewer steps, one after each.
-        group: Whose workers; the default process group if None.
+        group: Of the workers; the default process group if None.
     """
 
     def __init__(
@@ -49,8 +59,8 @@ class EpochAverager(ModelAverager):
         self.synchronous_epochs, self.times_per_epoch = synchronous_epochs, times_per_epoch
         self.start = self.end = 0.0
 
-    def place(self, start: float, end: float) -> None:
-        """Say which data the next step sees.
+    def set_position(self, start: float, end: float) -> None:
+        """Set which data the next step sees.
 
         Args:
             start: Epochs seen before the step, fractional; the `end` of the step before it.
@@ -60,12 +70,17 @@ class EpochAverager(ModelAverager):
 
     @property
     def local(self) -> bool:
-        """Whether the step is each worker's own, without the others' gradients."""
+        """True if the step is each worker's own, without the others' gradients."""
         return self.start >= self.synchronous_epochs
 
     @property
+    def begins(self) -> bool:
+        """True if the step is the first of the local ones."""
+        return self.start == self.synchronous_epochs
+
+    @property
     def due(self) -> bool:
-        """Whether models are averaged after the step."""
+        """True if models are averaged after the step."""
         times = self.times_per_epoch
         return self.local and math.floor(times * self.end) > math.floor(times * self.start)
 
@@ -73,7 +88,7 @@ class EpochAverager(ModelAverager):
         """Average if it is due; called after each step.
 
         Args:
-            params: What torch's optimizer hands over. Not used: it has no buffers.
+            params: Parameters from torch's optimizer; not used, as they lack buffers.
         """
         self.step += 1
         if self.due:
@@ -97,18 +112,18 @@ def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | N
 
 
 class PostLocalSGD(PostLocalSGDOptimizer):
-    """torch's post-local SGD, with three things set right.
+    """torch's post-local SGD with three corrections.
 
     - With GradScaler a worker skips its own step where its own gradient overflowed; averages are
-      everybody's, so that `step` must be called all the same. `_step_supports_amp_scaling` makes
+      collective, so `step` must be called all the same. `_step_supports_amp_scaling` makes
       GradScaler do so, and leave the check to us. Gradients must have been unscaled.
     - Loading a state replaces the base's parameter groups; torch's class would go on showing the
-      old ones, and a learning rate that is set there would have no effect.
+      old ones, and setting a learning rate there would have no effect.
     - A local gradient is dropped before the average, whose buffer takes its place in memory.
 
     Args:
-        optim: The base, whose state stays each worker's own.
-        averager: Says when.
+        optim: The base; its state stays each worker's own.
+        averager: Decides when to average.
     """
 
     averager: EpochAverager
@@ -118,7 +133,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         super().__init__(optim, averager)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override] # the base class takes no closure either
-        """The base's step, unless the gradient overflowed; then the average if it is due."""
+        """Take the base's step, unless the gradient overflowed; then average if it is due."""
         # set by GradScaler, and only by it
         if not float(getattr(self, "found_inf", 0.0)):
             self.optim.step()
@@ -127,7 +142,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         self.averager.average_parameters()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this worker's state. One that a plain optimizer saved will do too."""
+        """Restore this worker's state, or that of a plain optimizer."""
         self.optim.load_state_dict(state_dict)
         self.averager.step = state_dict.get("step", 0)
         self.param_groups = self.optim.param_groups

@@ -1,17 +1,16 @@
-"""Scale tensors in place by factors of which a number on the device says how much counts; nothing waits for it.
+"""Scaling of tensors in place, without waiting for the device, and SGD's step with it on a CPU.
 
-A factor s with the share w counts as 1 + w·(s − 1): s itself where w is 1 or true, exactly 1 where
-it is 0 or false. Factors that many elements share stay one number: they are mixed with 1 in one
-vector and never spread out.
+A factor s with the share w, a number on the device, counts as 1 + w·(s − 1): s itself where w is 1
+or true, exactly 1 where it is 0 or false. Factors that many elements share stay one number: they
+are mixed with 1 in one vector and never expanded.
 
-Scaling and SGD's step on a CPU in one go, large tensors piece by piece.
-
-SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps it
-anew at every step, and the kernel clears each of its pages: for layers of a hundred million weights
-that takes as long as the arithmetic. Pieces use the same memory again and again, which pays for the
-scaling. The arithmetic is torch's own, `torch.optim.sgd.sgd`, and so is its rounding: a tensor is
-cut only where all operations fall into the same vectors of elements, on the same threads, as for
-the whole of it (`pieces`), else it is one piece.
+SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps new
+memory at every step, and the kernel clears each of its pages: for layers of a hundred million
+weights that takes as long as the arithmetic. On a CPU, scaling and step therefore go piece by
+piece, which reuses the memory and so pays for the scaling. The arithmetic is torch's own,
+`torch.optim.sgd.sgd`, and so is its rounding: a tensor is cut only where all operations fall into
+the same vectors of elements, on the same threads, as for the whole of it (`pieces`), else it is one
+piece.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
-# full-size factors are mixed for so many elements at a time: 64 MiB more memory in float32
+# full-size factors are mixed for as many elements at a time: 64 MiB more memory in float32
 PIECE_ELEMENTS = 2**24
-# on a CPU for so many: what they take, 16 MiB in float32, the C library gives again and again;
+# the same on a CPU: the C library reuses the 16 MiB of float32; above 32 MiB it maps new memory
+# each time. Smaller pieces are no faster and wait more often for a busy core
 HEAP_ELEMENTS = 2**22
-# above 32 MiB it maps memory anew each time. Smaller pieces are no faster and wait more often for a
-# core that is busy
 
 Mix = Callable[[Tensor], Tensor]
 
@@ -40,7 +38,7 @@ Mix = Callable[[Tensor], Tensor]
 def multiply_where(
     share: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]
 ) -> None:
-    """Multiply gradients in place by their factors, as far as `share` says; None stands for the factor 1.
+    """Multiply gradients in place by a share of their factors; None stands for the factor 1.
 
     Args:
         share: 0-dim, bool or from 0 to 1.
@@ -65,14 +63,16 @@ def move_where(
     before: Sequence[Tensor],
     factors: Sequence[Tensor | None],
 ) -> None:
-    """Take parameters to p_before + s·(p − p_before) in place, as far as `share` says; None stands for the factor 1.
+    """Set parameters to p_before + s·(p − p_before) in place; None stands for the factor 1.
+
+    Only a share of each factor counts.
 
     It is computed as p + (1 − s)·(p_before − p), which leaves p as it is, to the bit, where s is 1.
 
     Args:
         share: 0-dim, bool or from 0 to 1.
-        parameters: What the optimizer has made of them.
-        before: What they were, of the same shapes and types.
+        parameters: After the optimizer's step.
+        before: Before it, of the same shapes and types.
         factors: For each a factor of its shape or 0-dim, on its device.
     """
     triples = zip(parameters, before, factors, strict=True)
@@ -85,12 +85,12 @@ def move_where(
 
 
 def mixed(share: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
-    """1 + w·(s − 1) of each factor s, all on one device; those that are one and the same give one and the same."""
+    """Return 1 + w·(s − 1) of each factor s, all on one device; identical ones stay identical."""
     return _each(partial(_mixed, share.to(factors[0].device)), factors) if factors else []
 
 
 def copies(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """A copy of each parameter in its memory format, by parameter."""
+    """Return a copy of each parameter in its memory format, by parameter."""
     into = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
     if into:
         torch._foreach_copy_(into, list(parameters))
@@ -114,23 +114,22 @@ def _mixed(share: Tensor, factor: Tensor) -> Tensor:
 
 
 def _rest(share: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
-    """What is left of the old value: `lerp` asks for weights of the parameter's own type."""
+    """Return the weight of the old value; `lerp` needs the parameter's own type."""
     return (1 - _mixed(share, factor)).to(dtype)
 
 
 def _each(mix: Mix, factors: Sequence[Tensor]) -> list[Tensor]:
-    """`mix` of each factor; 0-dim ones all at once, and those that are one and the same give one and the same."""
+    """Mix each factor; 0-dim ones all at once, and identical ones stay identical."""
     shared = {id(factor): factor for factor in factors if factor.dim() == 0}
-    mixed = (
-        dict(zip(shared, mix(torch.stack(list(shared.values()))).unbind(), strict=True))
-        if shared
-        else {}
-    )
-    return [mixed[id(factor)] if factor.dim() == 0 else mix(factor) for factor in factors]
+    numbers: dict[int, Tensor] = {}
+    if shared:
+        values = mix(torch.stack(list(shared.values()))).unbind()
+        numbers = dict(zip(shared, values, strict=True))
+    return [numbers[id(factor)] if factor.dim() == 0 else mix(factor) for factor in factors]
 
 
 def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Lists of one device and type, each of about as many elements of factors as the device's limit (or one tensor)."""
+    """Yield lists of one device and type, with as many factors as its limit, or one tensor."""
     opened: dict[tuple[torch.device, torch.dtype, torch.dtype], list[_Part]] = {}
     elements: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
     for part in (cut for whole in parts for cut in _cut(whole)):
@@ -144,7 +143,7 @@ def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _cut(part: _Part) -> list[_Part]:
-    """On a CPU tensors above the limit are cut along their first dimension, whatever their memory format."""
+    """Cut tensors above the limit along their first dimension, on a CPU only."""
     size, limit = part.factor.numel(), _limit(part.factor)
     if part.factor.device.type != "cpu" or part.factor.dim() == 0 or size <= limit:
         return [part]
@@ -159,9 +158,9 @@ def _limit(factor: Tensor) -> int:
 
 # at most
 PIECE = HEAP_ELEMENTS
-# elements: ATen gives no thread fewer, unless it has all of them
+# elements: ATen gives no thread fewer, unless one thread has them all
 GRAIN = 2**15
-# elements, a multiple of what ATen's kernels take at once; what is left over it rounds otherwise
+# elements, a multiple of the vectors of ATen's kernels, which round a remainder otherwise
 VECTOR = 64
 HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
@@ -176,10 +175,10 @@ class _StepPiece(NamedTuple):
 
 
 def fits(base: Optimizer, gradients: Mapping[Tensor, Tensor]) -> TypeGuard[SGD]:
-    """Whether `scale_and_step` does what scaling and then `base.step()` would do for these gradients of parameters.
+    """Tell whether `scale_and_step` equals scaling and then `base.step()` for these gradients.
 
-    Not where somebody else follows the base's step (hooks, a scheduler made for it), nor at its
-    first step, which makes the momenta.
+    It does not where hooks or a scheduler follow the base's step, nor at its first step, which
+    makes the momenta.
     """
     if type(base) is not SGD or any(each.device.type != "cpu" for each in gradients.values()):
         return False
@@ -202,11 +201,11 @@ def scale_and_step(
     gradients: Mapping[Tensor, Tensor],
     factors: Mapping[Tensor, Tensor | None],
 ) -> None:
-    """Multiply gradients in place by their factors, as far as `share` says, and take the base's step with them.
+    """Multiply gradients in place by a share of their factors, and take the base's step.
 
     Args:
-        base: For which `fits` holds.
-        share: 0-dim, bool or from 0 to 1; see `applying`.
+        base: An optimizer for which `fits` holds.
+        share: 0-dim, bool or from 0 to 1.
         gradients: Of each parameter that has one.
         factors: As many, of the parameter's shape or 0-dim; None stands for 1.
     """
@@ -230,7 +229,7 @@ def scale_and_step(
 
 @cache
 def pieces(elements: int, threads: int) -> int:
-    """Into how many equal pieces of half of `PIECE` to all of it a tensor is cut; 1: it is not.
+    """Return the number of equal pieces, of half of `PIECE` to all of it, of a tensor; or 1.
 
     ATen cuts a large tensor evenly among the threads and takes each share vector by vector. Pieces
     that are whole vectors on every thread, as the whole tensor is, give the same bits.
@@ -259,7 +258,7 @@ def _step(group: Mapping[str, Any], piece: Sequence[_StepPiece]) -> None:
 
 
 def _step_pieces(parts: Sequence[_StepPiece]) -> Iterator[list[_StepPiece]]:
-    """Lists of parts that together are about as large as a piece of a large tensor."""
+    """Yield lists of parts that together are about as large as a piece of a large tensor."""
     opened: list[_StepPiece] = []
     held = 0
     for part in chain.from_iterable(_cut_to_vectors(part) for part in parts):
@@ -273,7 +272,7 @@ def _step_pieces(parts: Sequence[_StepPiece]) -> Iterator[list[_StepPiece]]:
 
 
 def _cut_to_vectors(part: _StepPiece) -> list[_StepPiece]:
-    """Pieces along the memory, where it is in one order for all tensors and without gaps."""
+    """Cut along the memory, where it is in one order for all tensors and without gaps."""
     count = pieces(part.parameter.numel(), torch.get_num_threads())
     full = [tensor for tensor in part if tensor is not None and tensor.dim()]
     in_order = all(tensor.stride() == part.parameter.stride() for tensor in full)

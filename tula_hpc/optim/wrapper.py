@@ -1,4 +1,4 @@
-"""An optimizer around another one: it shows the other's parameter groups and state and adds its own to state_dict."""
+"""Optimizer around another one, with the other's parameter groups and state and some of its own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ STATE_KEY = "tula"
 
 
 def untraced(method: Method) -> Method:
-    """Left out of what `torch.compile` compiles, as torch does with its own optimizers' bookkeeping."""
+    """Exclude a method from `torch.compile`, as torch does with its own optimizers'."""
     return cast("Method", torch._disable_dynamo(method))  # type: ignore[attr-defined] # public in fact: torch decorates with it
 
 
 class WrappingOptimizer(Optimizer, ABC):
-    """Has no parameter groups or state of its own but shows the base's, the very same objects.
+    """Optimizer that shows the base's parameter groups and state, the very same objects.
 
-    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses give `step` and
-    their own state.
+    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses define `step`
+    and their own state.
 
     Args:
-        base: The optimizer to wrap. Use it no longer directly.
+        base: The optimizer to wrap; do not use it directly any more.
 
     Raises:
         TypeError: `base` is not an optimizer.
@@ -72,7 +72,7 @@ class WrappingOptimizer(Optimizer, ABC):
         self.base.defaults = defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base does it."""
+        """Clear the base's gradients."""
         self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class WrappingOptimizer(Optimizer, ABC):
         self.base.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state_dict and, under "tula", what this optimizer adds: tensors, numbers, lists and dicts only."""
+        """Return the base's state_dict with, under "tula", this optimizer's own plain state."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state = {**self.base.state_dict(), STATE_KEY: self._own_state()}
@@ -92,8 +92,8 @@ class WrappingOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both, bit for bit.
 
-        Raises: ValueError: Its own part is not there, or belongs to other parameters. Nothing has
-            been changed.
+        Raises:
+            ValueError: Its own part is absent, or belongs to other parameters. Nothing has changed.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -109,7 +109,7 @@ class WrappingOptimizer(Optimizer, ABC):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Like every torch optimizer, copies and pickles leave hooks and a scheduler's patch of `step` behind."""
+        """Leave out hooks and a scheduler's patch of `step`, as every torch optimizer does."""
         patches = ("step", "_opt_called")
         return {
             k: v
@@ -118,12 +118,12 @@ class WrappingOptimizer(Optimizer, ABC):
         }
 
     def parameters(self) -> list[Tensor]:
-        """All parameters of all groups, in order."""
+        """Return all parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @abstractmethod
     def _own_state(self) -> dict[str, Any]:
-        """What this optimizer adds."""
+        """Return the state that this optimizer adds."""
 
     @abstractmethod
     def _check_own_state(self, own: Mapping[str, Any]) -> None:
@@ -131,4 +131,4 @@ class WrappingOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore what `_own_state` gave."""
+        """Restore an `_own_state`."""

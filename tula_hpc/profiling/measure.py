@@ -1,4 +1,4 @@
-"""How a configuration is measured: a step and its parts apart, and memory."""
+"""Measurement of a configuration: times of a step and of each part by itself, and memory."""
 
 from __future__ import annotations
 
@@ -44,32 +44,31 @@ from tula_hpc.profiling.timing import (
 )
 from tula_hpc.records import Configuration, Measurement, ProcessorUse, StepTimes, compute_of
 
-# A partition that suspends its jobs in turns would have them measured for ever.
+# a partition that suspends its jobs in turns must not have them measured for ever
 MOST_ATTEMPTS = 3
-# After what lay ready in the loader is gone, it may take so long until it delivers as it always
-# will.
+# seconds until a loader without prefetched batches delivers at its steady rate
 SETTLING_S = 1.0
 
 
 class SharedTimes(NamedTuple):
-    """What one configuration of a job tells of later ones."""
+    """Times of one configuration of a job that later ones share."""
 
     # bare all-reduce by world size: it does not depend on the batch
     allreduce_s: dict[int, float]
-    # world sizes and samples whose computation was timed
+    # world sizes and samples with a timed computation
     computed: set[tuple[int, int]]
 
     @classmethod
     def none(cls) -> SharedTimes:
-        """At the start of a job."""
+        """Return the times at the start of a job."""
         return cls({}, set())
 
     def copy(self) -> SharedTimes:
-        """Return one that can be added to without a change to this one."""
+        """Return an independent copy."""
         return SharedTimes(dict(self.allreduce_s), set(self.computed))
 
     def update(self, other: SharedTimes) -> None:
-        """Take over what another one tells."""
+        """Add the times of another."""
         self.allreduce_s.update(other.allreduce_s)
         self.computed.update(other.computed)
 
@@ -83,19 +82,22 @@ def measure(
     *,
     job_began_at: float | None = None,
 ) -> Measurement:
-    """Measure one configuration: times apart by part of a step, and memory.
+    """Measure one configuration: times of a step's parts, and memory.
 
-    Collective: every worker of the process group calls it; the result is whole on rank 0.
+    Collective; the result is whole on rank 0.
 
-    Args: sweep: The workload, and how long to measure. cluster: The device. configuration: Nodes
-        and local batch. env: This worker's place among those that measure. shared: What earlier
-        configurations of the same job measured for this one too; what this one measures is added.
-        job_began_at: Unix time, for the first configuration of a job: how long a start takes is
-        measured too.
+    Args:
+        sweep: The workload, and how long to measure.
+        cluster: The device.
+        configuration: Nodes and local batch.
+        env: This worker's rank among those that measure.
+        shared: Times from earlier configurations of the job; this one's are added.
+        job_began_at: Unix time, for the first configuration of a job: the start's time is measured
+            too.
     """
     suspensions = Suspensions().install()
     for left in reversed(range(MOST_ATTEMPTS)):
-        known = SharedTimes.none() if shared is None else shared.copy()
+        known = (shared or SharedTimes.none()).copy()
         with suspensions.blamed():
             measured, suspended = _measure(
                 sweep,
@@ -127,7 +129,7 @@ def _measure(
     job_began_at: float | None,
     suspensions: Suspensions,
 ) -> tuple[Measurement, bool]:
-    """See `measure`; also returns whether any worker's process was stopped for a while."""
+    """Return the measurement, and whether any worker's process was suspended meanwhile."""
     started = time.monotonic()
     memory = MemoryMeter(cluster)
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
@@ -160,7 +162,7 @@ def _measure(
 
 
 def _measured(profile: StepProfile) -> dict[str, Any]:
-    """The part of a measurement that the timed steps give. Collective."""
+    """Return the fields of a measurement that the timed steps give. Collective."""
     return {
         "times": profile.times(),
         "steps": len(profile.samples["step"]) * profile.round_steps["step"],
@@ -178,29 +180,29 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
 
 def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
     steps = worker.samples // worker.configuration.global_batch
-    if worker.norms is not None or not sweep.training.free_reference:
+    if worker.norms.are_given or not sweep.training.free_reference:
         return sweep.updates_per_epoch(steps)
     return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
 
 
 def _without_updates(sweep: SweepSpec) -> SweepSpec:
-    """The sweep with AGS's scale updates too far apart to fall among the timed steps: they are timed apart."""
+    """Return a sweep in which no update of AGS's scale falls among the timed steps."""
     training = sweep.training.model_copy(update={"update_interval_epochs": 1e9})
     return sweep.model_copy(update={"training": training})
 
 
 class StepProfile:
-    """Times a step and its parts. The learning rate is 0 throughout, so that no weight can diverge meanwhile."""
+    """Times of a step and its parts; the learning rate is 0, so that no weight can diverge."""
 
     def __init__(
         self, worker: Worker, rule: StoppingRule, shared: SharedTimes | None = None
     ) -> None:
         self.worker, self.rule = worker, rule
-        self.shared = SharedTimes.none() if shared is None else shared
+        self.shared = shared or SharedTimes.none()
         self.samples: dict[str, list[float]] = {}
-        # of each sample that is a mean over several steps or passes
+        # steps or passes in each sample, which is a mean over them
         self.round_steps: dict[str, int] = {}
-        # smaller batches whose computation was timed
+        # smaller batches with a timed computation
         self.computed: list[int] = []
         self.batch_bytes = 0
         self.noise = NoiseEstimate()
@@ -241,8 +243,8 @@ class StepProfile:
         self._time("compute", lambda: self._compute(inputs, targets))
         self._time_smaller_computes(inputs, targets)
         self._time_optimizer()
-        # else no update takes a pass
-        if self.worker.sweep.training.adapts and self.worker.norms is None:
+        # with norms for free, no update takes a pass
+        if self.worker.sweep.training.adapts and not self.worker.norms.are_given:
             # the update looks at the gradients of a backward pass
             self._compute(inputs, targets)
             self._time(
@@ -262,11 +264,11 @@ class StepProfile:
             self.stepped_at = unix_time()
 
     def _settle_loader(self) -> float:
-        """Take what lies ready, then some steps; return the seconds of a step, about, the same on all workers.
+        """Use up prefetched batches, then take some steps; return the seconds of one. Collective.
 
         During warm-up the loader gets ahead by all that it may hold. A training uses that up once:
-        timed steps that live on it would not see a loader that is too slow. The other way about, a
-        loader that keeps up needs some steps until it is ahead again.
+        timed steps that live on it would hide a loader that is too slow. A loader that keeps up, on
+        the other hand, needs some steps until it is ahead again.
         """
         for _ in range(prefetched_batches(self.worker)):
             next(self.batches)
@@ -276,11 +278,10 @@ class StepProfile:
 
     @property
     def _turn(self) -> int:
-        """Steps in which each process of the loader delivers once."""
+        """Return the steps in which each process of the loader delivers once."""
         return max(1, self.worker.loader.num_workers)
 
     def _whole_step(self) -> None:
-        """Do what a step of a training does."""
         started = time.perf_counter()
         inputs, targets = next(self.batches)
         self.waits.arrived(time.perf_counter() - started)
@@ -303,18 +304,25 @@ class StepProfile:
         self.round_steps |= {"step": steps, "data": steps}
 
     def _time(self, name: str, step: Callable[[], object], *, briefly: bool = False) -> None:
-        """Time a part of a step, by itself, in rounds as whole steps.
+        """Time a part of a step by itself, in rounds as whole steps.
 
-        Args: name: Of the part. step: Does it. briefly: The fewest rounds, and short ones: for
-            parts that only guide the model, or are small.
+        Args:
+            name: Of the part.
+            step: Does it once.
+            briefly: Take the fewest rounds, and short ones, for a part that only guides the model
+                or is small.
         """
-        steps = self._steps_of(step, BRIEF_ROUND_S if briefly else ROUND_S)
-        rule = self.rule._replace(max_steps=LEAST_ROUNDS * steps) if briefly else self.rule
+        rule = self.rule
+        if briefly:
+            steps = self._steps_of(step, BRIEF_ROUND_S)
+            rule = rule._replace(max_steps=LEAST_ROUNDS * steps)
+        else:
+            steps = self._steps_of(step, ROUND_S)
         self.samples[name] = list(time_rounds(self.worker, rule, step, steps))
         self.round_steps[name] = steps
 
     def _steps_of(self, step: Callable[[], object], round_of_s: float) -> int:
-        """Return how many calls make a round, the same on all workers: one may be collective. Collective."""
+        """Return the calls in a round, the same on all workers. Collective."""
         # the first call may have something to set up
         step()
         return self.rule.steps_per_round(agreed_s(self.worker, step), round_of_s)
@@ -324,18 +332,17 @@ class StepProfile:
         self.worker.forward_backward(inputs, targets, synchronize=False, whole=whole)
 
     def _time_smaller_computes(self, inputs: Batch, targets: Batch) -> None:
-        """Of one part of the batch, where a step takes it in parts; and of other candidates' batches.
+        """Time a step's micro-batch and other candidates' batches.
 
-        They take turns: what disturbs the machine for seconds disturbs one round of each, which
-        does not decide.
+        They take turns: a disturbance of some seconds then falls on one round of each, which does
+        not decide.
         """
         worker, batch = self.worker, samples_in(targets)
         part = math.ceil(batch / worker.parts)
-        place = worker.configuration
-        others = batches_timed_apart(
-            worker.sweep.search, place.nodes, place.workers_per_node, batch
-        )
-        known = {size for world, size in self.shared.computed if world == place.world_size}
+        nodes, workers_per_node, _ = worker.configuration
+        world_size = nodes * workers_per_node
+        others = batches_timed_apart(worker.sweep.search, nodes, workers_per_node, batch)
+        known = {size for world, size in self.shared.computed if world == world_size}
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
         passes = {
             size: partial(self._compute, *take((inputs, targets), 0, size), whole=True)
@@ -347,29 +354,32 @@ class StepProfile:
             samples[size].append(round_s(worker, passes[size], steps[size]))
         self.samples |= {compute_of(size): seconds for size, seconds in samples.items()}
         self.round_steps |= {compute_of(size): count for size, count in steps.items()}
-        whole = [batch] if part == batch else []
-        self.shared.computed.update((place.world_size, size) for size in (*whole, *self.computed))
+        self.shared.computed.update((world_size, size) for size in self.computed)
+        if part == batch:
+            self.shared.computed.add((world_size, batch))
 
     def smaller_computes(self) -> tuple[tuple[int, float], ...]:
-        """Means for each smaller batch, the slowest worker's. Collective."""
+        """Return the slowest worker's mean for each smaller batch. Collective."""
+        if not self.computed:
+            return ()
         means = [mean_interval(self.samples[compute_of(size)]).mean_s for size in self.computed]
-        return tuple(zip(self.computed, self.worker.agree(*means), strict=True)) if means else ()
+        return tuple(zip(self.computed, self.worker.agree(*means), strict=True))
 
     def processor(self) -> ProcessorUse:
-        """What loading and computing take of processors, the largest over the workers. Collective."""
-        # to the other sign where the least counts
+        """Return the processor time of loading and computing, the largest. Collective."""
+        # the sign is changed where the least counts
         loader_s, worker_s, cores = self.worker.agree(*self.processor_s, -cores_of(self.worker))
         return ProcessorUse(loader_s=loader_s, worker_s=worker_s, cores=-cores)
 
     def _time_optimizer(self) -> None:
-        # or each step would scale, in place, what the one before has scaled
+        # or each step would scale the gradients that the one before has scaled in place
         for parameter in self.worker.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         self._time("optimizer", self.worker.optimizer.step, briefly=True)
 
     def times(self) -> StepTimes:
-        """Means, the slowest worker's for the parts that workers do alone. Collective."""
+        """Return means, the slowest worker's for the parts that workers do alone. Collective."""
         whole = mean_interval(self.samples["step"])
         data, compute, optimizer, allreduce, update, forward = self.worker.agree(
             *(self._mean(part) for part in ("data", "compute", "optimizer", "allreduce", "update")),

@@ -1,10 +1,11 @@
-"""What this node draws, in watts, as far as it can be read: processors by RAPL, GPUs by NVML or nvidia-smi. No torch.
+"""Meters of a profile: power of the nodes, memory, and processor time.
 
-RAPL counts the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the
-counters are often readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML
-counts the energy of each GPU since the driver was loaded, from Volta on; nvidia-smi only says the
-power of now, which is asked at both ends. Power supplies, fans, memory and network are in neither:
-a node draws more, by some tens of per cent.
+Power is read as far as possible: of processors by RAPL, of GPUs by NVML or nvidia-smi. RAPL counts
+the energy of processor packages in `/sys/class/powercap/intel-rapl:*` (AMD's too); the counters are
+often readable by root alone (since CVE-2020-8694), and then that part is unknown. NVML counts the
+energy of each GPU since the driver was loaded, from Volta on; nvidia-smi only shows the present
+power, which is read at both ends. Power supplies, fans, memory and network are in neither: a node
+draws more, by some tens of per cent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tula_hpc import process_memory as resident
+from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.worker import Worker
@@ -38,25 +39,25 @@ SMI_TIMEOUT_S = 10.0
 
 
 class Power(NamedTuple):
-    """Mean power over a while; None: unknown."""
+    """Mean power over a time; None: unknown."""
 
     processors_w: float | None
     gpus_w: float | None
 
     @property
     def watts(self) -> float:
-        """Of all that is known; 0 where nothing is. A node with GPUs whose power is unknown counts as unknown."""
+        """Sum of the known parts, 0 if there are none."""
         return (self.processors_w or 0.0) + (self.gpus_w or 0.0)
 
 
 class PowerMeter:
-    """Mean power of this node between two calls; the sources that cannot be read are left out, silently.
+    """Meter of this node's mean power between two calls, without the sources that cannot be read.
 
-    Counts the whole node, whoever uses it: meaningful where the job has its nodes to itself.
+    It covers the whole node: meaningful where the job has its nodes to itself.
 
     Args:
-        powercap: Where the kernel shows RAPL; for tests.
-        smi: Runs nvidia-smi and returns what it prints; for tests.
+        powercap: Folder in which the kernel shows RAPL; for tests.
+        smi: Runs nvidia-smi and returns its output; for tests.
         nvml: Loads pynvml; for tests.
     """
 
@@ -72,12 +73,12 @@ class PowerMeter:
         self._began: _Reading | None = None
 
     def start(self) -> PowerMeter:
-        """Begin; returns itself."""
+        """Begin, and return the meter itself."""
         self._began = self._read()
         return self
 
     def stop(self) -> Power:
-        """Mean power since `start`.
+        """Return the mean power since `start`.
 
         Raises:
             ValueError: It was not started.
@@ -92,7 +93,9 @@ class PowerMeter:
 
     def _read(self) -> _Reading:
         joules = _nvml_joules(self._nvml)
-        watts = _parse_watts(self._smi()) if joules is None else None
+        watts: float | None = None
+        if joules is None:
+            watts = _parse_watts(self._smi())
         return _Reading(time.monotonic(), read_rapl(self.powercap), joules, watts)
 
 
@@ -107,12 +110,12 @@ class RaplCounter(NamedTuple):
     """Energy counter of a processor package."""
 
     microjoules: int
-    # microjoules, where it begins at 0 again
+    # microjoules at which it begins at 0 again
     wraps_at: int
 
 
 def read_rapl(powercap: Path = POWERCAP) -> dict[str, RaplCounter]:
-    """Counters of all processor packages that may be read, by name; their parts (cores, memory) are in them."""
+    """Return the readable counters of processor packages by name; they include their parts."""
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
         # intel-rapl:0:1 is a part of intel-rapl:0
@@ -139,8 +142,9 @@ def _rapl_watts(
 
 
 def _used(began: RaplCounter, ended: RaplCounter) -> int:
-    """Microjoules; a counter that is lower than before has wrapped once."""
+    """Return the microjoules between two readings."""
     difference = ended.microjoules - began.microjoules
+    # a counter that is lower than before has wrapped once
     return difference if difference >= 0 else difference + ended.wraps_at
 
 
@@ -153,12 +157,12 @@ def _gpu_watts(began: _Reading, ended: _Reading, elapsed_s: float) -> float | No
 
 
 def _load_nvml() -> Any:
-    """The module pynvml where it is installed; it comes with the package nvidia-ml-py."""
+    """Return the module pynvml of the package nvidia-ml-py, which may be absent."""
     return importlib.import_module("pynvml")
 
 
 def _nvml_joules(load: Callable[[], Any]) -> float | None:
-    """Energy of all GPUs since their driver was loaded; None where NVML is absent or too old for it."""
+    """Return the energy of all GPUs since their driver was loaded; None if NVML is too old."""
     try:
         nvml = load()
     except ImportError:
@@ -186,7 +190,7 @@ def _run_smi() -> str:
 
 
 def _parse_watts(printed: str) -> float | None:
-    """Sum over the lines of nvidia-smi; None where a GPU says "[N/A]", or there is none."""
+    """Return the sum over the lines of nvidia-smi; None for "[N/A]" or without a GPU."""
     try:
         watts = [float(line) for line in printed.splitlines() if line.strip()]
     except ValueError:
@@ -195,18 +199,18 @@ def _parse_watts(printed: str) -> float | None:
 
 
 class NodePower:
-    """Mean power of the nodes over the timed steps, read by one worker of each; 0 where it is unknown.
+    """Mean power of the nodes over the timed steps, read by one worker of each; 0: unknown.
 
-    It is the whole node's, so that it means something only where the job has its nodes to itself.
-    Emulated nodes are one machine.
+    It is the whole node's, and unknown where the job shares its nodes. Emulated nodes are one
+    machine.
     """
 
     def __init__(self, cluster: ClusterSpec, worker: Worker) -> None:
         self.worker = worker
         real = worker.configuration.nodes == 1 or worker.env.on_slurm
-        self.meter = (
-            PowerMeter() if worker.env.local_rank == 0 and cluster.exclusive and real else None
-        )
+        self.meter: PowerMeter | None = None
+        if worker.env.local_rank == 0 and cluster.exclusive and real:
+            self.meter = PowerMeter()
         self.watts = 0.0
 
     def start(self) -> None:
@@ -215,20 +219,20 @@ class NodePower:
             self.meter.start()
 
     def stop(self) -> None:
-        """End. Where the GPUs that work cannot be read, the rest of the node says little about them."""
+        """End. Without its busy GPUs a node's power is unknown."""
         if self.meter is not None:
             power = self.meter.stop()
             blind = self.worker.device.type == "cuda" and power.gpus_w is None
             self.watts = 0.0 if blind else power.watts
 
     def mean(self) -> float:
-        """Watts, the mean over the nodes whose power is known. Collective."""
+        """Return the mean watts over the nodes of known power. Collective."""
         total, nodes = self.worker.total(self.watts, float(self.watts > 0))
         return total / nodes if nodes else 0.0
 
 
 class MemoryMeter:
-    """Peak memory over the timed steps: CUDA's allocator, or the process's resident set over its baseline on CPU."""
+    """Peak memory over the timed steps: CUDA's allocator, or a process's growth on a CPU."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cuda = cluster.device == "cuda"
@@ -241,34 +245,40 @@ class MemoryMeter:
     @staticmethod
     def _resident_baseline() -> int:
         gc.collect()
-        resident.release_freed()
-        return resident.resident_bytes()
+        process_memory.release_freed()
+        return process_memory.resident_bytes()
 
     def start(self) -> None:
-        """Forget peaks so far."""
+        """Reset the peaks."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             self.short = _times_short()
         else:
-            resident.reset_peak()
+            process_memory.reset_peak()
 
     def stop(self) -> None:
         """Take the peaks since `start`."""
         if self.cuda:
-            self.peak_bytes, self.reserved_bytes = (
-                torch.cuda.max_memory_allocated(),
-                torch.cuda.max_memory_reserved(),
-            )
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.reserved_bytes = torch.cuda.max_memory_reserved()
             self.short = _times_short() - self.short
             free, total = torch.cuda.mem_get_info()
             self.total_bytes = total
             self.other_bytes = max(0, total - free - torch.cuda.memory_reserved())
         else:
-            process = resident.peak_resident_bytes() + resident.descendants_private_bytes()
-            self.peak_bytes, self.reserved_bytes = max(0, process - self.baseline_bytes), process
+            process = (
+                process_memory.peak_resident_bytes() + process_memory.descendants_private_bytes()
+            )
+            self.peak_bytes = max(0, process - self.baseline_bytes)
+            self.reserved_bytes = process
 
     def use(self, worker: Worker, batch_bytes: int) -> MemoryUse:
-        """All that is known of this worker's memory; `batch_bytes` is the size of one batch."""
+        """Return this worker's memory use.
+
+        Args:
+            worker: Holds the model and the optimizer.
+            batch_bytes: Size of one batch.
+        """
         states = bytes_of(tensors_of(own_states(worker.optimizer)))
         return MemoryUse(
             peak_bytes=self.peak_bytes,
@@ -287,13 +297,13 @@ class MemoryMeter:
 
 
 def _times_short() -> Counter[str]:
-    """Count how often torch's allocator found no memory so far: "num_alloc_retries" and "num_ooms"."""
+    """Return torch's counts of failed allocations: "num_alloc_retries" and "num_ooms"."""
     stats = torch.cuda.memory_stats()
     return Counter({name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")})
 
 
 def largest_over_workers(worker: Worker, use: MemoryUse) -> MemoryUse:
-    """The largest of each count over the workers, of the devices' memory the least. Collective."""
+    """Return the largest of each count over the workers, the least device memory. Collective."""
     counts = {name: float(count) for name, count in use if count is not None}
     if use.total_bytes is not None:
         counts["total_bytes"] = -float(use.total_bytes)
@@ -307,18 +317,18 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def prefetched_batches(worker: Worker) -> int:
-    """Batches that the loader holds on the host once it is ahead: prefetch × loader processes."""
+    """Return the batches that a loader holds when it is ahead: prefetch × loader processes."""
     return worker.loader.num_workers * (worker.loader.prefetch_factor or 0)
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Seconds of processors so far: of the loader's processes, which descend from this one, and of this one."""
-    return resident.descendants_processor_s(), time.process_time()
+    """Return the processor seconds so far of the loader's processes and of this process."""
+    return process_memory.descendants_processor_s(), time.process_time()
 
 
 def cores_of(worker: Worker) -> float:
-    """Cores that a worker may run on: where workers are not bound to cores of their own, its share of the machine."""
-    on_machine = (
-        worker.configuration.workers_per_node if worker.env.on_slurm else worker.env.world_size
-    )
+    """Return the cores of a worker: its affinity, at most its share of the machine."""
+    on_machine = worker.env.world_size
+    if worker.env.on_slurm:
+        on_machine = worker.configuration.workers_per_node
     return min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / on_machine)

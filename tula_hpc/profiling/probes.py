@@ -1,15 +1,9 @@
-"""The gradient's noise scale at profiling: a few gradients of parts of a batch against that of the whole.
+"""Probes of a profile: the gradient's noise scale, and the time of an evaluation's forward pass.
 
-Parts are the workers' local batches, or, for a single worker, pieces of its own. With k parts of b
-samples and the mean of their gradients, `optim.noise_scale` gives |G|² and tr(Σ) for each pass.
-Layers that look at a whole batch, such as BatchNorm, see parts throughout, so that both gradients
-are of one function.
-
-How long a forward pass of the evaluation takes, timed at profiling.
-
-A pass is what training does with a batch of test samples once it is loaded: `Worker.score`. The
-batch is the training batch that is at hand, of the configuration's local batch: nothing else has to
-be loaded, and where a training step fits a pass without gradients does.
+The noise scale compares gradients of parts of a batch with their mean. Parts are the workers' local
+batches or, for a single worker, pieces of its own. With k parts of b samples,
+`gradients.noise_scale` gives |G|² and tr(Σ) for each pass. Layers that look at a whole batch, such
+as BatchNorm, see parts throughout, so that both gradients are of one function.
 """
 
 from __future__ import annotations
@@ -44,9 +38,9 @@ Batches = Iterator[tuple[Batch, Batch]]
 
 
 class NoiseEstimate(NamedTuple):
-    """What the passes saw."""
+    """Noise scale over a few passes."""
 
-    # samples; 0 where noise hides the gradient or nothing could be measured
+    # samples; 0 where noise hides the gradient or memory did not suffice
     noise_scale: float = 0.0
     samples: int = 0
     # |G|² and tr(Σ) of each pass
@@ -54,15 +48,16 @@ class NoiseEstimate(NamedTuple):
 
 
 def probe_noise(worker: Worker, batches: Batches, steps: int = 0) -> NoiseEstimate:
-    """Estimate the noise scale at the worker's weights. Collective; the same result on every worker.
+    """Return the noise scale at the worker's weights, the same on every worker. Collective.
 
-    Model and `.grad` are left as they are. Where memory does not suffice for a second gradient,
-    nothing is known.
+    Model and `.grad` stay. Where memory does not suffice for a second gradient, it is unknown.
 
-    Args: worker: Model, loss and parameters. batches: Training batches of one size. steps: Train so
-        many steps first, at a tenth of the learning rate: at the initial weights the noise scale is
-        far
-            below that of most of training. Weights and buffers are put back; the optimizer is not.
+    Args:
+        worker: Model, loss and parameters.
+        batches: Training batches of one size.
+        steps: Steps to train first, at a tenth of the learning rate: at the initial weights the
+            noise scale is far below that of most of training. Weights and buffers are restored
+            afterwards, the optimizer is not.
     """
     with _trained(worker, batches, steps):
         return _estimate(worker, batches)
@@ -70,7 +65,7 @@ def probe_noise(worker: Worker, batches: Batches, steps: int = 0) -> NoiseEstima
 
 @contextmanager
 def _trained(worker: Worker, batches: Batches, steps: int) -> Iterator[None]:
-    """The model after some steps of training; then as before. What it was is kept on the host meanwhile."""
+    """Train some steps for the block, then restore the model from a copy on the host."""
     if steps == 0:
         yield
         return
@@ -95,7 +90,8 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
     # BatchNorm cannot train on one sample
     if piece < 2:
         return NoiseEstimate()
-    large, terms = piece * pieces * world, []
+    large = piece * pieces * world
+    terms: list[tuple[float, float]] = []
     for _ in range(PASSES):
         norms = _norms(worker, *next(batches), pieces, piece)
         if norms is None:
@@ -111,14 +107,14 @@ def _estimate(worker: Worker, batches: Batches) -> NoiseEstimate:
 def _norms(
     worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
 ) -> tuple[float, float] | None:
-    """Mean of the parts' |g|² over all workers, and |mean g|²; None where any worker ran out of memory."""
+    """Return the parts' mean |g|² and |mean g|²; None if any worker ran out of memory."""
     mine = None
     try:
         mine = _sums(worker, inputs, targets, pieces, piece)
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    # whoever went on alone would wait for ever
+    # a worker that went on alone would wait for ever
     (failed,) = worker.agree(float(mine is None))
     if failed or mine is None:
         return None
@@ -133,7 +129,7 @@ def _norms(
 def _sums(
     worker: Worker, inputs: Batch, targets: Batch, pieces: int, piece: int
 ) -> tuple[Tensor, float]:
-    """Sum of this worker's gradients, one vector, and the sum of their squared norms."""
+    """Return the sum of this worker's gradients, as one vector, and of their squared norms."""
     gradients = (
         _flat_gradient(worker, *take((inputs, targets), start, start + piece))
         for start in range(0, pieces * piece, piece)
@@ -158,27 +154,26 @@ def _flat_gradient(worker: Worker, inputs: Batch, targets: Batch) -> Tensor:
     )
 
 
-FORWARD_PASSES = (
-    # each takes about a quarter of a training step; the median sheds a first one that has something
-    # to set up
-    3
-)
+# each takes about a quarter of a training step; the median ignores a first one with set-up
+FORWARD_PASSES = 3
 
 
 def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
-    """Seconds of each pass; none where memory does not suffice. Not collective.
+    """Return the seconds of some passes; none where memory does not suffice. Not collective.
 
-    Weights, buffers, modes and random numbers are afterwards what they were.
+    A pass is an evaluation's work on a loaded batch, `Worker.score`. It takes a training batch:
+    nothing else has to be loaded, and where a training step fits, a pass without gradients does.
+    Weights, buffers, modes and random numbers stay.
 
     Args:
-        worker: Whose model to use.
+        worker: Gives the model.
         inputs: A batch on the device.
         targets: Its targets.
     """
     gpus = [worker.device.index or 0] if worker.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), worker.evaluating():
-            # The way to the device, and into the model's memory format, is part of a pass.
+            # moving the batch to the device, in the model's memory format, is part of a pass
             batch = worker.as_loaded(inputs, targets)
             if gpus:
                 batch = map_tensors(Tensor.pin_memory, batch)

@@ -17,7 +17,7 @@ from tula_hpc.records import Configuration, Measurement
 def oom_record(
     cluster: ClusterSpec, configuration: Configuration, env: WorkerEnvironment, failure: Failure
 ) -> Measurement:
-    """A measurement that says: this configuration does not fit."""
+    """Return the measurement of a configuration that does not fit into memory."""
     facts = describe(configuration, cluster, env)
     return Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
 
@@ -25,7 +25,7 @@ def oom_record(
 def describe(
     configuration: Configuration, cluster: ClusterSpec, env: WorkerEnvironment
 ) -> dict[str, Any]:
-    """The part of a measurement that says where it was taken."""
+    """Return the fields of a measurement that describe where it was taken."""
     return {
         "nodes": configuration.nodes,
         "workers_per_node": configuration.workers_per_node,

@@ -1,4 +1,4 @@
-"""What the workers of a profile job do in its allocation: measure what rank 0's agenda says, until it says no more."""
+"""Profiling session of a job's workers: they measure each configuration of rank 0's work queue."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
     shared = SharedTimes.none()
-    ground = HeldFolder(job.output.parent)
+    folder = HeldFolder(job.output.parent)
     measured = 0
-    while (configuration := _hear(allocation, agenda)) is not None:
-        place = allocation.join(configuration.nodes)
-        if place is not None:
+    while (configuration := _next(allocation, agenda)) is not None:
+        member = allocation.join(configuration.nodes)
+        if member is not None:
+            # the start of the job is measured with its first configuration
             began_at = job_started_at() if measured == 0 else None
-            _measure_and_record(job, configuration, place, shared, ground, began_at=began_at)
+            _measure_and_record(job, configuration, member, shared, folder, began_at=began_at)
             measured += 1
     allocation.close()
     return measured
 
 
-def _hear(allocation: Allocation, agenda: Agenda) -> Configuration | None:
-    """What rank 0's agenda says next; every worker calls this."""
-    word = json.loads(allocation.hear(lambda: json.dumps(agenda.next())))
-    return None if word is None else Configuration(*word)
+def _next(allocation: Allocation, agenda: Agenda) -> Configuration | None:
+    """Return the next configuration of rank 0's queue, None at its end. Collective."""
+    fields = json.loads(allocation.broadcast(lambda: json.dumps(agenda.next())))
+    return None if fields is None else Configuration(*fields)
 
 
 def _measure_and_record(
@@ -44,7 +45,7 @@ def _measure_and_record(
     configuration: Configuration,
     env: WorkerEnvironment,
     shared: SharedTimes,
-    ground: HeldFolder,
+    folder: HeldFolder,
     *,
     began_at: float | None,
 ) -> None:
@@ -57,8 +58,8 @@ def _measure_and_record(
         failure = out_of_memory(error)
         if failure is None:
             raise
-    if words := ground.loss("measured"):
-        raise StorageError(words)
+    if loss := folder.loss("measured"):
+        raise StorageError(loss)
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
         record = oom_record(job.cluster, configuration, env, failure)

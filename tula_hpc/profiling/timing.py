@@ -1,10 +1,8 @@
-"""Timing in rounds of free-running steps until the mean is known, with all workers agreeing on when to stop.
+"""Times of steps in rounds until their mean is known, and waits for the loader.
 
-Training waits for the device about once a second, so a step that is timed by itself, with the
-device waited for before and after it, pays each time for what the host does before the device has
-work again. A round is a number of steps with the device waited for at its two ends only.
-
-How long steps wait for their batches, as far as the device feels it.
+Training waits for the device about once a second. A step that is timed by itself, with a wait for
+the device before and after it, also counts the host's work until the device is busy again. A round
+is therefore a number of steps with a wait at its two ends only. All workers agree when to stop.
 """
 
 from __future__ import annotations
@@ -19,15 +17,13 @@ import torch
 
 from tula_hpc.ddp.agreement import Agreement
 
-# Waiting for the device at a round's ends costs about a millisecond: within 0.25 s that is below
-# half a per cent.
+# waiting for the device at a round's ends costs about a millisecond, below half a per cent of it
 ROUND_S = 0.25
-# For what only guides the model, or is small.
+# for parts that only guide the model, or are small
 BRIEF_ROUND_S = 0.05
-# An interval from fewer rounds is taken for what it is, but ends no measurement.
+# an interval from fewer rounds ends no measurement
 LEAST_ROUNDS = 5
-# So many rounds should fit into max_steps: the interval of ten is about half as wide as that of
-# five.
+# max_steps should hold as many: the interval of ten is about half as wide as that of five
 USUAL_ROUNDS = 10
 # 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -35,7 +31,7 @@ NORMAL = 1.959964
 
 
 class Interval(NamedTuple):
-    """A mean and its 95 % interval, seconds."""
+    """Mean and its 95 % interval, seconds."""
 
     mean_s: float
     low_s: float
@@ -48,14 +44,14 @@ class Interval(NamedTuple):
 
 
 def mean_interval(rounds: Sequence[float]) -> Interval:
-    """Return the mean over rounds with its 95 % interval, the largest and the smallest round pulled in.
+    """Return the Winsorized mean over rounds with its 95 % interval.
 
-    A training of n steps takes n times the mean step: a median does not see that loader processes
-    which started together deliver in bursts, so that one step of L waits for all. A mean follows
-    each disturbance of the machine instead, and a profile of seconds must not be decided by one
-    pause. From five rounds on the largest therefore counts as the second largest, and the smallest
-    as the second smallest (Winsorized mean). Nothing is cut that happens twice, and bursts of a
-    loader are in every round, as a round holds a multiple of L steps. The interval is that of W. J.
+    A training of n steps takes n times the mean step: a median misses that L loader processes which
+    started together deliver in bursts, so that one step of L waits for all. A mean follows each
+    disturbance of the machine instead, and one pause must not decide a profile of seconds. From
+    five rounds on the largest therefore counts as the second largest, and the smallest as the
+    second smallest. Whatever happens twice stays, and bursts of a loader are in every round, as a
+    round holds a multiple of L steps. The interval is that of W. J.
     Dixon, J. W. Tukey, "Approximate behavior of the distribution of Winsorized t" (Technometrics
     10, 1968): with h = n − 2 rounds left as they are and the deviation s of all n after pulling in,
     t(h−1) · (n−1)/(h−1) · s/√n. Below five rounds it is Student's, n = h; a single round has no
@@ -69,7 +65,7 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
     if count >= LEAST_ROUNDS:
         ordered[0], ordered[-1] = ordered[1], ordered[-2]
         kept = count - 2
-    # fmean rounds: of equal values it may lie a last digit beside them
+    # fmean rounds: the mean of equal values may differ from them in the last digit
     mean = min(max(statistics.fmean(ordered), ordered[0]), ordered[-1])
     if count == 1:
         return Interval(mean, mean, mean)
@@ -79,7 +75,7 @@ def mean_interval(rounds: Sequence[float]) -> Interval:
 
 
 def _student_t(degrees: int) -> float:
-    """Return the 97.5 % quantile; beyond the table by its expansion in 1/degrees, to three digits."""
+    """Return the 97.5 % quantile; beyond the table by its expansion, to three digits."""
     if degrees <= len(STUDENT_T):
         return STUDENT_T[degrees - 1]
     first = (NORMAL**3 + NORMAL) / 4
@@ -88,7 +84,7 @@ def _student_t(degrees: int) -> float:
 
 
 class StoppingRule(NamedTuple):
-    """When enough has been measured."""
+    """Rule for ending a measurement."""
 
     min_steps: int
     max_steps: int
@@ -98,14 +94,16 @@ class StoppingRule(NamedTuple):
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
     ) -> int:
-        """Return how many steps make a round of about `round_s` seconds.
+        """Return the steps in a round of about `round_s` seconds.
 
-        At least so many that five rounds hold min_steps, and at most so many that max_steps holds
-        ten; a multiple comes before both.
+        Five rounds hold at least min_steps, and max_steps holds at least ten; a multiple comes
+        before both.
 
-        Args: about_s: Seconds of a step, about; the same on all workers. round_s: Of a round.
-            multiple_of: Loader processes deliver in turns: only a whole number of turns takes what
-            training does.
+        Args:
+            about_s: Seconds of a step, about; the same on all workers.
+            round_s: Seconds of a round.
+            multiple_of: Steps in which each loader process delivers once: only whole turns take as
+                long as in training.
         """
         wanted = math.ceil(round_s / max(about_s, 1e-6))
         fewest = math.ceil(self.min_steps / LEAST_ROUNDS)
@@ -113,7 +111,7 @@ class StoppingRule(NamedTuple):
         return math.ceil(steps / multiple_of) * multiple_of
 
     def done(self, rounds: Sequence[float], steps: int) -> bool:
-        """Whether these rounds of so many steps suffice, or may not go on; two are the least."""
+        """Tell whether these rounds, at least two, suffice or have used up the limits."""
         if len(rounds) < 2 or len(rounds) * steps < self.min_steps:
             return False
         too_many = (len(rounds) + 1) * steps > self.max_steps
@@ -121,12 +119,12 @@ class StoppingRule(NamedTuple):
         return too_many or too_long or self.converged(rounds)
 
     def converged(self, rounds: Sequence[float]) -> bool:
-        """Whether the mean's interval is narrow enough."""
+        """Tell whether the mean's interval is narrow enough."""
         return len(rounds) >= LEAST_ROUNDS and mean_interval(rounds).relative_width <= self.ci_width
 
 
 def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
-    """Mean seconds of so many calls of `step` in a row, the device's work included."""
+    """Return the mean seconds of a number of calls in a row, the device's work included."""
     worker.synchronize_device()
     started = time.perf_counter()
     for _ in range(steps):
@@ -136,7 +134,7 @@ def round_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> fl
 
 
 def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> float:
-    """Mean seconds of a call on the slowest worker: what follows from it is the same on all. Collective."""
+    """Return the slowest worker's mean seconds of a call, the same on all workers. Collective."""
     (slowest_s,) = worker.agree(round_s(worker, step, steps))
     return slowest_s
 
@@ -144,9 +142,9 @@ def agreed_s(worker: Agreement, step: Callable[[], object], steps: int = 1) -> f
 def time_rounds(
     worker: Agreement, rule: StoppingRule, step: Callable[[], object], steps: int
 ) -> Iterator[float]:
-    """Yield the mean seconds of a step in each round until the rule or, with it, the slowest worker says enough.
+    """Yield the mean seconds of a step in each round until all workers' rules are satisfied.
 
-    Every worker takes as many rounds of as many steps: `step` may be collective. So is this.
+    Collective, and every worker takes as many steps: `step` may be collective too.
     """
     rounds: list[float] = []
     unfinished = 1.0
@@ -157,47 +155,49 @@ def time_rounds(
 
 
 class LoaderWaits:
-    """Sums up waits for the loader between two moments at which the device has nothing left to do.
+    """Sum of waits for the loader between two moments at which the device is idle.
 
-    On a CPU a step waits itself: each second of the host's wait makes training longer by one. A GPU
-    works behind the host, which asks for the next batch while steps are still queued: with a loader
-    that keeps up the host may wait in every step without the device ever being idle. What training
-    loses is the part of a wait for which the device had nothing to do: the time on the device
-    between the end of the last step's work and the arrival of the batch, by two events. It is at
-    most the host's own wait: whatever else keeps the device idle in between is no wait for data.
+    On a CPU each second of the host's wait makes training longer by one. A GPU works behind the
+    host, which asks for the next batch while steps are still queued: with a loader that keeps up
+    the host may wait in every step without the device ever being idle. Training loses only the part
+    of a wait for which the device is idle: the time on the device between the end of the last
+    step's work and the arrival of the batch, by two events. It is at most the host's own wait: any
+    other idle time in between is no wait for data.
 
     Args:
-        device: That trains.
+        device: Of the training.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._felt_s = 0.0
+        self._lost_s = 0.0
         self._launched: torch.cuda.Event | None = None
         self._waits: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
 
     def arrived(self, waited_s: float) -> None:
-        """A batch has come after the host waited so long; call it before the step."""
+        """Count the host's wait for a batch that has just come; call it before the step."""
         if self._launched is None:
-            # a CPU, or the first step after `take`: the device was idle all the while
-            self._felt_s += waited_s
+            # a CPU, or the first step after `take`: the device was idle throughout
+            self._lost_s += waited_s
             return
         self._waits.append((waited_s, self._launched, self._mark()))
         self._launched = None
 
     def launched(self) -> None:
-        """The step's work has been given to the device."""
+        """Mark that the step's work has been given to the device."""
         if self.device.type == "cuda":
             self._launched = self._mark()
 
     def take(self) -> float:
-        """Return the seconds since the last call; the device must have been waited for."""
-        felt_s = self._felt_s
+        """Return the seconds since the last call; the device must be idle."""
+        lost_s = self._lost_s
         for waited_s, launched, arrived in self._waits:
             idle_s = 1e-3 * launched.elapsed_time(arrived)  # type: ignore[no-untyped-call] # torch's
-            felt_s += min(waited_s, idle_s)
-        self._felt_s, self._launched, self._waits = 0.0, None, []
-        return felt_s
+            lost_s += min(waited_s, idle_s)
+        self._lost_s = 0.0
+        self._launched = None
+        self._waits = []
+        return lost_s
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's

@@ -1,9 +1,7 @@
-"""What a profile job measures next: its list, then what the search wants, until time is up. Rank 0 keeps it.
+"""Work queue of a profile job: its list, then proposals of the search, until time is up.
 
-Asks the search what to profile next, in a process of its own.
-
-Inside a job the numeric libraries of the search would stay in the worker's memory, and be measured
-as the training's.
+Rank 0 keeps it. It asks the search in a process of its own, `python -m` this module: the numeric
+libraries of the search would stay in the worker's memory, and be measured as the training's.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ TIMEOUT_S = 300.0
 
 
 def ask_search(job: ProfileJob) -> list[Configuration]:
-    """What the search proposes, given all that the run has measured so far.
+    """Return the proposals of the search, given all that the run has measured so far.
 
     Raises:
-        StageError: The search failed; the message ends with its last words.
+        StageError: The search failed; the message ends with its last line of output.
     """
     known = measurements_for_search(recorded_in(job.output.parent), job.partition, job.since)
     question = {
@@ -59,39 +57,36 @@ def ask_search(job: ProfileJob) -> list[Configuration]:
     except subprocess.TimeoutExpired:
         raise StageError(f"the search did not answer within {TIMEOUT_S:g} s") from None
     except subprocess.CalledProcessError as error:
-        words = error.stderr.strip().splitlines()
-        raise StageError(
-            f"the search failed in the job: {words[-1] if words else error.returncode}"
-        ) from None
+        lines = error.stderr.strip().splitlines() or [str(error.returncode)]
+        raise StageError(f"the search failed in the job: {lines[-1]}") from None
     return [Configuration(*row) for row in json.loads(done.stdout)]
 
 
 def answer(question: str) -> str:
-    """The proposals as JSON; see `ask_search` for the question."""
+    """Return the proposals as JSON; see `ask_search` for the question."""
     from tula_hpc.analysis.search.propose import propose
 
     asked = json.loads(question)
-    # the paths of the workload were checked when the sweep was read, and do not matter to the
-    # search
+    # the workload's paths were checked when the sweep was read, and do not matter to the search
     sweep = SweepSpec.model_validate(asked["sweep"], context={"check_paths": False})
     cluster = ClusterSpec.model_validate(asked["cluster"])
     measurements = [Measurement.model_validate(row) for row in asked["measurements"]]
     return json.dumps(propose(sweep, cluster, measurements, trusted_batch=asked["trusted_batch"]))
 
 
-# nothing is begun when less time is left than so many times the longest configuration so far
+# no configuration is begun with less time left than this times the longest one so far
 MARGIN = 1.5
 
 
 class Agenda:
-    """Decides for one run of a job, and writes down what it is about to do.
+    """Work queue of one run of a job, with a note before each configuration.
 
-    The notes are on disk before the work begins. When the job is killed without a word, as by the
-    memory limit of a node, they tell which configuration did it.
+    The notes are on disk before the work begins. When the job is killed, as by the memory limit of
+    a node, they show the configuration that did it.
 
     Args:
         job: The list, and whether to ask the search for more.
-        env: This worker's place; only rank 0 decides and writes.
+        env: This worker's rank; only rank 0 decides and writes.
         ask: Asks the search; a test may put its own answers here.
     """
 
@@ -101,8 +96,11 @@ class Agenda:
         env: WorkerEnvironment,
         ask: Callable[[ProfileJob], list[Configuration]] = ask_search,
     ) -> None:
-        self.job, self.env, self._ask = job, env, ask
-        self._began_at, self._here_since = job_started_at(), unix_time()
+        self.job = job
+        self.env = env
+        self._ask = ask
+        self._began_at = job_started_at()
+        self._here_since = unix_time()
         self._todo = deque(job.configurations)
         # known when all workers have met
         self._startup_s: float | None = None
@@ -110,7 +108,7 @@ class Agenda:
             self._note("began")
 
     def next(self) -> Configuration | None:
-        """The next configuration, noted; None when the job is to end."""
+        """Return the next configuration, noted; None when the job is to end."""
         if self._startup_s is None:
             self._startup_s = unix_time() - self._began_at
             self._note("ready")
@@ -131,7 +129,7 @@ class Agenda:
                     c for c in self._ask(self.job) if self._belongs_here(c, longest_s)
                 )
             except StageError as error:
-                # the command will ask the search itself, and say so if that fails too
+                # the command will ask the search itself, and report if that fails too
                 failure = str(error)
         if not self._pending(done):
             self._note("ended", detail=failure)
@@ -141,7 +139,7 @@ class Agenda:
         return configuration
 
     def _belongs_here(self, configuration: Configuration, longest_s: float) -> bool:
-        """Whether these nodes measure it, and for less than a job of its own would.
+        """Tell whether these nodes measure it, and at a lower cost than a job of its own.
 
         A smaller size keeps nodes waiting here, N·e node-seconds in all; a job of its own would
         first have to start, n·(s + e).
@@ -154,16 +152,18 @@ class Agenda:
         return here * longest_s <= own * ((self._startup_s or 0.0) + longest_s)
 
     def _pending(self, done: set[Configuration]) -> bool:
-        """Whether something is left after what is on record was struck off."""
+        """Tell whether something is left once recorded configurations are dropped."""
         while self._todo and self._todo[0] in done:
             self._todo.popleft()
         return bool(self._todo)
 
     def _left_s(self) -> float:
-        """Until the job is warned of its time limit."""
+        """Return the seconds until the job is warned of its time limit."""
         cluster = self.job.cluster
-        warning_s = cluster.signal_delay_s if cluster.executor == "slurm" else 0
-        return self._began_at + 60 * cluster.profile_minutes - warning_s - unix_time()
+        left_s = self._began_at + 60 * cluster.profile_minutes - unix_time()
+        if cluster.executor == "slurm":
+            left_s -= cluster.signal_delay_s
+        return left_s
 
     def _note(
         self,

@@ -1,13 +1,8 @@
-"""Watches a training's step times on every worker, and says in events when they drift and which part it is.
+"""Drift watch: a training's step times against the plan's, on every worker, with events.
 
-What a training is held against, and with which batch it goes on: rank 0 reads the run directory and
-tells all.
-
-A network file system may show workers different files at the same moment; they must not act on them
-each for itself.
-
-Times the parts of a training step in mid-training, without a trace, to tell which of them has
-changed.
+Rank 0 reads plan and open episode for all workers: a network file system may show them different
+files at the same moment. Where step times drift, a probe times the parts of a step in mid-training,
+without a trace, to find the part that has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from tula_hpc.analysis.drift import (
     Detector,
@@ -47,7 +41,6 @@ from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.optim import TulaOptimizer
 from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.timing import LoaderWaits, agreed_s, round_s
 from tula_hpc.records import (
@@ -65,11 +58,11 @@ from tula_hpc.records import (
 
 
 class DriftStart(NamedTuple):
-    """The beginning of a watch."""
+    """Start of a watch."""
 
-    # to train with: the job's own unless the plan was made anew
+    # to train with: the job's own, or that of a new plan
     configuration: Configuration
-    # None: nothing to hold step times against
+    # None: there is nothing to compare step times with
     prediction: Prediction | None = None
     # of an episode that goes on, see `Detector`
     side: int = 0
@@ -78,10 +71,9 @@ class DriftStart(NamedTuple):
 
 
 def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
-    """Read plan, profiles and the open episode if there is one. Collective: every worker gets what rank 0 found.
+    """Return the start of a watch as rank 0 finds it in plan, profiles and episode. Collective.
 
-    Local steps of post-local SGD exchange nothing, which no prediction knows: there is nothing to
-    hold them against.
+    Local steps of post-local SGD exchange nothing, which no prediction covers.
     """
     if not job.sweep.training.drift or job.sweep.training.method == "polo":
         return DriftStart(job.configuration)
@@ -96,6 +88,7 @@ def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
 
 
 def _as_numbers(start: DriftStart) -> list[float]:
+    # NaN stands for no prediction
     prediction = start.prediction or Prediction(math.nan, math.nan, math.nan)
     return [
         float(start.configuration.local_batch),
@@ -123,12 +116,11 @@ def _read(job: TrainJob, job_id: str) -> DriftStart:
     measurements = measurements_of(run.measurements().records, job.partition)
     update_s = update_time_s(measurements, job.configuration.world_size)
     drift = read_drift(run.train(job.label).drift_file)
-    drift = drift if drift is not None and _is_of(drift, job) else None
-    again = (
-        _choose_again(job, plan, drift, measurements)
-        if drift and job.sweep.training.replan_on_drift
-        else None
-    )
+    if drift is not None and not _is_of(drift, job):
+        drift = None
+    again: Candidate | None = None
+    if drift is not None and job.sweep.training.replan_on_drift:
+        again = _choose_again(job, plan, drift, measurements)
     if again is not None and drift is not None and again.configuration != job.configuration:
         detail = f"{again.configuration} instead of {job.configuration}: {drift.part} has drifted"
         run.log_event(
@@ -157,7 +149,7 @@ def _choose_again(
 
 
 def _is_of(drift: Drift, job: TrainJob) -> bool:
-    """Whether the episode was seen on as many nodes of the same kind: of others it says nothing."""
+    """Tell whether the episode was seen on as many nodes of the same kind."""
     nodes, per_node, _ = job.configuration
     return (drift.nodes, drift.workers_per_node, drift.partition) == (
         nodes,
@@ -173,57 +165,57 @@ def _side(drift: Drift | None, configuration: Configuration) -> int:
 
 
 def read_drift(path: Path) -> Drift | None:
-    """The open episode of a training, or None."""
-    # damaged: as good as none, it is found out anew
+    """Return the open episode of a training, or None."""
+    # a damaged one is as good as none: the watch finds it again
     with contextlib.suppress(FileNotFoundError, RunDirectoryError):
         return read_document(Drift, path)
     return None
 
 
-# the median over blocks sheds a pause
+# the median over blocks is robust to a pause
 BLOCKS = 5
-# a processor that is shared is had in turns of some milliseconds: within a block they even out
+# a shared processor runs each process for some milliseconds in turn, which a block averages
 BLOCK_S = 0.2
-# for each part, about; a preempted job may have only some seconds, and waits for a probe to end
+# for each part, about; a preempted job may have only some seconds, and waits for the probe
 SECONDS = 5.0
 
 
 class Extent(NamedTuple):
-    """How much is timed: so many blocks of so many passes."""
+    """Extent of a probe."""
 
     blocks: int
     passes: int
 
 
 def extent_of(pass_s: float) -> Extent:
-    """Short passes come in larger numbers, as training's own step times are means over many; long ones in fewer blocks.
+    """Return many passes a block where they are short, fewer blocks where they are long.
 
     Args:
-        pass_s: Of one pass, about.
+        pass_s: Seconds of one pass, about.
     """
     passes = max(1, math.ceil(BLOCK_S / max(pass_s, 1e-3)))
     return Extent(max(1, min(BLOCKS, int(SECONDS / max(pass_s, BLOCK_S)))), passes)
 
 
 class Probe(NamedTuple):
-    """What was found."""
+    """Result of a probe."""
 
     # without the wait for the loader
     parts: StepParts
-    # in computing, where workers differ; None for one worker or where it is not known
+    # in computing; None for one worker or where it is not known
     slowest_rank: int | None
 
 
 def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
-    """Time some forward and backward passes without synchronization, and some bare all-reduces. Collective.
+    """Time some forward and backward passes without synchronization, and bare all-reduces.
 
-    Weights, gradients, buffers and random numbers are afterwards what they were: gradients are
-    taken beside `.grad`, see `Worker.local_gradient`, and what is all-reduced is a tensor of its
-    own. Where memory does not suffice for that, the part stays unknown.
+    Collective. Weights, gradients, buffers and random numbers stay: gradients are taken beside
+    `.grad`, see `Worker.local_gradient`, and the all-reduced tensor is one of its own. A part for
+    which memory does not suffice stays unknown.
 
     Args:
-        worker: Whose model to use.
-        inputs: A batch of the size that is trained with.
+        worker: Gives the model.
+        inputs: A batch of the training's size.
         targets: Its targets.
     """
     by_rank = _by_rank(worker, _compute_s(worker, inputs, targets))
@@ -234,16 +226,16 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
 
 
 def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
-    """Seconds of a pass, in as many parts as a step takes it; −1 where memory ran out on any worker.
+    """Return the seconds of a pass in a step's micro-batches; −1 if memory ran out on any worker.
 
-    All take as many passes: a model may exchange something in its forward pass, as SyncBatchNorm
-    does.
+    All workers take as many passes: a model may exchange something in its forward pass, as
+    SyncBatchNorm does.
     """
-    parts = split((inputs, targets), worker.parts)
+    micro_batches = split((inputs, targets), worker.parts)
 
     def compute() -> None:
-        for part in parts:
-            worker.local_gradient(*part)
+        for micro_batch in micro_batches:
+            worker.local_gradient(*micro_batch)
 
     try:
         compute()
@@ -252,13 +244,13 @@ def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
         if out_of_memory(error) is None:
             raise
         fits = False
-    # whoever went on alone would wait for ever
+    # a worker that went on alone would wait for ever
     (missing,) = worker.agree(float(not fits))
     return -1.0 if missing else _pass_s(worker, compute)
 
 
 def _all_reduce_s(worker: Worker) -> float | None:
-    """Seconds of a bare all-reduce, the slowest worker's; None where memory ran out on any worker."""
+    """Return the slowest worker's seconds of a bare all-reduce; None if any is out of memory."""
     if worker.env.world_size == 1:
         return 0.0
     step = None
@@ -267,7 +259,7 @@ def _all_reduce_s(worker: Worker) -> float | None:
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise
-    # whoever went on alone would wait for ever
+    # a worker that went on alone would wait for ever
     (missing,) = worker.agree(float(step is None))
     if missing or step is None:
         return None
@@ -277,25 +269,24 @@ def _all_reduce_s(worker: Worker) -> float | None:
 
 
 def _pass_s(worker: Worker, step: Callable[[], object]) -> float:
-    """Seconds of one pass: the median over blocks of their means. Collective: all workers take as many passes.
+    """Return the seconds of one pass: the median over blocks of their means. Collective.
 
     Args:
-        worker: Whose device is waited for.
-        step: A pass; one has been taken, as the first may have something to set up.
+        worker: Gives the device to wait for.
+        step: A pass that was taken once, as the first may have something to set up.
     """
     extent = extent_of(agreed_s(worker, step))
     return median(round_s(worker, step, extent.passes) for _ in range(extent.blocks))
 
 
 def _by_rank(worker: Worker, mine: float) -> list[float]:
-    """Every worker's value, in order of rank."""
     values = [0.0] * worker.env.world_size
     values[worker.env.rank] = mine
     return worker.total(*values)
 
 
 class StepClock:
-    """Seconds of the steps since the last reading, without what lies between steps (evaluation, checkpoints)."""
+    """Clock of the steps since the last reading, without the time between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.waits = LoaderWaits(device)
@@ -304,15 +295,15 @@ class StepClock:
         self.started: float | None = None
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.started = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
-        """So long the step waited for its batch, which is there now."""
+        """Count the step's wait for its batch, which has just ended."""
         self.waits.arrived(seconds)
 
     def stop(self) -> None:
-        """The step is over; nothing happens if a reading has closed it already."""
+        """End the step, unless a reading has ended it already."""
         if self.started is not None:
             self.waits.launched()
             self.busy_s += time.perf_counter() - self.started
@@ -320,27 +311,31 @@ class StepClock:
             self.started = None
 
     def read(self) -> Look:
-        """Means over the steps since the last reading, the current one included; the device must be waited for."""
+        """Return means over the steps since the last reading, the current one included.
+
+        The device must be idle.
+        """
         self.stop()
         steps = max(1, self.steps)
         look = Look(float(self.steps), self.busy_s / steps, self.waits.take() / steps)
-        self.steps, self.busy_s = 0, 0.0
+        self.steps = 0
+        self.busy_s = 0.0
         return look
 
 
 class DriftGuard:
-    """One worker's part of the watch; every worker has one, and all come to the same verdict at the same step.
+    """One worker's part of the watch; all workers reach the same verdict at the same step.
 
     Args:
-        worker: What is trained.
-        job: Which training; its configuration is the one in force.
-        start: What step times are held against.
+        worker: Its steps are watched.
+        job: The training, with the configuration in force.
+        start: Expected step times.
     """
 
     def __init__(self, worker: Worker, job: TrainJob, start: DriftStart) -> None:
         self.worker, self.job = worker, job
         self.run = RunDirectory(job.root)
-        # without a watch nobody reads the clock, and it must not keep an event of each step
+        # without a watch the clock is never read, and must not keep a CUDA event of each step
         self.clock = StepClock(torch.device("cpu") if start.prediction is None else worker.device)
         self.update_s = start.update_time_s
         self.updates = 0
@@ -351,18 +346,21 @@ class DriftGuard:
 
     @property
     def look_every_s(self) -> float:
-        """How often workers are to agree on what they saw."""
+        """Seconds between two agreements of the workers."""
         return CHECK_EVERY_S if self.watch is None else self.watch.look_every_s
 
-    def count_update(self, optimizer: Optimizer) -> None:
-        """Call before a step: whether it will update AGS's scale."""
-        self.updates += isinstance(optimizer, TulaOptimizer) and optimizer.update_due
+    def count_update(self) -> None:
+        """Count the next step if it will update AGS's scale."""
+        self.updates += self.worker.observer.update_due
 
     def readings(self) -> tuple[float, ...]:
-        """What this worker saw since the last look; without the updates of AGS's scale, which the plan counts apart."""
+        """Return this worker's means since the last agreement; nothing without a watch.
+
+        Updates of AGS's scale are subtracted: the plan counts them apart.
+        """
         if self.watch is None:
             return ()
-        # or the steps still queued on it would be missing
+        # or the steps in its queue would be missing
         self.worker.synchronize_device()
         look, updates = self.clock.read(), self.updates
         self.updates = 0
@@ -371,17 +369,18 @@ class DriftGuard:
         )
 
     def look(self, shared: tuple[float, ...], batch: tuple[Tensor, Tensor]) -> None:
-        """Take in what all workers agreed on; where that makes an episode begin or end, find out why and say so."""
+        """Observe agreed readings; log the begin or end of an episode, with the part behind it."""
         if self.watch is None or not shared:
             return
         verdict = self.watch.observe(Look(*shared))
         if verdict is not None:
             probe = probe_parts(self.worker, *batch)
-            self._say(verdict, self._drift(self.watch, probe))
+            self._log(verdict, self._drift(self.watch, probe))
 
     def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
-        """The episode in numbers, and the slowest worker's host where that matters. Whole on rank 0."""
-        measured_s, predicted_s = watch.detector.measured_s, watch.detector.prediction.step_time_s
+        """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
+        measured_s = watch.detector.measured_s
+        predicted_s = watch.detector.prediction.step_time_s
         measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})
         expected = self._expected()
         part = attribute(measured, expected, measured_s - predicted_s)
@@ -397,7 +396,7 @@ class DriftGuard:
         return record, self._host(probe.slowest_rank) if part == "compute" else ""
 
     def _expected(self) -> StepParts:
-        """From the profiles; only rank 0 writes, and one reader is enough for a shared file system."""
+        # only rank 0 logs, and one reader is enough for a shared file system
         if self.worker.env.rank != 0:
             return StepParts()
         everything = RunDirectory(self.job.root).measurements().records
@@ -409,7 +408,7 @@ class DriftGuard:
         node = -1 if rank is None else rank // per_node
         return hosts[node] if 0 <= node < len(hosts) else ""
 
-    def _say(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
+    def _log(self, verdict: Verdict, found: tuple[Drift, str]) -> None:
         if self.worker.env.rank != 0:
             return
         drift, host = found
@@ -418,15 +417,20 @@ class DriftGuard:
             write_atomically(path, drift.model_dump_json(indent=1))
         else:
             path.unlink(missing_ok=True)
-        data = event_data(drift) | ({"slowest_host": host} if host else {})
-        detail = _in_words(verdict, drift, host)
+        data = event_data(drift)
+        if host:
+            data["slowest_host"] = host
         self.run.log_event(
-            verdict, "train", detail=detail, job_id=self.worker.env.job_id, data=data
+            verdict,
+            "train",
+            detail=_describe(verdict, drift, host),
+            job_id=self.worker.env.job_id,
+            data=data,
         )
 
 
 def event_data(drift: Drift) -> dict[str, Any]:
-    """What an event says of an episode: step times, their ratio, the part, and all parts, seconds."""
+    """Return the numbers of an episode for an event; times are in seconds."""
     return {
         "measured_s": drift.measured_s,
         "predicted_s": drift.predicted_s,
@@ -437,7 +441,7 @@ def event_data(drift: Drift) -> dict[str, Any]:
     }
 
 
-_WORDS = {
+_PARTS = {
     "loader": "waiting for data",
     "compute": "computing",
     "network": "the network",
@@ -445,12 +449,15 @@ _WORDS = {
 }
 
 
-def _in_words(verdict: Verdict, drift: Drift, host: str) -> str:
+def _describe(verdict: Verdict, drift: Drift, host: str) -> str:
     times = f"{1e3 * drift.measured_s:.3g} ms against {1e3 * drift.predicted_s:.3g} ms predicted"
     if verdict == "recovered":
         return f"steps take {times}: as predicted again"
-    extra = extra_s(drift.measured, drift.expected, drift.part) if drift.part != "unknown" else 0.0
-    size = f" ({1e3 * extra:+.3g} ms)" if extra else ""
-    return f"steps take {times}; it is {_WORDS[drift.part]}{size}" + (
-        f", slowest on {host}" if host else ""
-    )
+    detail = f"steps take {times}; it is {_PARTS[drift.part]}"
+    if drift.part != "unknown":
+        extra = extra_s(drift.measured, drift.expected, drift.part)
+        if extra:
+            detail += f" ({1e3 * extra:+.3g} ms)"
+    if host:
+        detail += f", slowest on {host}"
+    return detail

@@ -2,8 +2,8 @@
 
 Models, momenta, BatchNorm's statistics and loss scales then differ from worker to worker, and
 momenta even right after an average. Rank 0's are in the checkpoint as always; every other worker
-saves its own in `worker-0001/` beside it, under the same name and before it, so that a checkpoint
-that is there is whole.
+saves its own in `worker-0001/` beside it, under the same name and before it, so that every
+checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError, StageError
 
-# in a checkpoint: how many states it has, this file's included; absent if one holds for all
+# in a checkpoint: the number of its states, this file's included; absent if one holds for all
 WORKERS = "workers"
 # one more than of the checkpoint itself, which may fail to be saved after the workers' states were
 KEPT = 3
@@ -29,7 +29,7 @@ class LocalStates:
 
     Args:
         folder: Of the checkpoints.
-        worker: Whose state.
+        worker: Has the state.
     """
 
     def __init__(self, folder: Path, worker: Worker) -> None:
@@ -37,16 +37,17 @@ class LocalStates:
         self.store = CheckpointStore(self._folder_of(worker.env.rank), KEPT)
 
     def save(self, *, samples_seen: int, restart_count: int) -> dict[str, int]:
-        """Save this worker's state; returns what rank 0 adds to the checkpoint. Collective.
+        """Save this worker's state; return the entry for rank 0's checkpoint. Collective.
 
         Raises:
             CheckpointError: A file of a worker cannot be written.
         """
         if not self.worker.is_local:
             return {}
-        # not in the background, as rank 0's is: rank 0 may not begin before all the others' are on
-        # disk
-        error = self._save_own(samples_seen, restart_count) if self.worker.env.rank != 0 else None
+        error: CheckpointError | None = None
+        # not in the background: rank 0 may begin its file when all the others are on disk
+        if self.worker.env.rank != 0:
+            error = self._save_own(samples_seen, restart_count)
         (failed,) = self.worker.agree(float(error is not None))
         if failed:
             raise error or CheckpointError(
@@ -60,12 +61,12 @@ class LocalStates:
                 self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count
             )
         except CheckpointError as error:
-            # raised when all workers know
+            # raised when all workers know of it
             return error
         return None
 
     def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
-        """The model, optimizer and scaler state that this worker goes on with. Collective.
+        """Return the model, optimizer and scaler state for this worker. Collective.
 
         Saved by as many workers, it is the worker's own, and training goes on bit for bit. Saved by
         more or fewer, it is the mean of all, momenta included: an average that an uninterrupted
@@ -83,16 +84,14 @@ class LocalStates:
         return state
 
     def note(self, loaded: LoadedCheckpoint) -> str:
-        """For the log: whether states were averaged."""
+        """Return a note for the log where states were averaged, or ""."""
         saved_by = int(loaded.state.get(WORKERS, 1))
-        return (
-            f", the mean of {saved_by} workers' models"
-            if saved_by not in (1, self.worker.env.world_size)
-            else ""
-        )
+        if saved_by in (1, self.worker.env.world_size):
+            return ""
+        return f", the mean of {saved_by} workers' models"
 
     def _mean(self, loaded: LoadedCheckpoint, ranks: list[int]) -> tuple[dict[str, Any], str]:
-        """Of these workers' states, and what is wrong with them; rank 0's if there are none."""
+        """Return the mean of these workers' states, or rank 0's, and any problem."""
         state: dict[str, Any] = {}
         for count, rank in enumerate(ranks, start=1):
             try:
@@ -110,7 +109,7 @@ class LocalStates:
         return CheckpointStore.load(self._folder_of(rank) / loaded.path.name)
 
     def keep_newest_only(self) -> None:
-        """When training is over; see `CheckpointStore.keep_newest_only`."""
+        """Delete older states when training is over; see `CheckpointStore.keep_newest_only`."""
         self.store.keep_newest_only()
 
     def _folder_of(self, rank: int) -> Path:
@@ -119,10 +118,9 @@ class LocalStates:
 
 @torch.no_grad()
 def fold_into(mean: Any, value: Any, count: int) -> None:
-    """Make the mean of `count` − 1 states that of `count`, in place: mean += (value − mean) / count.
+    """Add a state to the mean of `count` − 1 states, in place: mean += (value − mean) / count.
 
-    Tensors of floating-point numbers count, wherever they are in dicts and lists; all else stays as
-    the first has it.
+    Only floating-point tensors change, at any depth of dicts and lists.
     """
     if isinstance(mean, Tensor):
         if mean.is_floating_point():

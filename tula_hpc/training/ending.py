@@ -1,0 +1,121 @@
+"""Ends of a training: its result, a requeue after a stop, or running out of memory."""
+
+from __future__ import annotations
+
+import sys
+
+from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
+from tula_hpc.errors import Failure, StageError
+from tula_hpc.launch import slurm
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.profiling.record import oom_record
+from tula_hpc.records import RunDirectory, TrainResult, append_record, rank_file, write_atomically
+from tula_hpc.records.events import StopReason
+from tula_hpc.training.evaluation import Evaluation
+from tula_hpc.training.progress import Training
+
+# not 0: the job must not count as completed
+REQUEUED_EXIT_CODE = 1
+
+
+def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
+    """Record that a configuration does not fit into memory, as a measurement and as an event."""
+    run = RunDirectory(job.root)
+    where = {"stage": "train", "partition": job.partition}
+    record = oom_record(job.cluster, job.configuration, env, failure).model_copy(update=where)
+    name = job.label.replace("/", "-")
+    append_record(rank_file(run.profile / f"train-{name}.jsonl", env.rank), record)
+    run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
+
+
+def leave(training: Training, stop: StopRequest) -> str:
+    """Ask for a requeue of a training that was stopped and saved, and end. Collective.
+
+    Returns:
+        `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way
+        out. Else the process exits.
+
+    Raises:
+        StageError: The training was restarted as often as it may be.
+    """
+    progress = training.progress
+    data = {"step": progress.step, "samples_seen": progress.samples_seen}
+    if training.is_main:
+        name = "TERM" if stop.received is None else stop.received.name
+        detail = f"stop requested ({name}); saved at step {progress.step}"
+        training.log_event("preempted", detail, data)
+    if progress.restarts >= training.job.sweep.training.max_requeues:
+        used_up = f"restarted {progress.restarts} times, as often as training.max_requeues allows"
+        if training.is_main:
+            training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
+        raise StageError(used_up)
+    return _requeue(training)
+
+
+def _requeue(training: Training) -> str:
+    env = training.env
+    job_id = slurm_job_id() or ""
+    leaving = slurm.leaving(job_id) if env.on_slurm and training.is_main else None
+    if training.any(leaving is slurm.Leaving.CANCELLED):
+        if training.is_main:
+            training.log_event("failed", "cancelled; finished work is saved")
+        return "cancelled"
+    if training.any(leaving is slurm.Leaving.PREEMPTED):
+        # Slurm requeues it by itself, or has ended it: then the command submits another job
+        return "preempted"
+    if not env.on_slurm:
+        from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+        sys.exit(LOCAL_REQUEUE_RETURN_CODE)
+    refused = slurm.requeue(job_id) if training.is_main else None
+    is_refused = training.any(refused is not None)
+    if training.is_main:
+        if refused:
+            stop = {"stop": StopReason.REQUEUE_REFUSED}
+            training.log_event("failed", f"requeue refused: {refused}", stop)
+        else:
+            training.log_event("requeued", "requeued by the job itself")
+    if is_refused:
+        return "stopped"
+    sys.exit(REQUEUED_EXIT_CODE)
+
+
+def write_result(
+    training: Training, test: Evaluation, on_training_samples: Evaluation | None, diverged: str = ""
+) -> None:
+    """Write the training's result on rank 0.
+
+    Args:
+        training: The training, which is over.
+        test: Evaluation of the final weights.
+        on_training_samples: The same, where it is wanted.
+        diverged: Error text of a training that ends with a loss that is not finite.
+    """
+    if not training.is_main:
+        return
+    job, progress = training.job, training.progress
+    result = TrainResult(
+        label=job.label,
+        nodes=job.configuration.nodes,
+        workers_per_node=job.configuration.workers_per_node,
+        local_batch=job.configuration.local_batch,
+        global_batch=training.global_batch,
+        method=job.sweep.training.method,
+        epochs=progress.epoch,
+        steps=progress.step,
+        samples_seen=progress.samples_seen,
+        final_loss=progress.last_loss,
+        test_loss=None if diverged else test.loss,
+        test_accuracy=test.accuracy,
+        test_top5_accuracy=test.top5_accuracy,
+        train_time_s=progress.train_time_s,
+        # an earlier run began by another look at the clock, which may have been set since
+        wall_time_s=max(progress.train_time_s, unix_time() - progress.started_at),
+        restarts=progress.restarts,
+        diverged=bool(diverged),
+        train_accuracy=on_training_samples.accuracy if on_training_samples else None,
+        train_top5_accuracy=on_training_samples.top5_accuracy if on_training_samples else None,
+    )
+    write_atomically(training.files.result_file, result.model_dump_json(indent=1))
+    training.log_event("finished", diverged or test.text)

@@ -1,0 +1,106 @@
+"""Evaluation of a model on samples that all workers share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tula_hpc.data.datasets import training_samples
+from tula_hpc.data.loader import make_test_loader, most_batches
+from tula_hpc.ddp.agreement import Agreed, StopRequest, Wish, until_stopped
+from tula_hpc.training.progress import Training
+
+SMALLEST_BATCH = 64
+
+
+class Evaluation(NamedTuple):
+    """Loss and accuracies over a set of samples."""
+
+    loss: float
+    # None: targets of this kind have none
+    accuracy: float | None
+    top5_accuracy: float | None
+    # seconds that it took
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Loss or accuracy as an event shows it."""
+        if self.accuracy is None:
+            return f"test loss {self.loss:.4g}"
+        return f"test accuracy {self.accuracy:.4f}"
+
+
+NO_EVALUATION = Evaluation(0.0, 0.0, 0.0)
+
+
+class Evaluator:
+    """Evaluation by one worker of its share of the samples; every worker has one.
+
+    Args:
+        training: Gives the worker and the samples.
+        stop: Obeyed between two batches.
+    """
+
+    def __init__(self, training: Training, stop: StopRequest) -> None:
+        self.training = training
+        self.stop = stop
+        self.test_loader = self._loader(training.worker.workload.test)
+
+    def test(self) -> Evaluation:
+        """Evaluate the test set. Collective.
+
+        Raises:
+            EvaluationStopped: All workers agreed to stop.
+        """
+        # its queue is the steps' time
+        self.training.worker.synchronize_device()
+        started = time.perf_counter()
+        evaluation = self._evaluate(self.test_loader)
+        return evaluation._replace(seconds=time.perf_counter() - started)
+
+    def score_training_samples(self) -> Evaluation:
+        """Evaluate a fixed choice of training samples without augmentation. Collective.
+
+        Raises:
+            EvaluationStopped: All workers agreed to stop.
+        """
+        return self._evaluate(self._loader(training_samples(self.training.job.sweep.workload)))
+
+    def _loader(self, samples: Dataset[Any]) -> DataLoader[Any]:
+        job, env = self.training.job, self.training.env
+        return make_test_loader(
+            samples,
+            batch=max(SMALLEST_BATCH, job.configuration.local_batch),
+            rank=env.rank,
+            world_size=env.world_size,
+            loader_workers=job.sweep.workload.loader_workers,
+            pin_memory=self.training.worker.device.type == "cuda",
+        )
+
+    def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:
+        worker = self.training.worker
+        worker.share_buffers()
+        sums = torch.zeros(4, dtype=torch.float64, device=worker.device)
+        with worker.evaluating():
+            for inputs, targets in self._until_stopped(loader):
+                sums += worker.score(inputs, targets)
+        loss, count, right, among_best = worker.total(*sums.tolist())
+        return Evaluation(
+            loss / count, finite_or_none(right / count), finite_or_none(among_best / count)
+        )
+
+    def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        # a checkpoint that is due, or has failed, can wait for the end of the evaluation
+        agreed = Agreed(self.training.worker, self.stop, lambda: Wish.NOTHING)
+        return until_stopped(loader, most_batches(loader, self.training.env.world_size), agreed)
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return None for a value that JSON cannot hold, as the first step's Δ(G)."""
+    return value if value is not None and math.isfinite(value) else None

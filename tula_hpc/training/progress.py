@@ -1,0 +1,97 @@
+"""One worker's training as the parts of its loop share it: job, worker, and progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tula_hpc.ddp.worker import Worker
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import RunDirectory
+from tula_hpc.records.events import EventName
+
+
+@dataclass
+class Progress:
+    """Progress of a training, saved with every checkpoint.
+
+    It is counted in samples, not steps: the batch may change on the way.
+    """
+
+    # epochs completed
+    epoch: int = 0
+    # samples seen of the current epoch, over all workers
+    offset: int = 0
+    samples_seen: int = 0
+    step: int = 0
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
+    # sum of the steps' losses on rank 0 in this epoch
+    epoch_loss: float = 0.0
+    train_time_s: float = 0.0
+    # Unix time of the first start
+    started_at: float = 0.0
+    restarts: int = 0
+    # restarts after which work had to be done again
+    interruptions: int = 0
+    # saved at a stop: its process did no more
+    stopped: bool = False
+    # mean over the last whole epoch
+    last_loss: float = 0.0
+
+
+class Training:
+    """One worker's training."""
+
+    def __init__(self, job: TrainJob, env: WorkerEnvironment) -> None:
+        self.job = job
+        self.env = env
+        self.run_directory = RunDirectory(job.root)
+        self.files = self.run_directory.train(job.label)
+        self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
+        self.global_batch = job.configuration.global_batch
+        self.epochs = job.sweep.workload.epochs
+        self.samples_per_epoch = self.worker.samples
+        self.progress = Progress()
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes the logs, the checkpoints and the result."""
+        return self.env.rank == 0
+
+    @property
+    def epochs_seen(self) -> float:
+        """Epochs of data seen so far, fractional."""
+        return self.progress.epoch + self.progress.offset / self.samples_per_epoch
+
+    @property
+    def epochs_after_step(self) -> float:
+        """Epochs of data seen after the next step; whole after the last step of an epoch."""
+        after = self.progress.offset + self.global_batch
+        # samples left over at the end are not trained on
+        is_last = after + self.global_batch > self.samples_per_epoch
+        return self.progress.epoch + (1.0 if is_last else after / self.samples_per_epoch)
+
+    @property
+    def epoch_ends(self) -> bool:
+        """True if the current epoch has no further whole batch."""
+        return self.progress.offset + self.global_batch > self.samples_per_epoch
+
+    @property
+    def epoch_share(self) -> float:
+        """Share of the current epoch's whole batches that are trained on; 1 at its end."""
+        size, offset = self.global_batch, self.progress.offset
+        trained = offset + (self.samples_per_epoch - offset) // size * size
+        return offset / trained if trained else 0.0
+
+    def any(self, mine: bool) -> bool:
+        """Tell whether it is true on any worker. Collective."""
+        (largest,) = self.worker.agree(float(mine))
+        return bool(largest)
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+        self.run_directory.log_event(
+            event, "train", detail=detail, job_id=self.env.job_id, data=data or {}
+        )
