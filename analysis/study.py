@@ -1,163 +1,16 @@
-"""Report of a study: table, figures and verdicts, from its files alone.
-
-    python -m tula_hpc.analysis.study RUN
-
-It works while the study runs, too: trainings without a result are counted and left out of the
-means.
-"""
+"""Write the report of a study: `python -m tula_hpc.analysis.study RUN`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.planning.knee import loaded_elsewhere
-from tula_hpc.analysis.report.output import (
-    exit_code_of,
-    figure_files,
-    render_page,
-    replace_files,
-)
-from tula_hpc.analysis.report.page import shared_content
-from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
-from tula_hpc.analysis.report.tables import TextTable
-from tula_hpc.analysis.study_results import (
-    StudyContents,
-    StudyTable,
-    answer,
-    make_table,
-    read_study,
-)
-from tula_hpc.formatting import format_percent, printable, printable_output
+from tula_hpc.analysis.report.output import exit_code_of
+from tula_hpc.analysis.report.study_page import study_text, write_study_report
+from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
-
-if TYPE_CHECKING:
-    from tula_hpc.analysis.figures.all import Figures
-
-TEMPLATE = "study_template.html"
-# of study_runs.csv
-RUN_COLUMNS = (
-    "method",
-    "global_batch_samples",
-    "seed",
-    "status",
-    "test_accuracy",
-    "train_accuracy",
-    "note",
-)
-
-
-def write_study_report(run: RunDirectory) -> list[Path]:
-    """Write RUN/report: study.html, study_table.tex, study_runs.csv, and the figures.
-
-    Each figure is written as SVG, PNG and CSV; the CSV file of the table's figure is the table.
-
-    Returns:
-        The files, study.html first.
-
-    Raises:
-        RunDirectoryError: There is no such directory, or it holds no study.
-        OSError: The folder cannot be written.
-    """
-    # matplotlib takes half a second
-    with loaded_elsewhere():
-        from tula_hpc.analysis.figures.all import STUDY_FIGURES, draw_study
-        from tula_hpc.analysis.figures.drawing import Table
-
-    contents, table = _read(run)
-    drawn = draw_study(contents, table)
-    svgs = [drawing.svg() for drawing in drawn.drawings]
-    runs: list[tuple[str | int | float | None, ...]] = [
-        (*outcome.cell, outcome.status, outcome.test, outcome.train, outcome.why)
-        for outcome in contents.outcomes
-    ]
-    files: dict[str, bytes] = {
-        "study.html": render_page(TEMPLATE, _page(contents, table, drawn, svgs)).encode(),
-        "study_table.tex": printable(latex(table)).encode(),
-        "study_runs.csv": Table(RUN_COLUMNS, runs).to_csv().encode(),
-    }
-    return replace_files(run.report, STUDY_FIGURES, files | figure_files(drawn.drawings, svgs))
-
-
-def study_text(run: RunDirectory) -> str:
-    """Return the table for a terminal, and the answer below it.
-
-    Raises:
-        RunDirectoryError: There is no such directory, or it holds no study.
-    """
-    contents, table = _read(run)
-    doubts = [f"warning: {doubt}" for doubt in cautions(contents, table)]
-    return "\n".join([plain_text(table), "", answer(table), *doubts])
-
-
-def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:
-    contents = read_study(run)
-    test_samples = contents.sweep.workload.test_samples
-    return contents, make_table(contents.study, contents.outcomes, test_samples)
-
-
-def _page(
-    contents: StudyContents, table: StudyTable, drawn: Figures, svgs: Sequence[str]
-) -> dict[str, Any]:
-    return {
-        **shared_content(contents.name, contents.events, drawn, svgs),
-        "subtitle": "Methods of large-batch training, compared at equal epochs",
-        "answer": answer(table),
-        "warnings": cautions(contents, table),
-        "cells": table_cells(table),
-        "verdicts": verdicts(table),
-        "facts": list(_facts(contents)),
-        "rates": _rates(contents),
-        "runs": _runs_as_text(contents),
-        "sweep_text": contents.sweep_text,
-    }
-
-
-def _facts(contents: StudyContents) -> Iterator[tuple[str, str]]:
-    work = contents.sweep.workload
-    study = contents.study
-    samples = f", {work.samples:,} samples" if work.samples else ""
-    yield "workload", f"{work.model} on {work.dataset}{samples}"
-    if work.loss:
-        yield "loss", work.loss
-    if work.metric:
-        yield "accuracy", work.metric
-    yield "epochs", f"{work.epochs}, the same for every method and batch"
-    yield "seeds", ", ".join(map(str, study.seeds))
-    yield "nodes", f"{study.nodes} for each training"
-    if contents.rates and contents.rates.rates:
-        tuned = "; ".join(f"{name}: {rate:g}" for name, rate in contents.rates.rates.items())
-        where = f"at B = {study.small_batch:,} on held-out training samples"
-        yield "learning rate", f"{tuned} (chosen {where}, never on the test set)"
-    else:
-        yield "learning rate", f"{work.lr:g}, not tuned"
-    for name, keys in study.variants.items():
-        yield name, ", ".join(f"{key} = {value}" for key, value in keys.items())
-
-
-def _runs_as_text(contents: StudyContents) -> TextTable:
-    rows: list[tuple[str, ...]] = [
-        (*map(str, o.cell), o.status, format_percent(o.test), format_percent(o.train), o.why)
-        for o in contents.outcomes
-    ]
-    return TextTable(
-        ("method", "batch", "seed", "status", "test accuracy", "train accuracy", "note"), rows
-    )
-
-
-def _rates(contents: StudyContents) -> TextTable | None:
-    if contents.rates is None:
-        return None
-    rows: list[tuple[str, ...]] = []
-    for trial in contents.rates.trials:
-        rate = f"{trial.lr:g}"
-        if contents.rates.rates.get(trial.family) == trial.lr:
-            rate += " (chosen)"
-        rows.append((trial.family, rate, format_percent(trial.accuracy)))
-    return TextTable(("family", "learning rate", "accuracy on held-out training samples"), rows)
 
 
 @printable_output()

@@ -6,12 +6,14 @@ a link to another user's files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -198,3 +200,16 @@ class HeldFolder:
         except OSError as error:
             return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
         return not os.path.samestat(named, held)
+
+
+@contextlib.contextmanager
+def loaded_elsewhere() -> Iterator[None]:
+    """Import matplotlib inside this, so that it reads no settings from the working directory."""
+    # a path would not lead back where the folder was deleted or renamed
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        os.chdir(Path(__file__).parent)
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)

@@ -13,18 +13,16 @@ NumPy finds it in all of them at once.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.planning.candidates import CandidateTable, Part
+from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Knee
 
 Array = NDArray[np.float64]
@@ -111,19 +109,6 @@ def find_knee(curve: Curve) -> float | None:
         key=lambda batch: float(np.interp(batch, batches, bend)),
         default=None,
     )
-
-
-@contextlib.contextmanager
-def loaded_elsewhere() -> Iterator[None]:
-    """Import matplotlib inside this, so that it reads no settings from the working directory."""
-    # a path would not lead back where the folder was deleted or renamed
-    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
-    try:
-        os.chdir(Path(__file__).parent)
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
 
 
 @cache

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.analysis.report.page import write_report
+from tula_hpc.analysis.report.study_page import write_study_report
 from tula_hpc.analysis.run_contents import holds_study
-from tula_hpc.analysis.study import write_study_report
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.planning.knee import loaded_elsewhere
 from tula_hpc.analysis.report.output import (
     figure_files,
     render_page,
@@ -30,6 +29,7 @@ from tula_hpc.analysis.report.tables import (
 )
 from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
 from tula_hpc.analysis.run_contents import RunContents, read_run
+from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Event, RunDirectory
 
 if TYPE_CHECKING:

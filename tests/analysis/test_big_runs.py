@@ -23,8 +23,7 @@ from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records import append_record, parse_record, read_metrics
 from tula_hpc.records import metrics as metrics_records
 from tula_hpc.records import storage as reading
-from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, parse_metrics, split
-from tula_hpc.records.metrics_choice import even_choice
+from tula_hpc.records.metrics import MAX_STEPS, StepMetrics, even_choice, parse_metrics, split
 from tula_hpc.status import __main__ as status
 
 MB = 1_000_000
@@ -238,7 +237,7 @@ def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypat
 def test_metrics_of_too_many_lines_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     add_steps(run, 6_000)
-    monkeypatch.setattr("tula_hpc.records.metrics_choice.MAX_LINES", 5_000)
+    monkeypatch.setattr("tula_hpc.records.metrics.MAX_LINES", 5_000)
 
     with pytest.raises(RunDirectoryError, match=r"expected at most 5,000 lines; a larger training\.log_interval_steps"):
         read_metrics(run.train().metrics_file)

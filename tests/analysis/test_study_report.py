@@ -34,8 +34,9 @@ from tula_hpc.analysis.figures.study import (
 )
 from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
 from tula_hpc.analysis.report import __main__ as report
+from tula_hpc.analysis.report.study_page import write_study_report
 from tula_hpc.analysis.report.study_text import cautions, latex, verdicts
-from tula_hpc.analysis.study import main, write_study_report
+from tula_hpc.analysis.study import main
 from tula_hpc.analysis.study_results import answer, make_table, read_study
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.errors import RunDirectoryError

@@ -90,7 +90,7 @@ class Killed:
 def kill_with_children(pid: int) -> None:
     """A local job: submitit's shell, its controller, and the worker."""
     try:
-        if b"submitit" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"local_controller" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(pid, signal.SIGKILL)

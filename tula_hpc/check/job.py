@@ -10,9 +10,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
-from tula_hpc.ddp.agreement import StopRequest
-from tula_hpc.ddp.leaving import leaving_at_once
-from tula_hpc.env import join_job, restart_count
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.records import Record, read_document
 
@@ -220,7 +217,7 @@ class CheckJob(Requeueable):
         folder: For each worker's report.
     """
 
-    run: ClassVar[str] = "tula_hpc.check.job:run"
+    run: ClassVar[str] = "tula_hpc.check.probes:run"
 
     cluster: ClusterSpec
     workload: WorkloadSpec
@@ -239,16 +236,3 @@ class CheckJob(Requeueable):
         """
         reports = [read_document(RankReport, path) for path in self.folder.glob("rank-*.json")]
         return sorted(reports, key=lambda report: report.rank)
-
-
-def run(job: CheckJob) -> None:
-    """Measure and report; every worker calls this."""
-    # The requeue is the last that is tested; the command cancels the job then.
-    if restart_count() > 0:
-        return
-    stop = StopRequest().install()
-    env = join_job()
-    from tula_hpc.check.probes import run_probes
-
-    with leaving_at_once():
-        run_probes(job, env, stop)

@@ -48,6 +48,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
 from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.leaving import leaving_at_once
 from tula_hpc.ddp.process_group import (
     backend_of,
     check_kernels,
@@ -56,7 +57,14 @@ from tula_hpc.ddp.process_group import (
     process_group,
 )
 from tula_hpc.ddp.rendezvous import meet
-from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
+from tula_hpc.env import (
+    WorkerEnvironment,
+    join_job,
+    restart_count,
+    slurm_job_id,
+    socket_interface,
+    visible_gpus,
+)
 from tula_hpc.errors import InputError, LaunchError
 from tula_hpc.launch import slurm
 from tula_hpc.records import Record, write_atomically
@@ -81,6 +89,17 @@ NET = Path("/sys/class/net")
 # netdevice(7)
 SIOCGIFFLAGS, IFF_RUNNING = 0x8913, 0x40
 INFINIBAND = Path("/sys/class/infiniband")
+
+
+def run(job: CheckJob) -> None:
+    """Measure and report; every worker calls this."""
+    # The requeue is the last that is tested; the command cancels the job then.
+    if restart_count() > 0:
+        return
+    stop = StopRequest().install()
+    env = join_job()
+    with leaving_at_once():
+        run_probes(job, env, stop)
 
 
 def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None:

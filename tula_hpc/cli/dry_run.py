@@ -12,10 +12,10 @@ from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.formatting import plural
-from tula_hpc.launch.preview import Preview, Script, script_of
 from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good, training_began
+from tula_hpc.stages.preview import Preview, Script, script_of
 from tula_hpc.stages.profile import (
     Estimate,
     allocated_nodes,

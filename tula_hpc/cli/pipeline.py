@@ -174,7 +174,7 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
 
 def report_study(run: RunDirectory) -> int:
     """Write a study's report and print its table; returns the exit code."""
-    from tula_hpc.analysis.study import study_text, write_study_report
+    from tula_hpc.analysis.report.study_page import study_text, write_study_report
 
     paths = write_study_report(run)
     print(study_text(run))

@@ -86,7 +86,7 @@ def _command_of(process: str) -> bytes:
         except OSError:
             return b""
         if command:
-            return command if b"submitit" in command else b""
+            return command if b"local_controller" in command else b""
         # a process that has just begun has no command yet, and one that ended none any more
         time.sleep(0.02)
     return b""

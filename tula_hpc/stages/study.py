@@ -18,9 +18,9 @@ from tula_hpc.errors import StageError
 from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.preview import Preview, script_of
 from tula_hpc.records import Configuration, RateTrial, RunDirectory, TunedRates, write_atomically
 from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.preview import Preview, script_of
 from tula_hpc.stages.train_many import Trainings, most_at_once
 
 # methods whose step is of another size: a rate for the base optimizer is none for them
