@@ -7,14 +7,16 @@ from array import array
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, RootModel
 
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, R, lines_of, out_of_bounds, parse_record
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # histograms of the scale reach so far on each side of 1
 SCALE_OCTAVES = 6
@@ -29,7 +31,6 @@ MAX_LINES = 5_000_000
 # the same file gives the same choice
 SEED = 0
 
-Places = NDArray[np.int64]
 
 # a line as the trainer writes it: fields in order, without blanks
 _STEP = re.compile(rb'\{"kind":"step","step":\d+,"samples_seen":(\d{1,15}),')
@@ -239,21 +240,31 @@ class _Index:
         self.samples_seen.append(samples_seen)
         self.noise.append(has_noise)
 
-    def kept(self) -> Places:
+    def kept(self) -> NDArray[np.int64]:
         """Return the indices of the steps that count, by samples seen: see `read_metrics`."""
+        import numpy as np
+
         seen = np.asarray(self.samples_seen)
         order = np.argsort(seen, kind="stable")
         is_last = np.append(np.diff(seen[order]) > 0, True)[: len(order)]
-        kept: Places = order[is_last]
+        kept: NDArray[np.int64] = order[is_last]
         return kept
 
 
 def read_chosen(path: Path) -> Metrics:
-    """Read like `read_metrics`, with a choice of the steps beyond `MAX_STEPS`.
+    """Read like `read_metrics`, with an even choice of the steps beyond `MAX_STEPS`.
+
+    Two passes need little memory for millions of lines: the first looks at where each line belongs,
+    the second parses the chosen ones. Of each of `MAX_STEPS` parts with equally many steps one is
+    chosen by chance, so that nothing periodic is missed or doubled; one with a reading of the noise
+    scale, which are rare, goes first.
 
     Raises:
         RunDirectoryError: The file cannot be read, or is out of all bounds.
     """
+    # late: a command's --help needs no numerics
+    import numpy as np
+
     index = _indexed(path)
     kept = index.kept()
     chosen = kept[even_choice(np.asarray(index.noise)[kept] > 0)]
@@ -276,8 +287,10 @@ def _indexed(path: Path) -> _Index:
     return index
 
 
-def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> Places:
+def even_choice(preferred: NDArray[np.bool_], most: int = MAX_STEPS) -> NDArray[np.int64]:
     """Choose one element of each of `most` pieces, preferred ones first, and both ends always."""
+    import numpy as np
+
     count = len(preferred)
     if count <= most:
         return np.arange(count)
