@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.check.job import (
+from tula_hpc.check.rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
+from tula_hpc.check.reports import (
     AllReduce,
     Collectives,
     Compute,
@@ -23,7 +24,6 @@ from tula_hpc.check.job import (
     Signal,
     Skip,
 )
-from tula_hpc.check.rank_verdicts import bus_rate, judge_job, judge_network, slow_ranks
 from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
 from tula_hpc.check.site_verdicts import Level, Topic, Verdict, judge_data_here, judge_site
 from tula_hpc.config import ClusterSpec, WorkloadSpec

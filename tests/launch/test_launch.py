@@ -136,7 +136,9 @@ def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path:
 
 
 def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit", str(tmp_path / "other")])
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", "local_controller", str(tmp_path / "other")]
+    )
     try:
         assert not is_alive(tmp_path / "mine", str(other.pid))
         assert is_alive(tmp_path / "other", str(other.pid))

@@ -680,7 +680,7 @@ def test_a_lock_that_only_the_file_server_knows_of_is_seen(tmp_path: Path) -> No
 def test_a_local_job_is_alive_as_long_as_its_own_process_is(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", executor="local")
     folder = "train-20250101-000000-abcdef"
-    process = subprocess.Popen([sys.executable, "-c", "input()", "submitit", folder], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", "input()", "local_controller", folder], stdin=subprocess.PIPE)
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for each, name in ((process, folder), (stranger, "train-other")):
         data = {"folder": f"slurm/{name}", "nodes": 1, "label": name}

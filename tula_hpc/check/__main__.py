@@ -32,7 +32,8 @@ from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import in_short_lines, printable, printable_output
 
 if TYPE_CHECKING:
-    from tula_hpc.check.job import CheckJob, RankReport
+    from tula_hpc.check.job import CheckJob
+    from tula_hpc.check.reports import RankReport
     from tula_hpc.check.site import Site
     from tula_hpc.check.site_verdicts import Verdict
     from tula_hpc.config import ClusterSpec, WorkloadSpec
@@ -306,7 +307,7 @@ class _Watch:
 
     def _complete_requeued(self) -> None:
         """Take the requeue for granted where it ended rank 0 before that could say so."""
-        from tula_hpc.check.job import Probe, Requeue
+        from tula_hpc.check.reports import Probe, Requeue
 
         self.reports = [
             each.model_copy(

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tula_hpc.check.job import (
+from tula_hpc.check.reports import (
     AllReduce,
-    CheckJob,
     Collectives,
     Compute,
     Data,
@@ -48,7 +48,6 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
 from tula_hpc.ddp.agreement import StopRequest
-from tula_hpc.ddp.leaving import leaving_at_once
 from tula_hpc.ddp.process_group import (
     backend_of,
     check_kernels,
@@ -59,8 +58,6 @@ from tula_hpc.ddp.process_group import (
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import (
     WorkerEnvironment,
-    join_job,
-    restart_count,
     slurm_job_id,
     socket_interface,
     visible_gpus,
@@ -68,6 +65,9 @@ from tula_hpc.env import (
 from tula_hpc.errors import InputError, LaunchError
 from tula_hpc.launch import slurm
 from tula_hpc.records import Record, write_atomically
+
+if TYPE_CHECKING:
+    from tula_hpc.check.job import CheckJob
 
 # Even where two probes run into their limits, all stay within the three minutes of the job.
 PROBE_S = 40
@@ -89,17 +89,6 @@ NET = Path("/sys/class/net")
 # netdevice(7)
 SIOCGIFFLAGS, IFF_RUNNING = 0x8913, 0x40
 INFINIBAND = Path("/sys/class/infiniband")
-
-
-def run(job: CheckJob) -> None:
-    """Measure and report; every worker calls this."""
-    # The requeue is the last that is tested; the command cancels the job then.
-    if restart_count() > 0:
-        return
-    stop = StopRequest().install()
-    env = join_job()
-    with leaving_at_once():
-        run_probes(job, env, stop)
 
 
 def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None:

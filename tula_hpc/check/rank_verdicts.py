@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from tula_hpc.check.job import (
+from tula_hpc.check.reports import (
     AllReduce,
     Collectives,
     Device,

@@ -1,0 +1,201 @@
+"""Reports of the workers of `tula_hpc.check`. Imports no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from tula_hpc.records import Record
+
+VIRTUAL_INTERFACES = ("lo", "docker", "virbr", "br-", "cni", "tun")
+
+
+class Probe(StrEnum):
+    """Measurement of a worker; its result is the field of `RankReport` of the same name."""
+
+    DEVICE = "device"
+    MEETING = "meeting"
+    COMPUTE = "compute"
+    TRANSFER = "transfer"
+    SIGNAL = "signal"
+    DATA = "data"
+    LOADER = "loader"
+    COLLECTIVES = "collectives"
+    REQUEUE = "requeue"
+
+
+class Scope(StrEnum):
+    """Workers that take part in a timed all-reduce."""
+
+    ALL = "all"
+    NODE = "node"
+    BETWEEN = "between"
+
+
+class Skip(StrEnum):
+    """Reason for which no collective was tried: it would have killed the workers or hung."""
+
+    SINGLE_WORKER = "single_worker"
+    NO_DEVICE = "no_device"
+    MISSING_INTERFACE = "missing_interface"
+    SHARED_DEVICE = "shared_device"
+    NOT_MET = "not_met"
+
+
+class Interface(Record):
+    """A network interface as the kernel shows it in /sys/class/net or /sys/class/infiniband."""
+
+    name: str
+    up: bool
+    mbit: int | None = None
+    infiniband: bool = False
+
+
+class Host(Record):
+    """A worker's node, described before torch is imported."""
+
+    cores: tuple[int, ...]
+    node_cores: int
+    memory_bytes: int
+    available_bytes: int
+    # None: unlimited
+    memlock_bytes: int | None
+    open_files: int
+    shm_free_bytes: int
+    interfaces: tuple[Interface, ...]
+    # value of the variable that names it for the collectives
+    wanted_interface: str = ""
+
+    def lacks_interface(self, backend: str) -> bool:
+        """Tell whether this node has none of the interfaces that the variable names."""
+        wanted = [name for name in self.wanted_interface.split(",") if name]
+        if not wanted or self.wanted_interface.startswith("^"):
+            return False
+        return not self.chosen_interfaces(backend)
+
+    def chosen_interfaces(self, backend: str) -> list[Interface]:
+        """Return the interfaces that collectives over sockets may use, by the libraries' own rules.
+
+        gloo takes exact names. nccl takes prefixes, exact names after "=", and all others after
+        "^".
+        """
+        sockets = [each for each in self.interfaces if not each.infiniband]
+        value = self.wanted_interface
+        if not value:
+            return [each for each in sockets if not each.name.startswith(VIRTUAL_INTERFACES)]
+        names = tuple(name for name in value.lstrip("^=").split(",") if name)
+        if backend == "gloo" or value.lstrip("^").startswith("="):
+            matching = [each for each in sockets if each.name in names]
+        else:
+            matching = [each for each in sockets if each.name.startswith(names)]
+        if value.startswith("^"):
+            return [each for each in sockets if each not in matching and each.name != "lo"]
+        return matching
+
+
+class Device(Record):
+    """The device of one worker; on a CPU only its name is known."""
+
+    name: str
+    torch: str
+    uuid: str = ""
+    capability: str = ""
+    architectures: tuple[str, ...] = ()
+    has_kernels: bool = True
+    driver: str = ""
+    nccl: str = ""
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+class Meeting(Record):
+    """Time that this worker took to meet the others."""
+
+    seconds: float
+
+
+class Compute(Record):
+    """Matrix products of one size, one after another."""
+
+    flops: float
+    times_s: tuple[float, ...]
+
+
+class Transfer(Record):
+    """Copies from pinned host memory to the device."""
+
+    payload_bytes: int
+    times_s: tuple[float, ...]
+
+
+class Signal(Record):
+    """Arrival of USR2, sent through Slurm to the whole job."""
+
+    arrived: bool
+    # words of scancel, on the worker that asked
+    refused: str = ""
+
+
+class Data(Record):
+    """The workload's data folder as this node sees it."""
+
+    folder: str
+    readable: bool
+
+
+class Loader(Record):
+    """Images from the workload's loader, after those that were ready."""
+
+    dataset: str
+    processes: int
+    images: int
+    seconds: float
+
+
+class AllReduce(Record):
+    """A timed all-reduce of the gradient bucket's size."""
+
+    scope: Scope
+    workers: int
+    payload_bytes: int
+    times_s: tuple[float, ...]
+
+
+class Collectives(Record):
+    """All-reduces over the backend that training uses, or why none was tried."""
+
+    backend: str
+    skipped: Skip | None = None
+    timed: tuple[AllReduce, ...] = ()
+
+
+class Requeue(Record):
+    """The controller's answer to a requeue of this very job; empty where it was granted."""
+
+    refused: str
+
+
+class RankReport(Record):
+    """Report of one worker; on disk after each probe, as the next may kill the process."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    world_size: int
+    hostname: str
+    # Slurm's names of them; none outside Slurm
+    visible_gpus: tuple[str, ...] = ()
+    host: Host | None = None
+    device: Device | None = None
+    meeting: Meeting | None = None
+    compute: Compute | None = None
+    transfer: Transfer | None = None
+    signal: Signal | None = None
+    data: Data | None = None
+    loader: Loader | None = None
+    collectives: Collectives | None = None
+    requeue: Requeue | None = None
+    at_work_on: Probe | None = None
+    errors: dict[Probe, str] = Field(default={})
+    finished: bool = False
