@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import add_input_options, load_inputs, run_root
 from tula_hpc.cli.pipeline import STAGES
+from tula_hpc.command_errors import exit_code_of
 from tula_hpc.errors import InputError
-from tula_hpc.exit_codes import exit_code_of
 from tula_hpc.formatting import printable_output
 
 if TYPE_CHECKING:

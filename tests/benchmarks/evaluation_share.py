@@ -28,7 +28,7 @@ import torch
 from tula_hpc.analysis.costs.evaluation import FORWARD_SHARE, evaluation_of
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.profiling.measure import measure

@@ -140,9 +140,7 @@ def _tensors(footprint: Footprint, batch: int) -> float:
 def fitted_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the memory model that is fitted to one model's rows: at these, and at each when it is left out."""
 
-    from tula_hpc.analysis.models.memory import (
-        MemoryModel,  # not on top: SciPy would be in the process that is measured
-    )
+    from tula_hpc.analysis.models.memory import MemoryModel
 
     def fit(used: Sequence[dict[str, Any]]) -> MemoryModel:
         uses = [MemoryUse.model_validate(row["memory"]) for row in used]

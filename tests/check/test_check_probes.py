@@ -67,9 +67,9 @@ def test_a_worker_that_fails_leaves_at_once_where_others_wait_for_it(
 
     monkeypatch.setattr("tula_hpc.check.job.join_job", lambda: place(0))
     monkeypatch.setattr("tula_hpc.check.probes.run_probes", fail)
-    monkeypatch.setattr("tula_hpc.ddp.leaving.has_peers", lambda: True)
-    monkeypatch.setattr("tula_hpc.ddp.leaving._leave_with_the_interpreter", left.append)
-    monkeypatch.setattr("tula_hpc.ddp.agreement.StopRequest.install", lambda self: self)
+    monkeypatch.setattr("tula_hpc.ddp.exit_at_once.has_peers", lambda: True)
+    monkeypatch.setattr("tula_hpc.ddp.exit_at_once._leave_with_the_interpreter", left.append)
+    monkeypatch.setattr("tula_hpc.ddp.stop_signals.StopRequest.install", lambda self: self)
     with pytest.raises(SystemExit):
         CheckJob(TWO_GPUS, WorkloadSpec(), 1, tmp_path)()
     assert left == [1]

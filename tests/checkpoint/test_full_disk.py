@@ -21,11 +21,12 @@ from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc import records
 from tula_hpc.analysis.report.output import replace_files
 from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.command_errors import exit_code_of
 from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import CheckpointError, Failure, RunDirectoryError, StorageError
-from tula_hpc.exit_codes import exit_code_of
 from tula_hpc.files import full_disk
-from tula_hpc.launch.launcher import Launcher, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
 from tula_hpc.sweep import main

@@ -17,8 +17,9 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
 from tula_hpc.invocation import command_line
 from tula_hpc.launch import slurm
+from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob
-from tula_hpc.launch.launcher import Launcher, StillRunningError, Submitted
+from tula_hpc.launch.launcher import Launcher, StillRunningError
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, EventName

@@ -28,8 +28,8 @@ from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, Method, SweepSpec, WorkloadSpec
 from tula_hpc.ddp import worker as worker_module
-from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.process_group import leave_group, process_group
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError
 from tula_hpc.launch.job_specs import TrainJob

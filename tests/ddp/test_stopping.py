@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tula_hpc.ddp.agreement import Agreed, Decision, StopRequest, Wish
+from tula_hpc.ddp.agreement import Agreed, Decision, Wish
+from tula_hpc.ddp.stop_signals import StopRequest
 
 
 class Peers:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ddp.test_worker import ALONE, CONFIGURATION, sweep
 from tests.forked import start_workers
 from tula_hpc.config import ClusterSpec
-from tula_hpc.ddp.agreement import Suspensions
+from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import PreemptedError
 from tula_hpc.profiling.measure import MOST_ATTEMPTS, SharedTimes, StepProfile, measure
 from tula_hpc.profiling.meters import MemoryMeter, NodePower

@@ -21,17 +21,9 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import slurm
+from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.job_files import setup_text
-from tula_hpc.launch.launcher import (
-    NOTICE,
-    REFUSED,
-    Launcher,
-    Notice,
-    Request,
-    StillRunningError,
-    Submitted,
-    _describe,
-)
+from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, _describe
 from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record

@@ -22,8 +22,8 @@ from tests.forked import fork_workers, give_secret, run_workers
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
-from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.process_group import leave_group, process_group
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import StageError

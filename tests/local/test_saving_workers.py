@@ -25,7 +25,7 @@ from tula_hpc.checkpoint.background import BackgroundWriter
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError

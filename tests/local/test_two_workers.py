@@ -23,9 +23,9 @@ from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import worker as worker_module
-from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.process_group import process_group
 from tula_hpc.ddp.rendezvous import LOOPBACK, candidate_ports
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder

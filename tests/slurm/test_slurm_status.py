@@ -12,8 +12,8 @@ from tests.slurm.test_submission import TEMPLATE, launcher_at, says, stopped
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.launch import slurm
 from tula_hpc.status import __main__ as status
-from tula_hpc.status.facts import read_facts
 from tula_hpc.status.jobs import JobPhase
+from tula_hpc.status.run_files import read_facts
 from tula_hpc.status.state import RunStatus
 from tula_hpc.status.text import status_text
 

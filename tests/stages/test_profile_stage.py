@@ -11,8 +11,9 @@ import pytest
 from tests.run_factory import measurement
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.launch.launcher import Ended, Submitted
+from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import (
     Configuration,
     Footprint,

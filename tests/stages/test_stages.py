@@ -10,7 +10,8 @@ import pytest
 from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
-from tula_hpc.launch.launcher import Ended, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
 from tula_hpc.stages.context import Sweep, describe_failures
 from tula_hpc.stages.plan import plan_stage

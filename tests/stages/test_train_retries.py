@@ -12,8 +12,9 @@ import pytest
 from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure, StageError
+from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.launch.launcher import Ended, Submitted
+from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import Configuration, Event, RunDirectory, RunHistory, StopReason, append_record
 from tula_hpc.records.events import JobFailure
 from tula_hpc.stages import train as stages

@@ -26,7 +26,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.errors import Failure, LaunchError
 from tula_hpc.formatting import format_duration
 from tula_hpc.launch import slurm
-from tula_hpc.launch.launcher import NOTICE, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import explain, read_logs
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import (
@@ -42,10 +43,10 @@ from tula_hpc.records import (
 from tula_hpc.records.run_directory import holder_of
 from tula_hpc.stages.train import ATTEMPTS
 from tula_hpc.status import __main__ as status
-from tula_hpc.status import facts as run_facts
+from tula_hpc.status import run_files as run_facts
 from tula_hpc.status.cost import describe_price, node_hour_price
-from tula_hpc.status.facts import read_facts, read_tail
 from tula_hpc.status.jobs import Answer, JobPhase, job_statuses
+from tula_hpc.status.run_files import read_facts, read_tail
 from tula_hpc.status.state import RunStatus, describe
 from tula_hpc.status.text import short_ids, status_text
 

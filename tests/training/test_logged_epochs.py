@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics

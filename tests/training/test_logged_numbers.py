@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.optim import CriticalBatch, NoiseReading

@@ -15,7 +15,8 @@ import torch
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement as stopping
-from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, StopRequest, Wish, until_stopped
+from tula_hpc.ddp.agreement import Agreed, EvaluationStopped, Wish, until_stopped
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob

@@ -27,8 +27,8 @@ from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.analysis.study_results import read_study
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_sweep
-from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.process_group import process_group
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import Failure, InputError

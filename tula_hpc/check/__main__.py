@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.command_errors import exit_code_of
 from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import in_short_lines, printable, printable_output
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tula_hpc.check.site import Site
     from tula_hpc.check.site_verdicts import Verdict
     from tula_hpc.config import ClusterSpec, WorkloadSpec
-    from tula_hpc.launch.launcher import Launcher, Submitted
+    from tula_hpc.launch.executor import Submitted
+    from tula_hpc.launch.launcher import Launcher
     from tula_hpc.records import RunDirectory
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from tula_hpc.check.reports import RankReport
 from tula_hpc.config import ClusterSpec, WorkloadSpec
-from tula_hpc.ddp.agreement import StopRequest
-from tula_hpc.ddp.leaving import leaving_at_once
+from tula_hpc.ddp.exit_at_once import leaving_at_once
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import join_job, restart_count
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.records import read_document

@@ -47,7 +47,6 @@ from tula_hpc.check.reports import (
 from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
-from tula_hpc.ddp.agreement import StopRequest
 from tula_hpc.ddp.process_group import (
     backend_of,
     check_kernels,
@@ -56,12 +55,8 @@ from tula_hpc.ddp.process_group import (
     process_group,
 )
 from tula_hpc.ddp.rendezvous import meet
-from tula_hpc.env import (
-    WorkerEnvironment,
-    slurm_job_id,
-    socket_interface,
-    visible_gpus,
-)
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.env import WorkerEnvironment, slurm_job_id, socket_interface, visible_gpus
 from tula_hpc.errors import InputError, LaunchError
 from tula_hpc.launch import slurm
 from tula_hpc.records import Record, write_atomically

@@ -19,8 +19,9 @@ from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.env import slurm_job_id
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StorageError, TulaError
 from tula_hpc.launch import slurm
+from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob
-from tula_hpc.launch.launcher import StillRunningError, Submitted
+from tula_hpc.launch.launcher import StillRunningError
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import Sweep, jobs_left

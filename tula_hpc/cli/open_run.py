@@ -27,7 +27,7 @@ from tula_hpc.invocation import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-    from tula_hpc.launch.launcher import Submitted
+    from tula_hpc.launch.executor import Submitted
     from tula_hpc.records import RunDirectory
     from tula_hpc.stages.context import Sweep
 

@@ -9,15 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tula_hpc.config.gpus import check_gpus, parse_weights
-from tula_hpc.config.validation import (
-    GIB,
-    MOST_GIB,
-    Name,
-    Spec,
-    message_of,
-    shown,
-    valid_keys,
-)
+from tula_hpc.config.validation import GIB, MOST_GIB, Name, Spec, message_of, shown, valid_keys
 from tula_hpc.errors import InputError
 
 # goes into #SBATCH lines: ASCII, no blanks and no line ends

@@ -27,13 +27,7 @@ from submitit.slurm.slurm import _convert_mem, _make_sbatch_string
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
-from tula_hpc.errors import (
-    InputError,
-    LaunchError,
-    NotStartedError,
-    RefusedError,
-    SubmitLimitError,
-)
+from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.files import in_words
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import TIME_OUTS, Limits, Notice, Request, Submitted

@@ -14,7 +14,10 @@ from tula_hpc.gradients.norms import squared_norm
 from tula_hpc.gradients.reference_gradient import local_gradient, reference_gradient
 from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms, looks_at_whole_batch
 from tula_hpc.optim.gate import Gate, Sensitivity, relative_change
-from tula_hpc.optim.gradscale import (
+from tula_hpc.optim.norm_ratio import norm_ratio
+from tula_hpc.optim.observer import GradientObserver, NoObserver, ScaleHistogram, Seen, StepObserver
+from tula_hpc.optim.optimizer import StaticScaleObserver, Statistics, TulaOptimizer
+from tula_hpc.optim.scale_factors import (
     GradScale,
     Granularity,
     StaticScale,
@@ -22,15 +25,6 @@ from tula_hpc.optim.gradscale import (
     element_ratio,
     tensor_ratio,
 )
-from tula_hpc.optim.norm_ratio import norm_ratio
-from tula_hpc.optim.observer import (
-    GradientObserver,
-    NoObserver,
-    ScaleHistogram,
-    Seen,
-    StepObserver,
-)
-from tula_hpc.optim.optimizer import StaticScaleObserver, Statistics, TulaOptimizer
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer
 
 __all__ = [

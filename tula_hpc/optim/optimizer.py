@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from tula_hpc.gradients.noise_scale import NoiseReading
 from tula_hpc.gradients.norms import dense_gradients, foreach_norms, sum_of_squares
 from tula_hpc.optim.gate import GATE_DECAY, Gate, Sensitivity
-from tula_hpc.optim.gradscale import (
+from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, StepObserver
+from tula_hpc.optim.scale_factors import (
     Batches,
     Estimates,
     GradScale,
@@ -33,7 +34,6 @@ from tula_hpc.optim.gradscale import (
     require,
     require_one_of,
 )
-from tula_hpc.optim.observer import GradientObserver, ScaleHistogram, StepObserver
 from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where, scale_and_step
 from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
 

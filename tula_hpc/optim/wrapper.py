@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.optim.gradscale import require
+from tula_hpc.optim.scale_factors import require
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 # beside "state" and "param_groups" in state_dict()

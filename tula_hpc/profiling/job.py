@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tula_hpc.ddp.leaving import leaving_at_once
+from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import join_job
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.work_queue import Agenda

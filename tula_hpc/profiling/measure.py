@@ -15,8 +15,8 @@ import torch
 
 from tula_hpc.batches import Batch, samples_in, take, tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
-from tula_hpc.ddp.agreement import Suspensions
 from tula_hpc.ddp.methods import pass_interval
+from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import DivergedError

@@ -1,4 +1,4 @@
-"""Profiling session of a job's workers: they measure each configuration of rank 0's work queue."""
+"""Profiling session of a job: measures each configuration, or records that memory ran out."""
 
 from __future__ import annotations
 

@@ -5,14 +5,7 @@ is skipped and counted.
 """
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
-from tula_hpc.records.events import (
-    MAIN_LABEL,
-    Event,
-    JobNote,
-    RunHistory,
-    StopReason,
-    Submission,
-)
+from tula_hpc.records.events import MAIN_LABEL, Event, JobNote, RunHistory, StopReason, Submission
 from tula_hpc.records.measurement import (
     CREDIBLE_S,
     Footprint,

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
-from tula_hpc.launch.launcher import Ended, Launcher, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.launch.reasons import telling_line, without_chatter
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
 

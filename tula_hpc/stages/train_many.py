@@ -20,14 +20,7 @@ from tula_hpc.records import Submission
 from tula_hpc.records.broken_hosts import why_given_up
 from tula_hpc.records.events import JobFailure
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, submitted_job
-from tula_hpc.stages.train import (
-    ATTEMPTS,
-    Outcome,
-    Verdict,
-    report_deletion,
-    settle,
-    study_policy,
-)
+from tula_hpc.stages.train import ATTEMPTS, Outcome, Verdict, report_deletion, settle, study_policy
 
 # at once: many sites allow fewer jobs a user than Slurm allows tasks an array
 MOST_TRAININGS = 500

@@ -46,14 +46,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.exit_codes import exit_code_of
+from tula_hpc.command_errors import exit_code_of
 from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.launch.slurm import AccountedRun
-    from tula_hpc.status.facts import Facts
     from tula_hpc.status.jobs import Answer, JobStatus
+    from tula_hpc.status.run_files import Facts
     from tula_hpc.status.state import RunStatus
 
 
@@ -105,7 +105,7 @@ def status_of(root: Path) -> RunStatus:
         RunDirectoryError: It is none, or may not be read.
     """
     from tula_hpc.records import RunDirectory
-    from tula_hpc.status.facts import read_facts
+    from tula_hpc.status.run_files import read_facts
     from tula_hpc.status.state import describe
 
     facts = read_facts(RunDirectory(root))
@@ -195,7 +195,7 @@ def _rate_labels(facts: Facts) -> list[str]:
 
 
 def _with_log(facts: Facts, job: JobStatus) -> JobStatus:
-    from tula_hpc.status.facts import find_log
+    from tula_hpc.status.run_files import find_log
 
     # whatever the events say, the run's own logs
     folder = facts.run.slurm / Path(job.folder).name

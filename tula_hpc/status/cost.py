@@ -17,8 +17,8 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import format_money, format_number
 from tula_hpc.launch.slurm import AccountedRun
 from tula_hpc.records import Measurement, Record
-from tula_hpc.status.facts import Facts, TrainingFacts
 from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.run_files import Facts, TrainingFacts
 
 WATTS_PER_KILOWATT = 1000.0
 

@@ -11,7 +11,7 @@ from tula_hpc.launch.reasons import explain, waits
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, Measurement, Record, Submission
 from tula_hpc.records.broken_hosts import first_line
-from tula_hpc.status.facts import Facts
+from tula_hpc.status.run_files import Facts
 
 
 class JobPhase(StrEnum):

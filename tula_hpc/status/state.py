@@ -17,8 +17,8 @@ from tula_hpc.records.broken_hosts import BrokenHost, broken_hosts, first_line
 from tula_hpc.records.events import JobFailure, StageFailure
 from tula_hpc.stages.train import Verdict, study_policy
 from tula_hpc.status.cost import Accounted, CostStatus, cost_so_far
-from tula_hpc.status.facts import Facts
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
+from tula_hpc.status.run_files import Facts
 from tula_hpc.status.trainings import TrainingStatus, training_statuses
 
 State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]

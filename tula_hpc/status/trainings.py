@@ -8,8 +8,8 @@ from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.records import Record, StepMetrics
-from tula_hpc.status.facts import Facts, TrainingFacts
 from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.run_files import Facts, TrainingFacts
 
 Stand = Literal["finished", "diverged", "running", "waiting", "over", "failed", "unknown", "none"]
 

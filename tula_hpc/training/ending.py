@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tula_hpc.ddp.agreement import StopRequest
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch import slurm

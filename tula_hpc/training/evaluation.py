@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import make_test_loader, most_batches
-from tula_hpc.ddp.agreement import Agreed, StopRequest, Wish, until_stopped
+from tula_hpc.ddp.agreement import Agreed, Wish, until_stopped
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.training.progress import Training
 
 SMALLEST_BATCH = 64

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tula_hpc.ddp.agreement import StopRequest
-from tula_hpc.ddp.leaving import leaving_at_once
+from tula_hpc.ddp.exit_at_once import leaving_at_once
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import RunDirectory
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tula_hpc.batches import Batch
-from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped, StopRequest, Suspensions
+from tula_hpc.ddp.agreement import Agreed, Decision, EvaluationStopped
 from tula_hpc.ddp.methods import learning_rate
 from tula_hpc.ddp.process_group import process_group
+from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import WorkerEnvironment, join_job
 from tula_hpc.errors import DivergedError, Failure
 from tula_hpc.launch.job_specs import TrainJob

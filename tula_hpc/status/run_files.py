@@ -15,7 +15,8 @@ from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sw
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import in_words, open_regular
-from tula_hpc.launch.launcher import NOTICE, Submitted
+from tula_hpc.launch.executor import Submitted
+from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.launch.reasons import MAX_LOG_BYTES, read_logs, telling_line
 from tula_hpc.records import (
     EpochMetrics,
