@@ -87,7 +87,9 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "the job did not begin"
         time.sleep(0.05)
     commands = {process: Path(f"/proc/{process}/cmdline").read_bytes() for process in processes_of(job)}
-    (controller,) = [process for process, command in commands.items() if b"\0tula_hpc.submitit_controller\0" in command]
+    (controller,) = [
+        process for process, command in commands.items() if b"\0tula_hpc.launch.local_controller\0" in command
+    ]
     os.kill(controller, signal.SIGKILL)
     (end,) = local.wait([job])
     assert end.failure is Failure.KILLED

@@ -44,7 +44,9 @@ class Suspensions:
         try:
             yield
         except RuntimeError as error:
-            if lost_a_peer(error) and self.take():
+            # a peer that was killed closes its connection, and Slurm then sends CONT before TERM
+            timed_out = lost_a_peer(error) and "timed out" in str(error).lower()
+            if timed_out and self.take():
                 raise PreemptedError(
                     "the job was suspended for longer than its workers wait for each other"
                 ) from error
