@@ -30,10 +30,14 @@ COMMANDS = {
     "plan": Command(
         "tula_hpc.analysis.plan", "plan again from a run's measurements; submits nothing"
     ),
-    "report": Command("tula_hpc.analysis.report", "write the report of a run or study again"),
-    "status": Command("tula_hpc.status", "show a run's jobs, failures, costs and next steps"),
+    "report": Command(
+        "tula_hpc.analysis.report.__main__", "write the report of a run or study again"
+    ),
+    "status": Command(
+        "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
+    ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
-    "check": Command("tula_hpc.check", "check a cluster before anything is trained there"),
+    "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
     "footprint": Command(
         "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"
     ),
