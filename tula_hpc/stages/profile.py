@@ -238,7 +238,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:
-    """Return all measured or failed configurations, without earlier failures; see `measurements_for_search`."""
+    """Return what was measured or failed, as `measurements_for_search` counts it."""
     records = sweep.run.measurements().records
     parts = {m.partition for m in records}
     return {
