@@ -11,6 +11,7 @@ from typing import Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import ndtri
 
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.analysis.models.regression import (
@@ -35,6 +36,7 @@ from tula_hpc.analysis.models.step_time_law import (
     COMPUTE,
     NAMES,
     STEP,
+    SYNC,
     TINY_S,
     Evaluation,
     Rows,
@@ -88,6 +90,7 @@ class StepTimeModel:
         workers_per_node: ArrayLike = 1,
         compute_time_s: ArrayLike | None = None,
         allreduce_time_s: ArrayLike | None = None,
+        gradient_bytes: float | None = None,
     ) -> Self:
         """Fit to measured steps, and to computation and all-reduce measured apart.
 
@@ -101,6 +104,7 @@ class StepTimeModel:
             compute_time_s: The step without synchronization, of the whole batch; NaN or 0 where
                 unknown.
             allreduce_time_s: The bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
+            gradient_bytes: Of one worker; tells of networks that were not measured.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -116,6 +120,7 @@ class StepTimeModel:
         )
         rows = _rows(columns)
         fitted = choose_form(rows, self.form, BELIEFS[self.backend])
+        fitted = fitted.with_believed_network(rows, gradient_bytes)
         self._fitted = fitted
         self._steps = rows.kind == STEP
         self.form_ = fitted.form
@@ -145,22 +150,24 @@ class StepTimeModel:
         """Return the seconds between which a new measurement lies with probability `level`.
 
         Student's t, from the residuals, each point's distance from the data (leverage), and, where
-        the batch or the cluster size was not measured, from their usual departure from the law and
-        from the difference between forms of the law that the data do not tell apart.
+        the batch or the cluster size was not measured, from their usual departure from the law.
+        Between nodes, while a single node was measured, from the range of networks.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
         found = self._fitted.law.evaluate(self._fitted.fit.coefficients, rows)
         seconds = np.maximum(found.seconds, TINY_S)
-        of_form = np.mean((self._open_form(rows, found) / self.spread_) ** 2, axis=0)
         width = relative_spread(
             self._fitted.fit,
             self._steps,
             found.gradients / seconds[:, None],
             level,
-            unseen=sum(self._unseen(rows, found)) + of_form,
+            unseen=sum(self._unseen(rows, found)),
             prior=SCATTER,
         )
-        return (seconds * np.exp(-width)).reshape(shape), (seconds * np.exp(width)).reshape(shape)
+        slower, faster = self._by_network(rows, float(ndtri(0.5 + level / 2.0)))
+        low = seconds * np.exp(-np.hypot(width, np.log(seconds / faster)))
+        high = seconds * np.exp(np.hypot(width, np.log(slower / seconds)))
+        return low.reshape(shape), high.reshape(shape)
 
     def covariance(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
@@ -169,8 +176,8 @@ class StepTimeModel:
 
         Relative, without the noise of a measurement: a point known exactly has 0, and a point
         measured once at most 1. Points of one batch or cluster size that was not measured share
-        its unknown departure from the law, and all of them the form of the law while the data
-        leave it open.
+        its unknown departure from the law, and all of several nodes the network while a single
+        node was measured.
 
         Returns:
             (m, m), for m points after broadcasting and raveling.
@@ -183,10 +190,11 @@ class StepTimeModel:
         same_batch = rows.batch[:, None] == rows.batch
         same_size = (rows.nodes[:, None] == rows.nodes) & (rows.per_node[:, None] == rows.per_node)
         together = relative @ fitted.fit.covariance @ relative.T
-        of_form = self._open_form(rows, found) / self.spread_
         of_batch = same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
-        together += of_form.T @ of_form / len(of_form) + of_batch
-        return np.asarray(together + same_size * np.sqrt(np.outer(unseen_size, unseen_size)))
+        of_size = same_size * np.sqrt(np.outer(unseen_size, unseen_size))
+        slower, faster = self._by_network(rows, 1.0)
+        of_network = 0.5 * np.log(slower / faster) / self.spread_
+        return np.asarray(together + of_batch + of_size + np.outer(of_network, of_network))
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
         """Return variances (m,) from the departures of unmeasured batches, and of sizes."""
@@ -197,12 +205,14 @@ class StepTimeModel:
         of_batch = found.by_batch_effect**2 * (1.0 - np.sum(at_batches**2, axis=1)) / scale
         return of_batch, found.by_size_effect**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
-    def _open_form(self, rows: Rows, found: Evaluation) -> Array:
-        """Return the change (forms, m) of a prediction's logarithm with each possible form."""
-        _, at_sizes = self._fitted.law.knots.weights(rows)
-        relative = found.by_size_effect / np.maximum(found.seconds, TINY_S)
-        effect = relative * (1.0 - np.sum(at_sizes**2, axis=1))
-        return np.asarray(self._fitted.form_departures(rows) * effect)
+    def _by_network(self, rows: Rows, deviations: float) -> tuple[Array, Array]:
+        """Predict (n,) for a network slower, and one faster by so many standard deviations."""
+        found = []
+        for sign in (1.0, -1.0):
+            coefficients = self._fitted.fit.coefficients.copy()
+            coefficients[SYNC] *= math.exp(sign * deviations * self._fitted.network_spread)
+            found.append(np.maximum(self._fitted.law.seconds(coefficients, rows), TINY_S))
+        return found[0], found[1]
 
     def samples(
         self,
@@ -214,20 +224,27 @@ class StepTimeModel:
     ) -> Array:
         """Draw models from the fit's uncertainty and predict seconds per step, without noise.
 
-        While the data leave the form of the law open, each model has one at random.
-
         Returns:
             (count, *shape), shape as the arguments broadcast. The same seed draws the same models
             for all points.
         """
         rows, shape = _points(nodes, local_batch, workers_per_node)
-        law, fit = self._fitted.law, self._fitted.fit
-        drawn = draws(fit, self._steps, self._fitted.bounds, SCATTER, count=count, seed=seed)
-        seconds = np.stack([law.seconds(coefficients, rows) for coefficients in drawn])
-        if self._fitted.only_size is not None:
-            of_form = self._open_form(rows, law.evaluate(fit.coefficients, rows))
-            chosen = np.random.default_rng(seed).integers(len(of_form), size=count)
-            seconds *= np.exp(of_form[chosen])
+        fitted = self._fitted
+        drawn = draws(fitted.fit, self._steps, fitted.bounds, SCATTER, count=count, seed=seed)
+        network = np.random.default_rng([seed, 0]).standard_normal(count)
+        drawn[:, SYNC] *= np.exp(fitted.network_spread * network)
+        seconds = np.stack([fitted.law.seconds(coefficients, rows) for coefficients in drawn])
+        found = fitted.law.evaluate(fitted.fit.coefficients, rows)
+        of_batch, of_size = (self.spread_ * np.sqrt(each) for each in self._unseen(rows, found))
+        # a batch or size departs from the law as a whole: one draw for all its points
+        for index, (count_, per_node, batch) in enumerate(zip(*rows[1:4], strict=True)):
+            if of_batch[index] > 0.0:
+                departure = np.random.default_rng([seed, 1, int(batch)]).standard_normal(count)
+                seconds[:, index] *= np.exp(of_batch[index] * departure)
+            if of_size[index] > 0.0:
+                key = [seed, 2, int(count_), int(per_node)]
+                departure = np.random.default_rng(key).standard_normal(count)
+                seconds[:, index] *= np.exp(of_size[index] * departure)
         return seconds.reshape((count, *shape))
 
 
@@ -236,7 +253,9 @@ def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepT
     rows = [row for profile in profiles for row in _observations(profile)]
     nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(rows, dtype=np.float64).T
     backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
-    return StepTimeModel(form, backend).fit(nodes, batch, step_s, per_node, compute_s, allreduce_s)
+    gradient_bytes = max(profile.memory.gradient_bytes for profile in profiles)
+    model = StepTimeModel(form, backend)
+    return model.fit(nodes, batch, step_s, per_node, compute_s, allreduce_s, gradient_bytes or None)
 
 
 def _observations(profile: Profile) -> Iterator[tuple[float, ...]]:

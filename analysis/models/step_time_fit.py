@@ -3,13 +3,19 @@
 Coefficients are bounded by their signs. Some have a prior belief, which counts as far as the data
 leave them open:
 
-- the overlapped share of the computation: 0.6 ± 0.3 on GPUs (the backward pass is two thirds of
-  it), 0.1 ± 0.1 on CPUs, where the collective needs the same cores (on the test cluster full fits
-  of three networks find 0, 0 and 0.3);
-- contention between workers of a node: 0 ± 0.1 for each further worker;
-- straggling: 0 ± 0.05 for each doubling of the workers;
-- departures u of batches and v of cluster sizes from the law: 0 ± 10 % where the typical residual
+- the overlapped share of the computation: 0.4 ± 0.3 on GPUs, 0.1 ± 0.1 on CPUs, where the
+  collective needs the same cores (on the test cluster full fits of three networks find 0, 0 and
+  0.3);
+- contention between workers of a node: 0 ± 0.05 for each further worker;
+- straggling for each doubling of the workers: 0 ± 0.02 on GPUs, 0 ± 0.05 on CPUs;
+- the collective's shape where no form is given: a share of 0.8 ± 0.3 of a ring, congestion with
+  exponent 0 ± 0.15;
+- latency: 0 ± 3 % of a typical step for each of its rounds;
+- departures u of batches and v of cluster sizes from the law: 0 ± 15 % where the typical residual
   is 3 %.
+
+They were chosen on public step times of four clusters (T4, K80, RTX 2080 Ti, Quadro), see
+`tests.benchmarks.transfer`.
 
 The belief in departures makes this a mixed-effects model: a measurement of one batch on one cluster
 size informs about that batch on the others, and sizes that were not measured are as uncertain as
@@ -39,6 +45,7 @@ from tula_hpc.analysis.models.regression import (
 from tula_hpc.analysis.models.step_time_law import (
     ALLREDUCE,
     COMPUTE,
+    FITTED,
     FORMS,
     NAMES,
     PAPER,
@@ -57,10 +64,10 @@ Backend = Literal["nccl", "gloo"]
 class Belief(NamedTuple):
     """Prior belief in the behaviour of a collective library."""
 
-    form: str
     overlap_share: float
-    # standard deviation of that
+    # standard deviations
     overlap_spread: float
+    straggling_spread: float
 
     @property
     def spreads(self) -> dict[int, float]:
@@ -68,20 +75,34 @@ class Belief(NamedTuple):
         return {
             terms.OVERLAP: self.overlap_spread,
             terms.CONTENTION: CONTENTION_SPREAD,
-            terms.STRAGGLING: STRAGGLING_SPREAD,
+            terms.STRAGGLING: self.straggling_spread,
+            terms.RING_SHARE: RING_SPREAD,
+            terms.CONGESTION: CONGESTION_SPREAD,
         }
 
 
 BELIEFS: dict[Backend, Belief] = {
-    "nccl": Belief("double_tree", 0.6, 0.3),
-    "gloo": Belief("ring", 0.1, 0.1),
+    "nccl": Belief(overlap_share=0.4, overlap_spread=0.3, straggling_spread=0.02),
+    "gloo": Belief(overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05),
 }
-CONTENTION_SPREAD = 0.1
-STRAGGLING_SPREAD = 0.05
+CONTENTION_SPREAD = 0.05
+RING_SHARE = 0.8
+RING_SPREAD = 0.3
+CONGESTION_SPREAD = 0.15
+# of a typical step
+LATENCY_SPREAD = 0.03
+# networks between nodes, before one was measured: 20 Gbit/s, most of them from 2 to 200 Gbit/s
+NETWORK_BYTES_PER_S = 2.5e9
+NETWORK_SPREAD = 1.4
+# or as slow as the links inside a node, most of them between an eighth and 8 times that
+NETWORK_OVER_NODE = 1.0
+NETWORK_OVER_NODE_SPREAD = 1.3
+# or, for want of anything else
+NETWORK_OVER_STEP = 0.3
 # typical relative residual of a step; the beliefs count in its units
 NOISE = 0.03
 LEAST_NOISE = 0.003
-EFFECT_SPREAD = 0.1
+EFFECT_SPREAD = 0.15
 # of a measured step
 SCATTER = Scatter(error=0.0385, rows=8.0)
 # with more batches, or cluster sizes, their departures are not fitted
@@ -90,7 +111,7 @@ MAX_KNOTS = 64
 MANY_ROWS = 5000
 # batches that tell a floor from a line
 FLOOR_BATCHES = 4
-# another form must have an information criterion (AIC) that is lower by this
+# a floor must have an information criterion (AIC) that is lower by this
 BETTER_BY = 4.0
 # steps that scatter less than this share of the usual are worth a second fit
 SHARPER = 0.7
@@ -111,19 +132,29 @@ class Fitted(NamedTuple):
     bounds: tuple[Array, Array]
     noise: float
     belief: Belief
-    # workers of the only measured size between nodes, where the form follows from the belief alone
-    only_size: float | None = None
+    # standard deviation of log sync_s where no two nodes were measured, else 0
+    network_spread: float = 0.0
 
-    def form_departures(self, rows: Rows) -> Array:
-        """Return how much more t_sync would grow with each form than with this one, as a logarithm.
+    def with_believed_network(self, rows: Rows, gradient_bytes: float | None) -> Fitted:
+        """Return the fit with a network as clusters have them, where none was measured.
 
-        (forms, n), from the only size that was measured, where all agree, by the bandwidth terms,
-        which differ most. Where the data or the user chose the form, and on a single node: 0.
+        Its time for two nodes is that of the gradient's bytes; where these are unknown, a multiple
+        of the collective inside a node; else a share of a step.
         """
-        if self.only_size is None:
-            return np.zeros((1, len(rows.batch)))
-        growths = np.stack([_growth(name, rows, self.only_size) for name in FORMS])
-        return np.asarray(growths - _growth(self.form, rows, self.only_size))
+        if self.law.additive or np.any(rows.nodes[rows.kind != COMPUTE] > 1.0):
+            return self
+        node_s = self.fit.coefficients[terms.NODE_SYNC] * self.law.form.bandwidth(np.array(2.0))
+        if gradient_bytes:
+            median_s, network_spread = gradient_bytes / NETWORK_BYTES_PER_S, NETWORK_SPREAD
+        elif node_s > 0.0:
+            median_s, network_spread = NETWORK_OVER_NODE * float(node_s), NETWORK_OVER_NODE_SPREAD
+        else:
+            median_s = NETWORK_OVER_STEP * float(np.median(rows.seconds))
+            network_spread = NETWORK_SPREAD
+        coefficients = self.fit.coefficients.copy()
+        coefficients[terms.SYNC] = median_s / float(self.law.form.bandwidth(np.array(2.0)))
+        fit = self.fit._replace(coefficients=coefficients)
+        return self._replace(fit=fit, network_spread=network_spread)
 
     @property
     def misfit(self) -> float:
@@ -172,55 +203,31 @@ class Fitted(NamedTuple):
             absent.add("compute_floor_s")
         if self.law.form.latency is None:
             absent.add("latency_s")
+        if not self.law.form.fitted:
+            absent |= {"ring_share", "congestion"}
         return absent
 
 
 def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
-    """Fit the wanted form; for "auto" the believed one unless another is clearly better.
+    """Fit the wanted form; for "auto" its shape is fitted, too.
 
-    A floor is fitted only if it is clearly better, too.
+    A floor is fitted only if it is clearly better.
     """
-    fit = partial(_fit_form, rows, belief=belief)
-    found = _sharpened(fit(belief.form if wanted == "auto" else wanted), rows, fit)
-    if wanted != "auto":
-        return found
-    only_size = _only_size(rows)
-    # a smaller misfit leaves no room for another form to be clearly better
-    if only_size is None and found.misfit > BETTER_BY - 2.0:
-        names = [name for name in FORMS if name != belief.form]
-        found = _clearly_best(found, [fit(name, noise=found.noise) for name in names])
+    fit = partial(_fit_form, rows, wanted, belief)
+    found = _sharpened(fit(), rows, fit)
     batches = np.unique(rows.batch[rows.kind != ALLREDUCE])
-    if len(batches) >= FLOOR_BATCHES and found.misfit >= BETTER_BY + 2.0:
-        found = _clearly_best(found, [fit(found.form, floor=True, noise=found.noise)])
-    return found._replace(only_size=only_size)
+    # a smaller misfit leaves no room for a floor to be clearly better
+    if wanted == "auto" and len(batches) >= FLOOR_BATCHES and found.misfit >= BETTER_BY + 2.0:
+        floored = fit(floor=True, noise=found.noise)
+        if floored.criterion < found.criterion - BETTER_BY:
+            return floored
+    return found
 
 
 def _sharpened(found: Fitted, rows: Rows, fit: Callable[..., Fitted]) -> Fitted:
     """Fit again where steps scatter less than usual: beliefs, in units of the noise, count less."""
     noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
-    return found if noise > SHARPER * NOISE else fit(found.form, noise=noise)
-
-
-def _clearly_best(first: Fitted, others: list[Fitted]) -> Fitted:
-    best = min([first, *others], key=lambda fitted: fitted.criterion)
-    return best if best.criterion < first.criterion - BETTER_BY else first
-
-
-def _only_size(rows: Rows) -> float | None:
-    """Return the workers if at most one size above a single node was measured."""
-    # forms differ between such sizes alone
-    between = rows.nodes > 1.0
-    if len(np.unique(rows.nodes[between])) > 1:
-        return None
-    return float(np.max(rows.workers[between], initial=1.0))
-
-
-def _growth(form: str, rows: Rows, measured: float) -> Array:
-    """Return log(f(N) / f(measured)), (n,), of a form's bandwidth term; 0 on a single node."""
-    shape = FORMS[form].bandwidth
-    between = (rows.nodes > 1.0) & (measured > 1.0)
-    workers = np.where(between, rows.workers, 2.0)
-    return np.where(between, np.log(shape(workers) / shape(np.maximum(measured, 2.0))), 0.0)
+    return found if noise > SHARPER * NOISE else fit(noise=noise)
 
 
 def _times_alone(rows: Rows) -> bool:
@@ -230,17 +237,19 @@ def _times_alone(rows: Rows) -> bool:
 
 
 def _fit_form(
-    rows: Rows, form: str, *, belief: Belief, floor: bool = False, noise: float = NOISE
+    rows: Rows, form: FormName, belief: Belief, *, floor: bool = False, noise: float = NOISE
 ) -> Fitted:
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     else:
-        law = Law(FORMS[form], _knots(rows))
+        law = Law(FITTED if form == "auto" else FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
     free = _free(law, rows, linear, floor=floor)
     lower, upper = _bounds(law)
     believed, firmness = _beliefs(law, belief, noise)
+    if law.form.fitted:
+        firmness[terms.LATENCY] = noise / (LATENCY_SPREAD * float(np.median(rows.seconds)))
 
     def evaluate(coefficients: Array) -> tuple[Array, Array]:
         found = law.evaluate(coefficients, rows)
@@ -278,6 +287,7 @@ def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.boo
     free[terms.OVERLAP] = together and not law.additive
     free[terms.CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive
     free[terms.STRAGGLING] = len(np.unique(rows.workers)) > 1 and not law.additive
+    free[[terms.RING_SHARE, terms.CONGESTION]] = together and law.form.fitted
     free[terms.FLOOR] = floor and bool(free[terms.FIXED]) and not law.additive
     first_size = len(NAMES) + len(law.knots.batches)
     free[len(NAMES) : first_size] = True
@@ -289,6 +299,7 @@ def _bounds(law: Law) -> tuple[Array, Array]:
     lower = np.zeros(law.coefficients)
     upper = np.full(law.coefficients, np.inf)
     upper[[terms.OVERLAP, terms.CONTENTION, terms.STRAGGLING]] = 1.0
+    upper[[terms.RING_SHARE, terms.CONGESTION]] = 2.0
     lower[len(NAMES) :] = -1.0
     upper[len(NAMES) :] = 1.0
     return lower, upper
@@ -297,6 +308,7 @@ def _bounds(law: Law) -> tuple[Array, Array]:
 def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
     believed = np.zeros(law.coefficients)
     believed[terms.OVERLAP] = 0.0 if law.additive else belief.overlap_share
+    believed[terms.RING_SHARE] = RING_SHARE
     firmness = np.zeros(law.coefficients)
     for index, prior_spread in belief.spreads.items():
         firmness[index] = noise / prior_spread

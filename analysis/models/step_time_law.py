@@ -10,13 +10,18 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
 For one worker t_step = t_compute + alone_s. On one node only the last term of t_sync, the
-collective inside a node, is left.
+collective inside a node, is left. Where no collective is given its shape is fitted:
+
+    f(N) = (2 (1 − 1/N))^ring_share × (K / 2)^congestion
+
+which is constant from two workers on (double tree), a ring, or grows on with the nodes.
 
 - Sum and shapes f, g: S. Tyagi, F. Wang, "Tula" (parameter server, ring, tree); bandwidth and
   latency terms: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
   Operations in MPICH" (2005); double binary trees, as NCCL uses between nodes, with a bandwidth
   term that does not grow and logarithmic latency: P. Sanders, J. Speck, J. Träff, "Two-Tree
-  Algorithms for Full Bandwidth Broadcast, Reduction and Scan" (2009).
+  Algorithms for Full Bandwidth Broadcast, Reduction and Scan" (2009). NCCL takes now one, now the
+  other, and networks slow down with the nodes that share them, hence the fitted shape.
 - Overlap: gradients are reduced while the backward pass still runs. The norm is a smooth maximum
   (A. Qiao et al., "Pollux", OSDI 2021, for the whole of t_compute); `overlap_share` is the part of
   the computation that can hide it.
@@ -63,6 +68,8 @@ class Collective(NamedTuple):
     bandwidth: Callable[[Array], Array]
     # g(K): messages after one another, in units of latency_s; None: the form has no such term
     latency: Callable[[Array], Array] | None
+    # f is raised to ring_share, and grows with congestion
+    fitted: bool = False
 
 
 def _several(workers: Array) -> Array:
@@ -78,6 +85,8 @@ FORMS: dict[str, Collective] = {
     "parameter_server": Collective(lambda workers: _several(workers) * workers, None),
     "reduce_scatter_all_gather": Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2),
 }
+# where no form is given
+FITTED = Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2, fitted=True)
 # the paper's ring: bandwidth alone
 PAPER = Collective(lambda workers: 1.0 - 1.0 / workers, None)
 NAMES = (
@@ -93,9 +102,12 @@ NAMES = (
     "overlap_share",
     "alone_s",
     "straggling",
+    "ring_share",
+    "congestion",
 )
 FIXED, PER_SAMPLE, FLOOR, CONTENTION = range(4)
-SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE, STRAGGLING = range(4, len(NAMES))
+SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE, STRAGGLING = range(4, 12)
+RING_SHARE, CONGESTION = range(12, len(NAMES))
 # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
 STEP, COMPUTE, ALLREDUCE = 0, 1, 2
 
@@ -175,7 +187,7 @@ class Law(NamedTuple):
         """Predict (n,) without gradients: fast, for very many rows."""
         u, v = self._effects(coefficients, rows)
         compute, _ = self._compute(coefficients, rows, u)
-        sync, _ = self._sync(coefficients, rows, v)
+        sync, _, _ = self._sync(coefficients, rows, v)
         joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         return np.asarray(joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE]))
@@ -184,7 +196,7 @@ class Law(NamedTuple):
         """Predict with gradients."""
         u, v = self._effects(coefficients, rows)
         compute, of_compute = self._compute(coefficients, rows, u)
-        sync, of_sync = self._sync(coefficients, rows, v)
+        sync, of_sync, of_shape = self._sync(coefficients, rows, v)
         joined, by_compute, by_sync, by_share = self._join(
             coefficients[OVERLAP], compute, sync, rows
         )
@@ -199,6 +211,7 @@ class Law(NamedTuple):
             by_share[:, None],
             alone[:, None],
             by_compute[:, None] * of_compute[:, -1:],
+            by_sync[:, None] * of_shape,
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
@@ -251,11 +264,25 @@ class Law(NamedTuple):
         ]
         return base * factor, np.stack(columns, axis=1)
 
-    def _sync(self, coefficients: Array, rows: Rows, v: Array | float) -> tuple[Array, Array]:
-        """Return t_sync and its gradient (n, 4) over sync, latency, sharing, node sync."""
+    def _sync(
+        self, coefficients: Array, rows: Rows, v: Array | float
+    ) -> tuple[Array, Array, Array]:
+        """Return t_sync and its gradients.
+
+        (n, 4) over sync, latency, sharing and node sync, (n, 2) over ring share and congestion.
+        """
         factor = np.broadcast_to(np.exp(v), rows.batch.shape)
         columns = _sync_columns(self.form, rows) * factor[:, None]
-        return columns @ coefficients[SYNC : NODE_SYNC + 1], columns
+        linear = coefficients[SYNC : NODE_SYNC + 1]
+        of_shape = np.zeros((len(rows.batch), 2))
+        if self.form.fitted:
+            shape = coefficients[[RING_SHARE, CONGESTION]]
+            between, inside = _shape_logarithms(rows)
+            columns[:, [0, 2]] *= np.exp(between @ shape - between[:, 0])[:, None]
+            columns[:, 3] *= np.exp(inside @ shape - inside[:, 0])
+            of_shape = (columns[:, [0, 2]] @ linear[[0, 2]])[:, None] * between
+            of_shape += (columns[:, 3] * linear[3])[:, None] * inside
+        return columns @ linear, columns, of_shape
 
     def _join(
         self, share: float, compute: Array, sync: Array, rows: Rows
@@ -297,6 +324,16 @@ def _waits(form: Collective, rows: Rows) -> Array:
     """Return how often a step of several workers pays overhead_s: g(N); 0 for other rows."""
     rounds = np.log2 if form.latency is None else form.latency
     return np.asarray(_is_together(rows) * rounds(rows.workers))
+
+
+def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:
+    """Return log f (n, 2) for one unit of ring share and congestion each, between and in nodes."""
+    found = []
+    for workers, members in ((rows.workers, rows.nodes), (rows.per_node, rows.per_node)):
+        of_ring = np.log(2.0 * (1.0 - 1.0 / np.maximum(workers, 2.0)))
+        of_congestion = np.log(np.maximum(members, 2.0) / 2.0)
+        found.append(np.stack([of_ring, of_congestion], axis=1))
+    return found[0], found[1]
 
 
 def _sync_columns(form: Collective, rows: Rows) -> Array:
