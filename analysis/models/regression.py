@@ -79,6 +79,8 @@ class Problem(NamedTuple):
     believed: Array | None = None
     # (p,), strength of the prior: typical residual / standard deviation; 0: none
     belief: Array | None = None
+    # (p,), size of each coefficient that alone would explain a typical row; None: by the gradients
+    scale: Array | None = None
 
 
 def as_columns(*values: ArrayLike) -> list[Array]:
@@ -220,6 +222,8 @@ def _soft_l1(robust: int, squares: Array) -> Array:
 
 def _scales(problem: Problem, start: Array) -> Array:
     """Return the size of each coefficient that alone would explain a typical row."""
+    if problem.scale is not None:
+        return problem.scale
     gradients = problem.evaluate(start)[1]
     largest = np.max(np.abs(gradients) / problem.observed[:, None], axis=0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)

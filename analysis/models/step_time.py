@@ -203,7 +203,8 @@ class StepTimeModel:
         at_batches, at_sizes = self._fitted.law.knots.weights(rows)
         scale = (np.maximum(found.seconds, TINY_S) * self._fitted.noise / EFFECT_SPREAD) ** 2
         of_batch = found.by_batch_effect**2 * (1.0 - np.sum(at_batches**2, axis=1)) / scale
-        return of_batch, found.by_size_effect**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
+        by_size = np.hypot(found.by_size_effect, found.by_storage_effect)
+        return of_batch, by_size**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
 
     def _by_network(self, rows: Rows, deviations: float) -> tuple[Array, Array]:
         """Predict (n,) for a network slower, and one faster by so many standard deviations."""

@@ -111,7 +111,7 @@ MAX_KNOTS = 64
 MANY_ROWS = 5000
 # batches that tell a floor from a line
 FLOOR_BATCHES = 4
-# a floor must have an information criterion (AIC) that is lower by this
+# another term must lower the information criterion (AIC) by this
 BETTER_BY = 4.0
 # steps that scatter less than this share of the usual are worth a second fit
 SHARPER = 0.7
@@ -201,6 +201,8 @@ class Fitted(NamedTuple):
             absent |= {"contention", "sharing_s", "node_sync_s"}
         if not self.free[terms.FLOOR]:
             absent.add("compute_floor_s")
+        if not self.free[terms.STORAGE]:
+            absent.add("storage_s")
         if self.law.form.latency is None:
             absent.add("latency_s")
         if not self.law.form.fitted:
@@ -211,23 +213,41 @@ class Fitted(NamedTuple):
 def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
     """Fit the wanted form; for "auto" its shape is fitted, too.
 
-    A floor is fitted only if it is clearly better.
+    A floor, and storage that all nodes share, are fitted only if they are clearly better.
     """
     fit = partial(_fit_form, rows, wanted, belief)
     found = _sharpened(fit(), rows, fit)
+    if wanted != "auto" or found.misfit < BETTER_BY + 2.0:
+        # a smaller misfit leaves no room for another term to be clearly better
+        return found
     batches = np.unique(rows.batch[rows.kind != ALLREDUCE])
-    # a smaller misfit leaves no room for a floor to be clearly better
-    if wanted == "auto" and len(batches) >= FLOOR_BATCHES and found.misfit >= BETTER_BY + 2.0:
-        floored = fit(floor=True, noise=found.noise)
-        if floored.criterion < found.criterion - BETTER_BY:
-            return floored
-    return found
+    start = found.fit.coefficients
+    others = []
+    if len(batches) >= FLOOR_BATCHES:
+        floored = start.copy()
+        floored[terms.FLOOR] = 0.5 * start[terms.FIXED]
+        others.append(fit(noise=found.noise, near=floored))
+    if len(np.unique(rows.workers[rows.kind == STEP])) > 1:
+        stored = start.copy()
+        stored[terms.STORAGE] = _storage_of_slowest(rows, found.fit.residuals)
+        others.append(fit(noise=found.noise, near=stored))
+    best = min([found, *others], key=lambda fitted: fitted.criterion)
+    return best if best.criterion < found.criterion - BETTER_BY else found
+
+
+def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
+    """Return storage_s by the step that took longest over its prediction."""
+    steps = np.flatnonzero(rows.kind == STEP)
+    slowest = steps[np.argmin(residuals[steps])]
+    return float(rows.seconds[slowest] / (rows.workers[slowest] * rows.batch[slowest]))
 
 
 def _sharpened(found: Fitted, rows: Rows, fit: Callable[..., Fitted]) -> Fitted:
     """Fit again where steps scatter less than usual: beliefs, in units of the noise, count less."""
     noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
-    return found if noise > SHARPER * NOISE else fit(noise=noise)
+    if noise > SHARPER * NOISE:
+        return found
+    return fit(noise=noise, near=found.fit.coefficients)
 
 
 def _times_alone(rows: Rows) -> bool:
@@ -237,15 +257,23 @@ def _times_alone(rows: Rows) -> bool:
 
 
 def _fit_form(
-    rows: Rows, form: FormName, belief: Belief, *, floor: bool = False, noise: float = NOISE
+    rows: Rows,
+    form: FormName,
+    belief: Belief,
+    *,
+    noise: float = NOISE,
+    near: Array | None = None,
 ) -> Fitted:
+    """Fit one form, from an earlier fit's coefficients or from least squares of the plain sum."""
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     else:
         law = Law(FITTED if form == "auto" else FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
-    free = _free(law, rows, linear, floor=floor)
+    free = _free(law, rows, linear)
+    if near is not None:
+        free[[terms.FLOOR, terms.STORAGE]] = near[[terms.FLOOR, terms.STORAGE]] > 0.0
     lower, upper = _bounds(law)
     believed, firmness = _beliefs(law, belief, noise)
     if law.form.fitted:
@@ -255,8 +283,10 @@ def _fit_form(
         found = law.evaluate(coefficients, rows)
         return found.seconds, found.gradients
 
-    problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness)
-    fit = fit_relative(problem, _starts(linear, weights, free, believed), free)
+    scale = _scale(law, rows, linear)
+    problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
+    starts = _starts(linear, weights, free, believed) if near is None else [near]
+    fit = fit_relative(problem, starts, free)
     return Fitted(form, law, fit, free, (lower, upper), noise, belief)
 
 
@@ -272,7 +302,7 @@ def _knots(rows: Rows) -> Knots:
     return Knots(batches, sizes)
 
 
-def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.bool_]:
+def _free(law: Law, rows: Rows, linear: Array) -> NDArray[np.bool_]:
     """Mark the coefficients that the data determine, and those with a prior that any row shows."""
     order = [terms.PER_SAMPLE, terms.FIXED, terms.SYNC, terms.NODE_SYNC, terms.LATENCY]
     if np.any(rows.kind == ALLREDUCE) and not law.additive:
@@ -288,11 +318,21 @@ def _free(law: Law, rows: Rows, linear: Array, *, floor: bool) -> NDArray[np.boo
     free[terms.CONTENTION] = len(np.unique(rows.per_node)) > 1 and not law.additive
     free[terms.STRAGGLING] = len(np.unique(rows.workers)) > 1 and not law.additive
     free[[terms.RING_SHARE, terms.CONGESTION]] = together and law.form.fitted
-    free[terms.FLOOR] = floor and bool(free[terms.FIXED]) and not law.additive
     first_size = len(NAMES) + len(law.knots.batches)
     free[len(NAMES) : first_size] = True
     free[first_size:] = together
     return free
+
+
+def _scale(law: Law, rows: Rows, linear: Array) -> Array:
+    """Return the size of each coefficient that alone would explain a row of the plain sum."""
+    largest = np.max(np.abs(linear), axis=0, initial=0.0)
+    scale = np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
+    scale[terms.FLOOR] = scale[terms.FIXED]
+    steps = rows.kind == STEP
+    rates = rows.seconds[steps] / (rows.workers[steps] * rows.batch[steps])
+    scale[terms.STORAGE] = np.min(rates, initial=np.inf) if np.any(steps) else 1.0
+    return scale
 
 
 def _bounds(law: Law) -> tuple[Array, Array]:
@@ -322,7 +362,6 @@ def _starts(linear: Array, weights: Array, free: NDArray[np.bool_], believed: Ar
     length = np.linalg.norm(linear[:, columns], axis=0)
     start = believed.copy()
     start[columns] = nnls(linear[:, columns] / length, weights)[0] / length
-    start[terms.FLOOR] = 0.5 * start[terms.FIXED] if free[terms.FLOOR] else 0.0
     if not free[terms.OVERLAP]:
         return [start]
     little, much = start, start.copy()

@@ -2,7 +2,8 @@
 
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 
-    t_step    = (1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N)
+    t_step    = ‖(1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N),
+                 storage_s × N × b‖₈
     t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈
                 × (1 + contention × (r − 1)) × (1 + straggling × log₂ N) × e^u(b)
     t_sync    = (sync_s × f(N) + latency_s × g(K) + sharing_s × f(N) × (r − 1)
@@ -32,6 +33,8 @@ which is constant from two workers on (double tree), a ring, or grows on with th
 - `alone_s`: cost beside the computation of a single worker. Where AGS takes its batch in two
   micro-batches, for the gradient of a small batch that several workers have anyway, the fixed cost
   of a pass is paid twice.
+- `storage_s`: for each sample, from storage that all nodes share: its time grows with N × b, and
+  where it is the longer one the step waits for it.
 - `straggling`: all wait for the slowest of N workers, which is the slower the more there are (the
   mean of the largest of N exponentially distributed delays grows as log N); likewise where nodes
   share more than their network.
@@ -57,6 +60,7 @@ from tula_hpc.analysis.models.regression import Array
 OVERLAP_NORM = 2
 # 2³ = 8
 FLOOR_NORM = 3
+STORAGE_NORM = 3
 # keeps the norms' gradients finite where both parts are 0
 TINY_S = 1e-12
 
@@ -104,10 +108,11 @@ NAMES = (
     "straggling",
     "ring_share",
     "congestion",
+    "storage_s",
 )
 FIXED, PER_SAMPLE, FLOOR, CONTENTION = range(4)
 SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE, STRAGGLING = range(4, 12)
-RING_SHARE, CONGESTION = range(12, len(NAMES))
+RING_SHARE, CONGESTION, STORAGE = range(12, len(NAMES))
 # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
 STEP, COMPUTE, ALLREDUCE = 0, 1, 2
 
@@ -168,6 +173,8 @@ class Evaluation(NamedTuple):
     by_batch_effect: Array
     # (n,), derivative by v there
     by_size_effect: Array
+    # (n,), derivative by the logarithm of storage_s
+    by_storage_effect: Array
 
 
 class Law(NamedTuple):
@@ -190,7 +197,10 @@ class Law(NamedTuple):
         sync, _, _ = self._sync(coefficients, rows, v)
         joined = self._join(coefficients[OVERLAP], compute, sync, rows)[0]
         waits, alone = _waits(self.form, rows), _is_alone(rows)
-        return np.asarray(joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE]))
+        seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
+        if coefficients[STORAGE] == 0.0:
+            return np.asarray(seconds)
+        return _norm(seconds, coefficients[STORAGE] * _read_samples(rows), STORAGE_NORM)[0]
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Evaluation:
         """Predict with gradients."""
@@ -201,6 +211,12 @@ class Law(NamedTuple):
             coefficients[OVERLAP], compute, sync, rows
         )
         waits, alone = _waits(self.form, rows), _is_alone(rows)
+        seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
+        read = _read_samples(rows)
+        seconds, by_step, by_storage = _norm(seconds, coefficients[STORAGE] * read, STORAGE_NORM)
+        by_compute, by_sync, by_share, waits, alone = (
+            each * by_step for each in (by_compute, by_sync, by_share, waits, alone)
+        )
         by_u = by_compute * compute
         by_v = by_sync * sync
         at_batches, at_sizes = self.knots.weights(rows)
@@ -212,11 +228,12 @@ class Law(NamedTuple):
             alone[:, None],
             by_compute[:, None] * of_compute[:, -1:],
             by_sync[:, None] * of_shape,
+            (by_storage * read)[:, None],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
-        seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
-        return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v)
+        of_storage = by_storage * read * coefficients[STORAGE]
+        return Evaluation(seconds, np.concatenate(blocks, axis=1), by_u, by_v, of_storage)
 
     def design(self, rows: Rows) -> Array:
         """Return the gradients (n, p) of the plain sum.
@@ -324,6 +341,11 @@ def _waits(form: Collective, rows: Rows) -> Array:
     """Return how often a step of several workers pays overhead_s: g(N); 0 for other rows."""
     rounds = np.log2 if form.latency is None else form.latency
     return np.asarray(_is_together(rows) * rounds(rows.workers))
+
+
+def _read_samples(rows: Rows) -> Array:
+    """Return N × b for whole steps, else 0."""
+    return np.where(rows.kind == STEP, rows.workers * rows.batch, 0.0)
 
 
 def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:
