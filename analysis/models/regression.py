@@ -19,8 +19,12 @@ from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
 
-# relative residuals above this count linearly, not squared
+# residuals above this count linearly, not squared
 ROBUST_FROM = 0.05
+# Rows so far from the model are outliers, unless there are so many of them that they tell how
+# things are; then all count squared
+OUTLIER = 0.4
+MOST_OUTLIERS = 0.2
 # relative, of cost, coefficients and gradient: where a search ends
 TOLERANCE = 1e-8
 # in standard deviations: larger residuals count as this large in the spread, not in full
@@ -29,6 +33,8 @@ OUTLIER_FROM = 2.0
 MEDIAN_OF_NORMAL = 0.6745
 # a coefficient that explains a whole row is uncertain by at most 1 / this times the spread
 PLAUSIBLE = 0.05
+# predictions below this share of what was observed are as far off
+TINY = 1e-6
 # share of a column that the other columns must leave unexplained
 IDENTIFIED_FROM = 1e-3
 
@@ -81,6 +87,8 @@ class Problem(NamedTuple):
     belief: Array | None = None
     # (p,), size of each coefficient that alone would explain a typical row; None: by the gradients
     scale: Array | None = None
+    # residuals above this count linearly, not squared
+    robust_from: float = ROBUST_FROM
 
 
 def as_columns(*values: ArrayLike) -> list[Array]:
@@ -125,6 +133,11 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
+    off = np.abs(np.log(np.maximum(predicted / problem.observed, TINY))) > OUTLIER
+    if np.mean(off) > MOST_OUTLIERS:
+        problem = problem._replace(robust_from=1.0)
+        coefficients, jacobian, cost = _descend(problem, coefficients, free)
+        predicted, _ = problem.evaluate(coefficients)
     # bounds the coefficients that no row determines
     plausible = np.diag(PLAUSIBLE / _scales(problem, coefficients)[free])
     jacobian = np.concatenate([jacobian, plausible])
@@ -139,7 +152,6 @@ def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.boo
 def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[Array, Array, float]:
     """Return coefficients (p,), robust Jacobian (n + beliefs, free p), cost of a local minimum."""
     scale = _scales(problem, start)[free]
-    rows = problem.weights / problem.observed
     beliefs = _Beliefs(problem, free)
 
     def expand(shares: Array) -> Array:
@@ -149,15 +161,22 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
 
     def residuals(shares: Array) -> Array:
         coefficients = expand(shares)
-        of_rows = problem.weights * (problem.evaluate(coefficients)[0] / problem.observed - 1.0)
+        predicted = np.maximum(problem.evaluate(coefficients)[0], TINY * problem.observed)
+        of_rows = problem.weights * np.log(predicted / problem.observed)
         return np.concatenate([of_rows, beliefs.residuals(coefficients)])
 
     def jacobian(shares: Array) -> Array:
-        of_rows = problem.evaluate(expand(shares))[1][:, free] * rows[:, None] * scale
+        predicted, gradients = problem.evaluate(expand(shares))
+        rows = problem.weights / np.maximum(predicted, TINY * problem.observed)
+        of_rows = gradients[:, free] * rows[:, None] * scale
         return np.concatenate([of_rows, beliefs.jacobian * scale])
 
     if not free.any():
-        return start, np.zeros((len(rows), 0)), 0.5 * float(np.sum(residuals(start[free]) ** 2))
+        return (
+            start,
+            np.zeros((len(problem.observed), 0)),
+            0.5 * float(np.sum(residuals(start[free]) ** 2)),
+        )
     lower = np.zeros(len(scale)) if problem.lower is None else problem.lower[free] / scale
     upper = problem.upper[free] / scale
     # the method needs a start inside the bounds
@@ -168,8 +187,8 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         first,
         jacobian,
         bounds=(lower, upper),
-        loss=partial(_soft_l1, len(rows)),
-        f_scale=ROBUST_FROM,
+        loss=partial(_soft_l1, len(problem.observed)),
+        f_scale=problem.robust_from,
         ftol=TOLERANCE,
         xtol=TOLERANCE,
         gtol=TOLERANCE,
