@@ -8,8 +8,8 @@ leave them open:
   0.3);
 - contention between workers of a node: 0 ± 0.05 for each further worker;
 - straggling for each doubling of the workers: 0 ± 0.02 on GPUs, 0 ± 0.05 on CPUs;
-- the collective's shape where no form is given: a share of 0.8 ± 0.3 of a ring, congestion with
-  exponent 0 ± 0.15;
+- the collective's shape where no form is given: a share of 0.8 ± 0.3 of a ring on GPUs, 1 ± 0.35 on
+  CPUs, congestion with exponent 0 ± 0.15;
 - latency: 0 ± 3 % of a typical step for each of its rounds;
 - departures u of batches and v of cluster sizes from the law: 0 ± 15 % where the typical residual
   is 3 %.
@@ -64,6 +64,9 @@ Backend = Literal["nccl", "gloo"]
 class Belief(NamedTuple):
     """Prior belief in the behaviour of a collective library."""
 
+    library: Backend
+    ring_share: float
+    ring_spread: float
     overlap_share: float
     # standard deviations
     overlap_spread: float
@@ -76,18 +79,16 @@ class Belief(NamedTuple):
             terms.OVERLAP: self.overlap_spread,
             terms.CONTENTION: CONTENTION_SPREAD,
             terms.STRAGGLING: self.straggling_spread,
-            terms.RING_SHARE: RING_SPREAD,
+            terms.RING_SHARE: self.ring_spread,
             terms.CONGESTION: CONGESTION_SPREAD,
         }
 
 
 BELIEFS: dict[Backend, Belief] = {
-    "nccl": Belief(overlap_share=0.4, overlap_spread=0.3, straggling_spread=0.02),
-    "gloo": Belief(overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05),
+    "nccl": Belief("nccl", 0.8, 0.3, overlap_share=0.4, overlap_spread=0.3, straggling_spread=0.02),
+    "gloo": Belief("gloo", 1.0, 0.35, overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05),
 }
 CONTENTION_SPREAD = 0.05
-RING_SHARE = 0.8
-RING_SPREAD = 0.3
 CONGESTION_SPREAD = 0.15
 # of a typical step
 LATENCY_SPREAD = 0.03
@@ -268,7 +269,7 @@ def _fit_form(
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     else:
-        law = Law(FITTED if form == "auto" else FORMS[form], _knots(rows))
+        law = Law(FITTED[belief.library] if form == "auto" else FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
     free = _free(law, rows, linear)
@@ -348,7 +349,7 @@ def _bounds(law: Law) -> tuple[Array, Array]:
 def _beliefs(law: Law, belief: Belief, noise: float) -> tuple[Array, Array]:
     believed = np.zeros(law.coefficients)
     believed[terms.OVERLAP] = 0.0 if law.additive else belief.overlap_share
-    believed[terms.RING_SHARE] = RING_SHARE
+    believed[terms.RING_SHARE] = belief.ring_share
     firmness = np.zeros(law.coefficients)
     for index, prior_spread in belief.spreads.items():
         firmness[index] = noise / prior_spread

@@ -13,7 +13,7 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
 For one worker t_step = t_compute + alone_s. On one node only the last term of t_sync, the
 collective inside a node, is left. Where no collective is given its shape is fitted:
 
-    f(N) = (2 (1 − 1/N))^ring_share × (K / 2)^congestion
+    f(N) = ½ (2 (1 − 1/N))^ring_share × (K / 2)^congestion
 
 which is constant from two workers on (double tree), a ring, or grows on with the nodes.
 
@@ -89,8 +89,11 @@ FORMS: dict[str, Collective] = {
     "parameter_server": Collective(lambda workers: _several(workers) * workers, None),
     "reduce_scatter_all_gather": Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2),
 }
-# where no form is given
-FITTED = Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2, fitted=True)
+# where no form is given: NCCL sends small messages through trees, gloo around a ring
+FITTED: dict[str, Collective] = {
+    "nccl": Collective(lambda workers: 1.0 - 1.0 / workers, np.log2, fitted=True),
+    "gloo": Collective(lambda workers: 1.0 - 1.0 / workers, lambda nodes: nodes - 1.0, fitted=True),
+}
 # the paper's ring: bandwidth alone
 PAPER = Collective(lambda workers: 1.0 - 1.0 / workers, None)
 NAMES = (
