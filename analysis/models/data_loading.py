@@ -32,6 +32,19 @@ def loader_decides(times: StepTimes) -> bool:
     return wait_share(times) >= DECIDES_FROM
 
 
+def storage_decides(profile: Profile, alone_s: float) -> bool:
+    """Tell whether steps wait notably longer for data than the fewest workers do.
+
+    Then all wait for storage that they share.
+
+    Args:
+        profile: Of one configuration.
+        alone_s: Wait for data, seconds per sample of a worker, on the fewest workers.
+    """
+    beyond_s = profile.times.data_time_s - alone_s * profile.configuration.local_batch
+    return beyond_s >= DECIDES_FROM * profile.times.step_time_s
+
+
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
     """Return how many loader processes would keep up, given cores for them.
 

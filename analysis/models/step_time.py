@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
+from tula_hpc.analysis.models.data_loading import storage_decides
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.analysis.models.regression import (
     Array,
@@ -91,6 +92,8 @@ class StepTimeModel:
         compute_time_s: ArrayLike | None = None,
         allreduce_time_s: ArrayLike | None = None,
         gradient_bytes: float | None = None,
+        *,
+        storage_decides: bool = False,
     ) -> Self:
         """Fit to measured steps, and to computation and all-reduce measured apart.
 
@@ -105,6 +108,8 @@ class StepTimeModel:
                 unknown.
             allreduce_time_s: The bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
             gradient_bytes: Of one worker; tells of networks that were not measured.
+            storage_decides: Some steps are known to wait for storage that all nodes share; else
+                that term is fitted where it is clearly better.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -119,7 +124,7 @@ class StepTimeModel:
             np.nan if allreduce_time_s is None else allreduce_time_s,
         )
         rows = _rows(columns)
-        fitted = choose_form(rows, self.form, BELIEFS[self.backend])
+        fitted = choose_form(rows, self.form, BELIEFS[self.backend], storage_decides)
         fitted = fitted.with_believed_network(rows, gradient_bytes)
         self._fitted = fitted
         self._steps = rows.kind == STEP
@@ -251,30 +256,54 @@ class StepTimeModel:
 
 def fit_step_time(profiles: Sequence[Profile], form: FormName = "auto") -> StepTimeModel:
     """Fit the model of a run's step times."""
-    rows = [row for profile in profiles for row in _observations(profile)]
+    alone_s = _wait_per_sample_s(profiles)
+    rows = [row for profile in profiles for row in _observations(profile, alone_s)]
     nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(rows, dtype=np.float64).T
     backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
     gradient_bytes = max(profile.memory.gradient_bytes for profile in profiles)
-    model = StepTimeModel(form, backend)
-    return model.fit(nodes, batch, step_s, per_node, compute_s, allreduce_s, gradient_bytes or None)
+    return StepTimeModel(form, backend).fit(
+        nodes,
+        batch,
+        step_s,
+        per_node,
+        compute_s,
+        allreduce_s,
+        gradient_bytes or None,
+        storage_decides=any(storage_decides(profile, alone_s) for profile in profiles),
+    )
 
 
-def _observations(profile: Profile) -> Iterator[tuple[float, ...]]:
+def _wait_per_sample_s(profiles: Sequence[Profile]) -> float:
+    """Return the wait for data, seconds per sample of a worker, on the fewest workers."""
+    fewest = min(profile.configuration.world_size for profile in profiles)
+    return min(
+        profile.times.data_time_s / profile.configuration.local_batch
+        for profile in profiles
+        if profile.configuration.world_size == fewest
+    )
+
+
+def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...]]:
     """Yield nodes, workers per node, batch, and the seconds of step, computation and all-reduce.
 
     Computation is the step without synchronization: waiting for data, forward and backward, and the
     optimizer. Where a step takes its batch in micro-batches, that of the whole batch is unknown.
+
+    Args:
+        profile: Of one configuration.
+        alone_s: Wait for data per sample on the fewest workers; what others wait beyond it they
+            wait for storage that all share, which is a term of its own.
     """
     nodes, per_node, batch = profile.configuration
     times = profile.times
+    wait_s = min(times.data_time_s, alone_s * batch)
     whole_s = math.nan
     if profile.parts == 1:
-        whole_s = times.data_time_s + times.optimizer_time_s + times.compute_time_s
+        whole_s = wait_s + times.optimizer_time_s + times.compute_time_s
     yield nodes, per_node, batch, times.step_time_s, whole_s, times.allreduce_time_s
     for smaller, seconds in profile.smaller_computes:
         # a loader that is too slow is so for each sample
-        waits_s = times.data_time_s * smaller / batch
-        compute_s = waits_s + times.optimizer_time_s + seconds
+        compute_s = wait_s * smaller / batch + times.optimizer_time_s + seconds
         yield nodes, per_node, smaller, math.nan, compute_s, math.nan
 
 

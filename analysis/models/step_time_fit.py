@@ -86,7 +86,9 @@ class Belief(NamedTuple):
 
 BELIEFS: dict[Backend, Belief] = {
     "nccl": Belief("nccl", 0.8, 0.3, overlap_share=0.4, overlap_spread=0.3, straggling_spread=0.02),
-    "gloo": Belief("gloo", 1.0, 0.35, overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05),
+    "gloo": Belief(
+        "gloo", 1.0, 0.35, overlap_share=0.1, overlap_spread=0.1, straggling_spread=0.05
+    ),
 }
 CONTENTION_SPREAD = 0.05
 CONGESTION_SPREAD = 0.15
@@ -211,26 +213,30 @@ class Fitted(NamedTuple):
         return absent
 
 
-def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
+def choose_form(
+    rows: Rows, wanted: FormName, belief: Belief, storage_decides: bool = False
+) -> Fitted:
     """Fit the wanted form; for "auto" its shape is fitted, too.
 
-    A floor, and storage that all nodes share, are fitted only if they are clearly better.
+    A floor, and storage that all nodes share, are fitted only if they are clearly better, storage
+    also where it is known to decide.
     """
     fit = partial(_fit_form, rows, wanted, belief)
     found = _sharpened(fit(), rows, fit)
+    sizes = np.unique(rows.workers[rows.kind == STEP])
+    stored = found.fit.coefficients.copy()
+    stored[terms.STORAGE] = _storage_of_slowest(rows, found.fit.residuals)
+    if storage_decides and wanted != "paper" and len(sizes) > 1:
+        return fit(noise=found.noise, near=stored)
+    # a smaller misfit leaves no room for another term to be clearly better
     if wanted != "auto" or found.misfit < BETTER_BY + 2.0:
-        # a smaller misfit leaves no room for another term to be clearly better
         return found
-    batches = np.unique(rows.batch[rows.kind != ALLREDUCE])
-    start = found.fit.coefficients
     others = []
-    if len(batches) >= FLOOR_BATCHES:
-        floored = start.copy()
-        floored[terms.FLOOR] = 0.5 * start[terms.FIXED]
+    if len(np.unique(rows.batch[rows.kind != ALLREDUCE])) >= FLOOR_BATCHES:
+        floored = found.fit.coefficients.copy()
+        floored[terms.FLOOR] = 0.5 * floored[terms.FIXED]
         others.append(fit(noise=found.noise, near=floored))
-    if len(np.unique(rows.workers[rows.kind == STEP])) > 1:
-        stored = start.copy()
-        stored[terms.STORAGE] = _storage_of_slowest(rows, found.fit.residuals)
+    if len(sizes) > 1:
         others.append(fit(noise=found.noise, near=stored))
     best = min([found, *others], key=lambda fitted: fitted.criterion)
     return best if best.criterion < found.criterion - BETTER_BY else found
@@ -239,6 +245,8 @@ def choose_form(rows: Rows, wanted: FormName, belief: Belief) -> Fitted:
 def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
     """Return storage_s by the step that took longest over its prediction."""
     steps = np.flatnonzero(rows.kind == STEP)
+    if not len(steps):
+        return 0.0
     slowest = steps[np.argmin(residuals[steps])]
     return float(rows.seconds[slowest] / (rows.workers[slowest] * rows.batch[slowest]))
 
