@@ -9,6 +9,7 @@ cores busy. Processes that wait for a file system need none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.formatting import format_number, plural
@@ -32,17 +33,32 @@ def loader_decides(times: StepTimes) -> bool:
     return wait_share(times) >= DECIDES_FROM
 
 
-def storage_decides(profile: Profile, alone_s: float) -> bool:
-    """Tell whether steps wait notably longer for data than the fewest workers do.
+def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
+    """Return the least wait for data, seconds per sample of a worker, on the fewest workers."""
+    fewest = min(profile.configuration.world_size for profile in profiles)
+    return min(
+        profile.times.data_time_s / profile.configuration.local_batch
+        for profile in profiles
+        if profile.configuration.world_size == fewest
+    )
+
+
+def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:
+    """Return those that wait notably longer for data, for each sample, than the fewest workers do.
 
     Then all wait for storage that they share.
-
-    Args:
-        profile: Of one configuration.
-        alone_s: Wait for data, seconds per sample of a worker, on the fewest workers.
     """
-    beyond_s = profile.times.data_time_s - alone_s * profile.configuration.local_batch
-    return beyond_s >= DECIDES_FROM * profile.times.step_time_s
+    if not profiles:
+        return []
+    fewest = min(profile.configuration.world_size for profile in profiles)
+    alone_s = wait_per_sample_s(profiles)
+    found = []
+    for profile in profiles:
+        beyond_s = profile.times.data_time_s - alone_s * profile.configuration.local_batch
+        is_notable = beyond_s >= DECIDES_FROM * profile.times.step_time_s
+        if profile.configuration.world_size > fewest and is_notable:
+            found.append(profile)
+    return found
 
 
 def processes_needed(times: StepTimes, loader_workers: int) -> int:
@@ -66,6 +82,18 @@ def cores_needed(profile: Profile) -> float:
 
 def _without_waiting_s(times: StepTimes) -> float:
     return max(times.step_time_s - times.data_time_s, 0.01 * times.step_time_s)
+
+
+def describe_slow_storage(profiles: Sequence[Profile]) -> str:
+    """Return a sentence on the file system and its remedy, where steps wait for it."""
+    worst = max(profiles, key=lambda profile: wait_share(profile.times))
+    samples = worst.configuration.global_batch / worst.times.step_time_s
+    return (
+        f"the file system decides: at {worst.configuration} waiting for data takes "
+        f"{wait_share(worst.times):.0%} of a step, and less on fewer nodes; all together read "
+        f"{format_number(samples, 3)} samples/s there, and more nodes will hardly read more: copy "
+        "the data to disks of the nodes, or pack it into fewer and larger files"
+    )
 
 
 def describe_slow_loader(profile: Profile, loader_workers: int) -> str:

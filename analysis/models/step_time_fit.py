@@ -9,7 +9,7 @@ leave them open:
 - contention between workers of a node: 0 ± 0.05 for each further worker;
 - straggling for each doubling of the workers: 0 ± 0.02 on GPUs, 0 ± 0.05 on CPUs;
 - the collective's shape where no form is given: a share of 0.8 ± 0.3 of a ring on GPUs, 1 ± 0.35 on
-  CPUs, congestion with exponent 0 ± 0.15;
+  CPUs, congestion with exponent 0 ± 0.1;
 - latency: 0 ± 3 % of a typical step for each of its rounds;
 - departures u of batches and v of cluster sizes from the law: 0 ± 15 % where the typical residual
   is 3 %.
@@ -91,7 +91,7 @@ BELIEFS: dict[Backend, Belief] = {
     ),
 }
 CONTENTION_SPREAD = 0.05
-CONGESTION_SPREAD = 0.15
+CONGESTION_SPREAD = 0.1
 # of a typical step
 LATENCY_SPREAD = 0.03
 # networks between nodes, before one was measured: 20 Gbit/s, most of them from 2 to 200 Gbit/s

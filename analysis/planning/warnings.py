@@ -11,7 +11,13 @@ import numpy as np
 from tula_hpc.analysis.costs.interruptions import best_interval_s
 from tula_hpc.analysis.costs.pricing import Usage, between_preemptions_s, bill, expected_preemptions
 from tula_hpc.analysis.models.critical_batch import CriticalBatch
-from tula_hpc.analysis.models.data_loading import describe_slow_loader, loader_decides, wait_share
+from tula_hpc.analysis.models.data_loading import (
+    describe_slow_loader,
+    describe_slow_storage,
+    held_up_by_storage,
+    loader_decides,
+    wait_share,
+)
 from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part
@@ -58,7 +64,9 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
         *_listed(short, SHORT_OF_MEMORY),
         *_listed(other, f"were not run with {plural(workers_per_node, 'worker')} per node"),
     ]
-    if slow:
+    if stored := held_up_by_storage(profiles):
+        found.append(describe_slow_storage(stored))
+    elif slow:
         worst = max(slow, key=lambda profile: wait_share(profile.times))
         found.append(describe_slow_loader(worst, sweep.workload.loader_workers))
     return found

@@ -513,3 +513,79 @@ def test_recorded_steps_of_a_gpu_cluster_are_predicted(scores: dict[str, list[di
 def test_their_intervals_hold_about_as_often_as_they_say(scores: dict[str, list[dict[str, float]]]) -> None:
     assert 0.85 <= mean(scores["corners"], "coverage") <= 0.97
     assert 0.85 <= mean(scores["full"], "coverage") <= 0.97
+
+
+def table(sizes: list[float], batches: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and batches of all pairs."""
+    nodes, batch = np.meshgrid(sizes, batches)
+    return nodes.ravel(), batch.ravel()
+
+
+def test_storage_that_all_share_is_extrapolated_over_the_nodes() -> None:
+    nodes, batch = table([1.0, 2.0, 4.0, 8.0, 16.0], [32.0, 64.0, 128.0])
+    seconds = np.maximum(Truth().step("ring", nodes, batch), 0.0015 * nodes * batch)
+    few = nodes <= 4
+    model = StepTimeModel().fit(nodes[few], batch[few], seconds[few])
+    assert model.parameters_["storage_s"] == pytest.approx(0.0015, rel=0.1)
+    assert error(model, nodes, batch, seconds) < 0.05
+    low, high = model.interval(nodes, batch)
+    assert np.all((low < seconds) & (seconds < high))
+    without = Truth().step("ring", nodes, batch)
+    assert "storage_s" not in StepTimeModel().fit(nodes, batch, without).parameters_
+
+
+@pytest.mark.parametrize("megabytes", [None, 100.0])
+def test_a_network_that_was_not_measured_is_as_uncertain_as_networks_are(megabytes: float | None) -> None:
+    nodes, batch = table([1.0], [16.0, 64.0])
+    gradient_bytes = megabytes and megabytes * 1e6
+    one_node = Truth(sync=0.04).compute(batch) + 0.035
+    model = StepTimeModel().fit(nodes, batch, one_node, 8.0, Truth().compute(batch), gradient_bytes=gradient_bytes)
+    low, high = model.interval([2.0, 8.0], 16.0, 8.0)
+    assert np.all(low > 0.9 * one_node[0])
+    assert np.all(high > 3.0 * model.predict(1.0, 16.0, 8.0))
+    drawn = model.samples([2.0, 8.0], 16.0, 8.0)
+    assert np.all(np.quantile(drawn, 0.95, axis=0) > 2.0 * one_node[0])
+    # a measurement between nodes ends that
+    both = StepTimeModel().fit(
+        np.append(nodes, 2.0), np.append(batch, 16.0), np.append(one_node, one_node[0] + 0.05), 8.0
+    )
+    low, high = both.interval(2.0, 16.0, 8.0)
+    assert float(high / low) < 1.5
+
+
+def broken_tables() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Nodes, batch and seconds of tables that break fits."""
+    nodes, batch = table([float(n) for n in range(1, 17)], [16.0, 32.0, 64.0, 128.0])
+    law = Truth().step("ring", nodes, batch)
+    random = np.random.default_rng(5)
+    outlier = law.copy()
+    outlier[17] *= 30.0
+    once = np.array([random.choice(np.flatnonzero(nodes == n)) for n in np.unique(nodes)])
+    return {
+        "perfect scaling": (nodes, batch, 0.001 * batch),
+        "constant": (nodes, batch, np.full_like(nodes, 0.2)),
+        "one outlier": (nodes, batch, outlier),
+        "two clusters": (nodes, batch, np.where(nodes % 3 == 0, 1.7, 1.0) * law),
+        "two clusters at random": (nodes, batch, np.where(random.random(len(nodes)) < 0.5, 1.8, 1.0) * law),
+        "each size once": (nodes[once], batch[once], law[once]),
+        "one point": (nodes[:1], batch[:1], law[:1]),
+        "grows with everything": (nodes, batch, 0.001 * nodes * batch),
+        "tiny": (nodes, batch, 1e-6 * law),
+    }
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("per_node", [1.0, 8.0])
+@pytest.mark.parametrize("name", broken_tables())
+def test_no_table_breaks_the_fit(name: str, per_node: float) -> None:
+    nodes, batch, seconds = broken_tables()[name]
+    model = StepTimeModel().fit(nodes, batch, seconds, per_node)
+    off = np.abs(np.log(model.predict(nodes, batch, per_node) / seconds))
+    # the outlier itself is not followed
+    assert np.sort(off)[-2 if name == "one outlier" else -1] < np.log(2.0)
+    far = 4.0 * nodes, 2.0 * batch, per_node
+    for found in (model.predict(*far), *model.interval(*far), model.samples(*far, count=20)):
+        assert np.all(np.isfinite(found))
+        assert np.all(found > 0.0)
+    assert np.all(model.predict(*far) < 1e3 * seconds.max())
+    assert np.all(np.isfinite(model.covariance(*far)))
