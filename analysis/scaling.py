@@ -9,10 +9,10 @@ that was profiled and can run the batch:
     node-hours = N · T                  T: the whole training as the plan expects it, with
                                         evaluation, checkpoints, starts and interruptions
 
-Steps are those of the model that is fitted to all measurements; so noise of a single one does not
-count. Intervals hold the truth with 90 % probability: those of times and node-hours are the plan's,
+Steps are those of the model that is fitted to all measurements, so that the noise of a single one
+does not count. Intervals hold the truth with 90 % probability: those of times and node-hours are the plan's,
 those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of which
-predicts both steps, so that what they share cancels.
+predicts both steps, and from the covariance of both: what they share cancels.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ MOST_SIZES = 24
 # models drawn from the fit's uncertainty
 DRAWS = 1000
 SEED = 0
+# standard deviations on each side that hold 90 % of a normal distribution
+NORMAL_90 = 1.645
 SECONDS_PER_HOUR = 3600.0
-UNEVEN = "the batch has no equal share for each worker"
+UNEVEN = "the batch has no equal shares"
 REASONS = {
-    Why.SAMPLES: "the data set has no full batch",
-    Why.OUT_OF_MEMORY: "it does not fit in memory",
-    Why.MEMORY: "it does not fit in memory",
-    Why.FOREVER: "interruptions would leave no time for work",
+    Why.SAMPLES: "the data has no full batch",
+    Why.OUT_OF_MEMORY: "does not fit in memory",
+    Why.MEMORY: "does not fit in memory",
+    Why.FOREVER: "interruptions leave no time for work",
 }
 
 
@@ -138,7 +140,10 @@ class Scaling(NamedTuple):
     profiled_sizes: tuple[int, ...] = ()
     configurations: int = 0
     epochs: int = 0
+    # of the cluster file
     max_nodes: int = 0
+    # measured "nodes" shared one machine
+    emulated: bool = False
 
     @property
     def curves(self) -> tuple[Curve, ...]:
@@ -185,6 +190,7 @@ def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> Scaling:
         configurations=len(profiles),
         epochs=sweep.workload.epochs,
         max_nodes=part.cluster.max_nodes,
+        emulated=any(profile.emulated for profile in profiles),
     )
 
 
@@ -241,16 +247,17 @@ def _grid(
 
 def _why_not(kind: Kind, batch: int, left_out: Mapping[str, Sequence[int]]) -> str:
     which = f"global batch {batch:,}" if kind == "strong" else f"local batch {batch:,}"
-    because = "; ".join(describe_left_out(left_out))
-    return f"no two numbers of nodes can run {which} ({because or 'none was profiled'})"
+    because = describe_left_out(left_out)
+    text = f"no two numbers of nodes, the fewest of them profiled, can run {which}"
+    return f"{text}; left out: {because}" if because else text
 
 
-def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return for example "N = 1: it does not fit in memory", one for each reason."""
+def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> str:
+    """Return for example "N = 1 (does not fit in memory), N = 3 (no equal shares)"."""
     found = []
     for reason, nodes in left_out.items():
-        found.append(f"N = {', '.join(f'{n:,}' for n in nodes)}: {reason}")
-    return found
+        found.append(f"N = {', '.join(f'{n:,}' for n in nodes)} ({reason})")
+    return ", ".join(found)
 
 
 def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
@@ -271,13 +278,21 @@ def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
 
 
 def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array]:
-    """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`."""
+    """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
+
+    Drawn models do not know how far batches and sizes that nobody measured depart from the law; the
+    covariance of the predictions does. The wider of the two counts, at each end.
+    """
+    model = part.models.step_time
     where = (table.nodes, table.local_batch, table.workers_per_node)
-    step_s = part.models.step_time.samples(*where, count=DRAWS, seed=SEED)
-    relative = table.step_time_s / step_s
+    relative = table.step_time_s / model.samples(*where, count=DRAWS, seed=SEED)
     relative /= relative[:, :1]
     low, high = np.quantile(np.clip(relative, 1.0 / WIDEST, WIDEST), [0.05, 0.95], axis=0)
-    return value * np.minimum(low, 1.0), value * np.maximum(high, 1.0)
+    shared = model.covariance(*where)
+    variance = np.diag(shared) + shared[0, 0] - 2.0 * shared[0]
+    width = NORMAL_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
+    factor = np.exp(np.minimum(width, np.log(WIDEST)))
+    return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
 
 
 def _basis(candidate: Candidate, part: Part) -> Basis:

@@ -64,8 +64,9 @@ def caption(curve: Curve, chosen: int | None) -> str:
         sentences.append("Dashed lines and diamonds are extrapolated beyond what was profiled.")
     if chosen in [row.nodes for row in curve.rows]:
         sentences.append("The ring marks the chosen N.")
-    left_out = "; ".join(describe_left_out(curve.left_out))
-    return " ".join([*sentences, f"Left out: {left_out}." if left_out else ""]).rstrip()
+    if left_out := describe_left_out(curve.left_out):
+        sentences.append(f"Left out: {left_out}.")
+    return " ".join(sentences)
 
 
 def numbers(curve: Curve, chosen: int | None) -> Table:
