@@ -46,6 +46,8 @@ Basis = Literal["measured", "predicted", "extrapolated"]
 BEYOND = 4
 # of more, evenly spread ones are shown
 MOST_SIZES = 24
+# in a sentence
+MOST_LISTED = 6
 # models drawn from the fit's uncertainty
 DRAWS = 1000
 SEED = 0
@@ -254,10 +256,15 @@ def _why_not(kind: Kind, batch: int, left_out: Mapping[str, Sequence[int]]) -> s
 
 def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> str:
     """Return for example "N = 1 (does not fit in memory), N = 3 (no equal shares)"."""
-    found = []
-    for reason, nodes in left_out.items():
-        found.append(f"N = {', '.join(f'{n:,}' for n in nodes)} ({reason})")
-    return ", ".join(found)
+    return ", ".join(f"N = {listed_sizes(nodes)} ({why})" for why, nodes in left_out.items())
+
+
+def listed_sizes(nodes: Sequence[int]) -> str:
+    """Return for example "1, 2 and 4"; of many the first ones and the last."""
+    *first, last = (f"{count:,}" for count in nodes)
+    if len(nodes) > MOST_LISTED:
+        return f"{first[0]}, {first[1]}, ..., {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
 from tula_hpc.analysis.run_contents import Interval
-from tula_hpc.analysis.scaling import Basis, Curve, Scaling, describe_left_out
-from tula_hpc.analysis.study_results import listed
+from tula_hpc.analysis.scaling import Basis, Curve, Scaling, describe_left_out, listed_sizes
 from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
 
 # of N, in texts without a column for it
@@ -118,16 +117,16 @@ def _number(value: float) -> str:
 
 def how_made(scaling: Scaling, curve: Curve) -> str:
     """Return a sentence: which sizes were measured, and which predicted."""
-    sizes = listed([f"{nodes:,}" for nodes in scaling.profiled_sizes])
     clauses = []
     for basis, outcome in _OUTCOMES.items():
-        nodes = [f"{row.nodes:,}" for row in curve.rows if row.basis == basis]
+        nodes = [row.nodes for row in curve.rows if row.basis == basis]
         if nodes:
             verb = "is" if len(nodes) == 1 else "are"
-            clauses.append(f"N = {listed(nodes)} {outcome.format(verb)}")
+            clauses.append(f"N = {listed_sizes(nodes)} {outcome.format(verb)}")
     return (
-        f"Step times were measured on {sizes} nodes ({scaling.configurations} configurations of "
-        f"nodes and batch), and a model was fitted to them: {', '.join(clauses)}."
+        f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
+        f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
+        f"them: {', '.join(clauses)}."
     )
 
 
@@ -188,7 +187,7 @@ def latex(scaling: Scaling, curve: Curve) -> str:
     """Return a table that needs no package, with its intervals below, and what the numbers mean."""
     table = scaling_table(curve)
     lines = [
-        r"{\small\setlength{\tabcolsep}{4pt}",
+        r"{\small\setlength{\tabcolsep}{3pt}",
         r"\noindent",
         rf"\begin{{tabular}}{{{'r' * len(table.columns)}}}",
         r"\hline",

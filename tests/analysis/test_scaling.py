@@ -18,7 +18,7 @@ from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Part
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import Interval, read_run
-from tula_hpc.analysis.scaling import Curve, Scaling, part_scaling, scaling_of
+from tula_hpc.analysis.scaling import Curve, Scaling, listed_sizes, part_scaling, scaling_of
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Candidate, Configuration, Measurement
 
@@ -249,6 +249,14 @@ def test_the_chosen_row_is_the_plans(tmp_path: Path) -> None:
         for name in ("step_time_s", "epoch_time_s", "wall_time_s"):
             assert getattr(row.candidate, name) == pytest.approx(getattr(plan.chosen, name))
             assert row.candidate.interval_90[name] == pytest.approx(plan.chosen.interval_90[name])
+
+
+def test_sizes_are_listed_as_in_a_sentence() -> None:
+    assert [listed_sizes(nodes) for nodes in ([2], [1, 2, 4], list(range(5, 17)))] == [
+        "2",
+        "1, 2 and 4",
+        "5, 6, ..., 16",
+    ]
 
 
 def test_the_reason_is_said_where_nothing_can_be(tmp_path: Path) -> None:

@@ -49,14 +49,14 @@ def _outdo(curve: Curve, row: ScalingRow, *, would: bool = False) -> str:
 def caption(curve: Curve, chosen: int | None) -> str:
     """Return what is shown, and how to read it."""
     base = curve.base.nodes
-    shares = f"the global batch of {curve.batch:,} samples is split over N nodes"
+    shares = f"The global batch of {curve.batch:,} samples is split over N nodes."
     if curve.kind == "weak":
-        shares = f"each worker on N nodes has {plural(curve.batch, 'sample')} per step"
+        shares = f"Each worker has {plural(curve.batch, 'sample')} per step on any N."
+    perfect = "N" if base == 1 else f"N / {base}"
     sentences = [
-        f"Where {shares}. Speed-up is in samples per second, over N = {base}, the smallest "
-        "profiled N that can run the batch; efficiency is speed-up over N / "
-        f"{base}; node-hours are those of the whole training as it is expected. The dotted line is "
-        "perfect scaling.",
+        f"{shares} Speed-up is in samples per second, over N = {base}, the smallest profiled N "
+        f"that can run the batch; efficiency is speed-up over {perfect}; node-hours are those of "
+        "the whole training as it is expected. The dotted line is perfect scaling.",
         "Lines and hollow circles are predicted within the profiled range, filled circles "
         "measured; the bands are 90 % intervals.",
     ]

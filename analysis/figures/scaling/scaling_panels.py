@@ -168,7 +168,9 @@ def _keys(curve: Curve) -> list[style.Key]:
     keys = []
     if "measured" in found:
         keys.append(style.Key("measured", marker="o", colour=COLOUR))
-    keys.append(PREDICTED._replace(line="-"))
+    # a whole training is never measured
+    if {"measured", "predicted"} & found:
+        keys.append(PREDICTED._replace(line="-"))
     if "extrapolated" in found:
         keys.append(EXTRAPOLATED)
     keys.append(style.Key("90 % interval", line="-", band=True, colour=COLOUR))
