@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
-from tula_hpc.analysis.report.scaling_text import scaling_files, scaling_sections
+from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
@@ -69,7 +69,7 @@ def write_report(run: RunDirectory) -> list[Path]:
         files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
     files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings)
-    return replace_files(run.report, FIGURES, files)
+    return replace_files(run.report, {*FIGURES, *STEMS}, files)
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
