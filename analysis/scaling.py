@@ -136,7 +136,7 @@ class Scaling(NamedTuple):
 
     strong: Curve
     weak: Curve
-    # of the run
+    # of the run, and of its partition
     name: str = ""
     # ascending
     profiled_sizes: tuple[int, ...] = ()
@@ -173,8 +173,8 @@ def scaling_of(run: RunContents) -> Scaling:
     part = next((part for part in fitted.parts if part.name in names), None)
     if part is None:
         return no_scaling(f"partition {chosen.partition} of the plan has too few measurements")
-    found = part_scaling(part, run.sweep, chosen)
-    return found._replace(name=run.name)
+    where = f" on partition {chosen.partition}" if chosen.partition else ""
+    return part_scaling(part, run.sweep, chosen)._replace(name=f"{run.name}{where}")
 
 
 def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> Scaling:

@@ -251,6 +251,18 @@ def test_the_chosen_row_is_the_plans(tmp_path: Path) -> None:
             assert row.candidate.interval_90[name] == pytest.approx(plan.chosen.interval_90[name])
 
 
+def test_of_several_partitions_the_chosen_one_is_named(tmp_path: Path) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage="plan"))
+    assert contents.plan is not None
+    names = {"partition": "a"}, {"partition": "b"}
+    rows = [row.model_copy(update=name) for row in contents.measurements for name in names]
+    plan = contents.plan.model_copy(update={"chosen": contents.plan.chosen.model_copy(update=names[0])})
+    both = contents._replace(cluster=cluster(partitions=names), measurements=rows, plan=plan)
+    assert scaling_of(both).name == scaling_of(both.of_chosen_partition()).name == f"{contents.name} on partition a"
+    alone = [row for row in rows if row.partition == "b"]
+    assert "partition a" in scaling_of(both._replace(measurements=alone)).strong.why
+
+
 def test_sizes_are_listed_as_in_a_sentence() -> None:
     assert [listed_sizes(nodes) for nodes in ([2], [1, 2, 4], list(range(5, 17)))] == [
         "2",
