@@ -11,6 +11,10 @@ from tula_hpc.analysis.figures.gradients import (
     draw_variability,
 )
 from tula_hpc.analysis.figures.memory import draw_memory
+from tula_hpc.analysis.figures.scaling.scaling_panels import (
+    draw_strong_scaling,
+    draw_weak_scaling,
+)
 from tula_hpc.analysis.figures.step_time import (
     draw_computation,
     draw_prediction_error,
@@ -27,6 +31,7 @@ from tula_hpc.analysis.figures.study import (
 from tula_hpc.analysis.figures.time_and_cost import draw_cost, draw_epoch_time, draw_pareto
 from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
 from tula_hpc.analysis.run_contents import RunContents
+from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
 # by the stem of their files
@@ -34,6 +39,8 @@ FIGURES = {
     "epoch_time": draw_epoch_time,
     "cost": draw_cost,
     "pareto": draw_pareto,
+    "strong_scaling": draw_strong_scaling,
+    "weak_scaling": draw_weak_scaling,
     "memory": draw_memory,
     "step_breakdown": draw_step_breakdown,
     "computation": draw_computation,
@@ -53,14 +60,24 @@ STUDY_FIGURES = {
     "study_scale_elements": draw_study_scale_elements,
 }
 # the nodes of another partition would change these
-OF_NODES = ("epoch_time", "cost", "memory", "step_breakdown", "computation", "prediction_error")
+OF_NODES = (
+    "epoch_time",
+    "cost",
+    "strong_scaling",
+    "weak_scaling",
+    "memory",
+    "step_breakdown",
+    "computation",
+    "prediction_error",
+)
 
 
 class Figures(NamedTuple):
-    """Figures that could be drawn, and those that lack data."""
+    """Figures that could be drawn, those that lack data, and the scaling that two of them show."""
 
     drawings: list[Drawing]
     missing: list[Missing]
+    scaling: Scaling | None = None
 
     def add(self, result: Drawing | Missing) -> None:
         """File a result; an optional figure without data is not mentioned."""
@@ -78,14 +95,25 @@ def draw_all(run: RunContents) -> Figures:
     run = run.in_figures()
     chosen_only = run.of_chosen_partition()
     partition = run.plan.chosen.partition if run.plan else ""
-    figures = Figures([], [])
+    figures = Figures([], [], _scaling(chosen_only))
     for name, draw in FIGURES.items():
-        result = attempt(name, draw, run if draw is draw_pareto else chosen_only)
+        if draw in (draw_strong_scaling, draw_weak_scaling):
+            # its models are fitted once
+            result = attempt(name, draw, chosen_only, figures.scaling)
+        else:
+            result = attempt(name, draw, run if draw is draw_pareto else chosen_only)
         if partition and name in OF_NODES and isinstance(result, Drawing):
             shown = f"Shown is partition {partition}, the chosen one."
             result = result._replace(caption=f"{shown} {result.caption}")
         figures.add(result)
     return figures
+
+
+def _scaling(run: RunContents) -> Scaling:
+    try:
+        return scaling_of(run)
+    except Exception as error:  # noqa: BLE001 - all else of the report is worth having
+        return no_scaling(f"it could not be predicted, {type(error).__name__}: {error}")
 
 
 def draw_study(contents: StudyContents, table: StudyTable) -> Figures:

@@ -29,7 +29,7 @@ TITLE_LINE_IN = 0.2
 EDGE_IN = 0.09
 # quantities that span more than this factor get a logarithmic axis
 LOG_RATIO = 4
-# width of a letter below a tick, as a share of the panel
+# width of a letter below a tick, as a share of a panel as wide as the figure
 TICK_LETTER_SHARE = 0.0136
 # of an axis, left free where marks lie on zero
 BELOW_ZERO = 0.05
@@ -157,14 +157,15 @@ def _title_lines(title: str) -> list[str]:
 
 
 def new_figure(
-    title: str, body_in: float, ratios: Sequence[float] = (1,)
+    title: str, body_in: float, ratios: Sequence[float] = (1,), columns: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title, and panels one below the other that share the x axis.
+    """Return a figure with a title, and panels that share the x axis, row by row.
 
     Args:
         title: The finding.
-        body_in: Height of all panels together, inches.
-        ratios: Heights of the panels, relative.
+        body_in: Height of all rows together, inches.
+        ratios: Heights of the rows, relative.
+        columns: Panels in a row.
     """
     height = body_in + title_band_in(title)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / height), h_pad=0.06, w_pad=EDGE_IN)
@@ -178,8 +179,8 @@ def new_figure(
     label.set_gid("title")
     label.set_in_layout(False)
     heights = {"height_ratios": list(ratios)}
-    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw=heights)
-    panels = list(grid[:, 0])
+    grid = figure.subplots(len(ratios), columns, sharex=True, squeeze=False, gridspec_kw=heights)
+    panels = list(grid.flat)
     for axes in panels:
         axes.set_facecolor("none")
         axes.grid(axis="y")
@@ -231,12 +232,14 @@ def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) ->
     """Select, from the right, ticks with a letter's width at least between their names."""
     to_axis = axes.xaxis.get_transform().transform
     left, right = to_axis(axes.get_xlim())
+    grid = axes.get_gridspec()
+    letter = TICK_LETTER_SHARE * (grid.ncols if grid else 1)
     kept: list[float] = []
     end = math.inf
     for tick in reversed(ticks):
-        half = TICK_LETTER_SHARE * len(write(tick)) / 2
+        half = letter * len(write(tick)) / 2
         centre = float((to_axis([tick])[0] - left) / (right - left))
-        if centre + half + TICK_LETTER_SHARE <= end:
+        if centre + half + letter <= end:
             kept.append(tick)
             end = centre - half
     return kept[::-1]

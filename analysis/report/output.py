@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.figures.drawing import Drawing
 
 
-SUFFIXES = ("svg", "png", "csv")
+# a figure's own files, and those that have its numbers as a table
+SUFFIXES = ("svg", "png", "csv", "txt", "tex")
 
 
 def figure_files(drawings: Sequence[Drawing], svgs: Sequence[str]) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
+from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
@@ -39,6 +40,8 @@ TEMPLATE = "report_template.html"
 def write_report(run: RunDirectory) -> list[Path]:
     """Write RUN/report: report.html, report.pdf, and each figure as SVG, PNG and CSV.
 
+    Both tables of scaling are written as plain text and as LaTeX, too.
+
     Figures without data yet are left out, and the report names them. Every file is replaced as a
     whole.
 
@@ -62,9 +65,11 @@ def write_report(run: RunDirectory) -> list[Path]:
     page["summary"] = summary_table(summary)
     files: dict[str, bytes] = {"report.html": render_page(TEMPLATE, page).encode()}
     files |= figure_files(drawn.drawings, svgs)
+    if drawn.scaling:
+        files |= scaling_files(drawn.scaling)
     # last: it changes the layout of the figures
     files["report.pdf"] = render_pdf(_title_page(page, summary), drawn.drawings)
-    return replace_files(run.report, FIGURES, files)
+    return replace_files(run.report, {*FIGURES, *STEMS}, files)
 
 
 def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[str, Any]:
@@ -74,6 +79,7 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "answer": answer(contents),
         "about_plan": about_plan(contents),
         "warnings": warnings(contents),
+        "scaling": scaling_sections(drawn.scaling) if drawn.scaling else [],
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
         "failed": sum(item.status != "ok" for item in contents.measurements),

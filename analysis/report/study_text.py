@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from tula_hpc.analysis.planning.warnings import SCALED_NOTHING
-from tula_hpc.analysis.report.tables import TextTable
+from tula_hpc.analysis.report.tables import TextTable, latex_escaped
 from tula_hpc.analysis.run_contents import is_guess, learned_nothing
 from tula_hpc.analysis.study_results import (
     Entry,
@@ -299,7 +299,7 @@ def latex(table: StudyTable) -> str:
 
 def _latex_rows(table: StudyTable, name: str) -> Iterator[str]:
     entries = table.line(name)
-    yield " & ".join([_escaped(name), *map(_latex_cell, entries)]) + r" \\"
+    yield " & ".join([latex_escaped(name), *map(_latex_cell, entries)]) + r" \\"
     if any(entry.train for entry in entries):
         numbers = [rf"\footnotesize {_latex_number(entry.train)}" for entry in entries]
         yield " & ".join(["", *numbers]) + r" \\"
@@ -309,7 +309,7 @@ def _latex_reference(table: StudyTable) -> Iterator[str]:
     small = table.reference
     if small is not None:
         text = f"{_latex_number(small.test)} (train {_latex_number(small.train)})"
-        label = f"{_escaped(small.column)}, $B = {small.batch}$"
+        label = f"{latex_escaped(small.column)}, $B = {small.batch}$"
         yield rf"{label} & \multicolumn{{{len(table.batches)}}}{{l}}{{{text}}} \\"
         yield r"\midrule"
 
@@ -331,7 +331,3 @@ def _latex_number(value: Spread | None) -> str:
         return "--"
     deviation = "" if value.deviation is None else rf"\,$\pm$\,{100 * value.deviation:.1f}"
     return f"{100 * value.mean:.1f}{deviation}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("_", r"\_")

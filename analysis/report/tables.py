@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -181,6 +182,25 @@ def summary_table(rows: Sequence[SummaryRow]) -> TextTable:
     elif any(row.test_loss is not None for row in rows):
         columns = (*columns, "test loss")
     return TextTable(columns, [summary_cells(row)[: len(columns)] for row in rows])
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    **{letter: f"\\{letter}" for letter in "{}$&#_%"},
+}
+
+
+def latex_escaped(text: str) -> str:
+    """Return a text for LaTeX with any font: without accents, what is not ASCII as "?"."""
+    plain = unicodedata.normalize("NFKD", text.replace("–", "--"))
+    kept = [letter for letter in plain if not unicodedata.combining(letter)]
+    ascii_only = "".join(kept).encode("ascii", "replace").decode()
+    return "".join(_LATEX.get(letter, letter) for letter in ascii_only)
 
 
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:

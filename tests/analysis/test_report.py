@@ -123,8 +123,9 @@ def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     figures = {f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png", "csv")}
+    tables = {f"{kind}_scaling.{suffix}" for kind in ("strong", "weak") for suffix in ("txt", "tex")}
     names = {path.name for path in finished.run.report.iterdir()}
-    assert names == figures | {"report.html", "report.pdf"}
+    assert names == figures | tables | {"report.html", "report.pdf"}
     assert {path.name for path in finished.paths} == names
     assert finished.paths[0] == finished.run.report / "report.html"
 

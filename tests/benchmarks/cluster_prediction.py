@@ -50,7 +50,7 @@ from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.records import Configuration, Measurement, RunDirectory, is_usable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ def read(run: Path) -> Searched:
     directory = RunDirectory(run)
     measured = directory.measurements().records
     cost = profiling_cost(measured, directory.job_notes())
-    sweep, cluster = load_sweep(directory.sweep_file), load_cluster(directory.cluster_file)
+    sweep, cluster = load_frozen_sweep(directory.sweep_file), load_cluster(directory.cluster_file)
     return Searched(sweep, cluster, measured, cost.node_seconds, cost.jobs)
 
 

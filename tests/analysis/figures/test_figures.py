@@ -684,7 +684,10 @@ def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
 @pytest.mark.parametrize(
     ("stage", "missing"),
     [
-        ("profile", {"cost", "pareto", "prediction_error", "training", "sensitivity"}),
+        (
+            "profile",
+            {"cost", "pareto", "strong_scaling", "weak_scaling", "prediction_error", "training", "sensitivity"},
+        ),
         ("plan", {"training", "sensitivity"}),
     ],
 )

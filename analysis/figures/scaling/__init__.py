@@ -1,0 +1,1 @@
+"""Draw strong and weak scaling."""

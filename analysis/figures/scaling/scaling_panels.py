@@ -1,0 +1,177 @@
+"""Strong and weak scaling over the number of nodes: time, speed-up, efficiency and node-hours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tula_hpc.analysis.figures import style
+from tula_hpc.analysis.figures.drawing import Drawing, Missing
+from tula_hpc.analysis.figures.scaling.scaling_findings import caption, finding, numbers
+from tula_hpc.analysis.run_contents import Interval, RunContents
+from tula_hpc.analysis.scaling import Curve, Scaling, ScalingRow, scaling_of
+
+COLOUR = style.SIZES[0].light
+# marks by what a row rests on: filled, hollow, and another shape beyond what was measured
+PREDICTED = style.Key("predicted", marker="o", hollow=True, colour=COLOUR)
+EXTRAPOLATED = style.Key("extrapolated", marker="D", line="--", hollow=True, colour=COLOUR)
+# ends of wider intervals lie outside the panel
+MOST_WIDTH = 2.5
+
+
+class Quantity(NamedTuple):
+    """The y axis of one panel."""
+
+    label: str
+    value: Callable[[ScalingRow], Interval]
+    # by measured steps, where there are any
+    measured: Callable[[ScalingRow], float | None]
+    # of perfect scaling, at the given number of nodes
+    ideal: Callable[[int], float] | None = None
+    durations: bool = False
+    share: bool = False
+
+
+def draw_strong_scaling(run: RunContents, scaling: Scaling | None = None) -> Drawing | Missing:
+    """Draw how one global batch scales over the nodes; `scaling` is that of the run, if known."""
+    return _draw((scaling or scaling_of(run)).strong, run)
+
+
+def draw_weak_scaling(run: RunContents, scaling: Scaling | None = None) -> Drawing | Missing:
+    """Draw how one local batch scales over the nodes; `scaling` is that of the run, if known."""
+    return _draw((scaling or scaling_of(run)).weak, run)
+
+
+def _draw(curve: Curve, run: RunContents) -> Drawing | Missing:
+    name = f"{curve.kind}_scaling"
+    if curve.why:
+        return Missing(name, f"{curve.kind} scaling", curve.why)
+    title = finding(curve)
+    sizes = [row.nodes for row in curve.rows]
+    chosen = run.plan.chosen.nodes if run.plan else None
+    with style.styled():
+        figure, panels = style.new_figure(title, 4.7, ratios=(1, 1), columns=2)
+        for place, (axes, quantity) in enumerate(zip(panels, _quantities(curve), strict=True)):
+            style.batch_axis(axes, sizes, "number of nodes N" if place > 1 else "")
+            _value_axis(axes, curve, quantity)
+            _draw_panel(axes, curve, quantity)
+            ringed = [row for row in curve.rows if row.nodes == chosen]
+            _draw_marks(axes, ringed, quantity)
+        _explain(panels[0], curve)
+    return Drawing(name, title, caption(curve, chosen), figure, numbers(curve, chosen))
+
+
+def _quantities(curve: Curve) -> tuple[Quantity, ...]:
+    base = curve.base.nodes
+    time = Quantity(
+        "time of an epoch",
+        lambda row: row.epoch_s,
+        lambda row: row.measured_epoch_s,
+        durations=True,
+    )
+    if curve.kind == "weak":
+        time = time._replace(
+            label="time of a step",
+            value=lambda row: row.step_s,
+            measured=lambda row: row.measured_step_s,
+        )
+    return (
+        time,
+        Quantity(
+            f"speed-up over N = {base}",
+            lambda row: row.speed_up,
+            curve.measured_speed_up,
+            lambda nodes: nodes / base,
+        ),
+        Quantity(
+            "efficiency",
+            lambda row: row.efficiency,
+            lambda row: _measured_efficiency(curve, row),
+            lambda _: 1.0,
+            share=True,
+        ),
+        Quantity("node-hours of the training", lambda row: row.node_hours, lambda _: None),
+    )
+
+
+def _measured_efficiency(curve: Curve, row: ScalingRow) -> float | None:
+    speed_up = curve.measured_speed_up(row)
+    return None if speed_up is None else speed_up * curve.base.nodes / row.nodes
+
+
+def _value_axis(axes: Axes, curve: Curve, quantity: Quantity) -> None:
+    values = []
+    for row in curve.rows:
+        value, low, high = quantity.value(row)
+        values += [value, max(low, value / MOST_WIDTH), min(high, value * MOST_WIDTH)]
+        values += [quantity.measured(row) or value]
+        if quantity.ideal is not None:
+            values.append(quantity.ideal(row.nodes))
+    if not quantity.share:
+        style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
+        return
+    axes.set_ylim(0.0, 1.08 * max(1.0, *values))
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+    axes.set_ylabel(quantity.label)
+
+
+def _draw_panel(axes: Axes, curve: Curve, quantity: Quantity) -> None:
+    sizes = [row.nodes for row in curve.rows]
+    if quantity.ideal is not None:
+        ideal = [quantity.ideal(nodes) for nodes in sizes]
+        axes.plot(sizes, ideal, ":", color=style.MUTED.light, linewidth=1.3, zorder=1)
+    lows = [quantity.value(row).low for row in curve.rows]
+    highs = [quantity.value(row).high for row in curve.rows]
+    axes.fill_between(sizes, lows, highs, color=COLOUR, alpha=0.16, linewidth=0)
+    for first, second in pairwise(curve.rows):
+        ends = [(row.nodes, quantity.value(row).value) for row in (first, second)]
+        beyond = "extrapolated" in (first.basis, second.basis)
+        axes.plot(*zip(*ends, strict=True), "--" if beyond else "-", color=COLOUR, zorder=3)
+    for row in curve.rows:
+        _draw_row(axes, row, quantity)
+
+
+def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
+    value = quantity.value(row).value
+    key = EXTRAPOLATED if row.basis == "extrapolated" else PREDICTED
+    measured = quantity.measured(row)
+    if measured is not None:
+        # the prediction is the line that passes by
+        value, key = measured, PREDICTED._replace(hollow=False)
+    (mark,) = axes.plot([row.nodes], [value], key.marker, color=COLOUR, zorder=4)
+    mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
+
+
+def _draw_marks(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> None:
+    for row in rows:
+        point = [row.nodes], [quantity.value(row).value]
+        (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)
+        ring.set(markersize=12, markeredgewidth=1.4)
+
+
+def _explain(axes: Axes, curve: Curve) -> None:
+    """Write the legend above the first panel, whose width it must not change."""
+    style.legend(axes, _keys(curve), columns=6, left=-0.2)
+    if legend := axes.get_legend():
+        legend.set_in_layout(False)
+    # keeps the legend's height free
+    axes.set_title(" ")
+
+
+def _keys(curve: Curve) -> list[style.Key]:
+    found = {row.basis for row in curve.rows}
+    keys = []
+    if "measured" in found:
+        keys.append(style.Key("measured", marker="o", colour=COLOUR))
+    # a whole training is never measured
+    if {"measured", "predicted"} & found:
+        keys.append(PREDICTED._replace(line="-"))
+    if "extrapolated" in found:
+        keys.append(EXTRAPOLATED)
+    keys.append(style.Key("90 % interval", line="-", band=True, colour=COLOUR))
+    return [*keys, style.Key("perfect scaling", line=":")]

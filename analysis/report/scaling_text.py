@@ -1,0 +1,218 @@
+"""Tables of strong and weak scaling: for the page, as plain text, and as LaTeX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tula_hpc.analysis.report.tables import TextTable, latex_escaped
+from tula_hpc.analysis.run_contents import Interval
+from tula_hpc.analysis.scaling import Basis, Curve, Scaling, describe_left_out, listed_sizes
+from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
+
+# of N, in texts without a column for it
+EXTRAPOLATED_MARK = "*"
+# of the files, without their suffix; also of the figures
+STEMS = ("strong_scaling", "weak_scaling")
+# blanks between two columns of plain text
+GAP = "  "
+
+
+class Unit(NamedTuple):
+    """Unit of a column of times."""
+
+    name: str
+    seconds: float
+
+
+UNITS = (Unit("ms", 1e-3), Unit("s", 1.0), Unit("min", MINUTE_S), Unit("h", HOUR_S))
+
+
+class ScalingSection(NamedTuple):
+    """One kind of scaling as the page has it."""
+
+    heading: str
+    # of the figure and the files
+    name: str
+    table: TextTable
+    text: str
+
+
+def scaling_sections(scaling: Scaling) -> list[ScalingSection]:
+    """Return what the page shows of each kind of scaling that could be predicted."""
+    sections = []
+    for curve in scaling.curves:
+        text = " ".join([how_made(scaling, curve), *_definitions(scaling, curve)])
+        table = scaling_table(curve)
+        rows = []
+        for row, (nodes, *others) in zip(curve.rows, table.rows, strict=True):
+            rows.append((f"{nodes}\n{row.basis}", *others))
+        heading = f"{curve.kind} scaling".capitalize()
+        sections.append(ScalingSection(heading, _stem(curve), table._replace(rows=rows), text))
+    return sections
+
+
+def scaling_files(scaling: Scaling) -> dict[str, bytes]:
+    """Return each kind of scaling as plain text and as LaTeX, by file name."""
+    files = {}
+    for curve in scaling.curves:
+        stem = _stem(curve)
+        files[f"{stem}.txt"] = printable(plain_text(scaling, curve)).encode()
+        files[f"{stem}.tex"] = printable(latex(scaling, curve)).encode()
+    return files
+
+
+def _stem(curve: Curve) -> str:
+    return next(stem for stem in STEMS if stem.startswith(curve.kind))
+
+
+def scaling_table(curve: Curve) -> TextTable:
+    """Return the rows, with each interval in the second line of its cell."""
+    strong = curve.kind == "strong"
+    times = [row.epoch_s if strong else row.step_s for row in curve.rows]
+    unit = _unit(times)
+    columns = (
+        "nodes",
+        "local batch" if strong else "global batch",
+        f"{'epoch' if strong else 'step'}, {unit.name}",
+        f"measured, {unit.name}",
+        "speed-up",
+        "efficiency, %",
+        "node-hours",
+    )
+    rows: list[tuple[str, ...]] = []
+    for row, time in zip(curve.rows, times, strict=True):
+        measured_s = row.measured_epoch_s if strong else row.measured_step_s
+        batch = row.candidate.local_batch if strong else row.candidate.global_batch
+        cells = (
+            _cell(time.times(1.0 / unit.seconds)),
+            UNKNOWN if measured_s is None else _number(measured_s / unit.seconds),
+            _cell(row.speed_up),
+            _cell(row.efficiency.times(100.0)),
+            _cell(row.node_hours),
+        )
+        mark = EXTRAPOLATED_MARK if row.basis == "extrapolated" else ""
+        rows.append((f"{row.nodes:,}{mark}", f"{batch:,}", *cells))
+    return TextTable(columns, rows)
+
+
+def _unit(times: Sequence[Interval]) -> Unit:
+    """Return the largest unit of which the shortest time has one at least."""
+    shortest = min(time.value for time in times)
+    return [UNITS[0], *(unit for unit in UNITS if unit.seconds <= shortest)][-1]
+
+
+def _cell(interval: Interval) -> str:
+    value, low, high = map(_number, interval)
+    return value if interval.low == interval.high else f"{value}\n{low} – {high}"
+
+
+def _number(value: float) -> str:
+    """Return three significant digits, final zeros among them."""
+    if not 1e-3 <= value < 1e9:
+        return format_number(value, 3)
+    decimals = max(0, 2 - math.floor(math.log10(value)))
+    return f"{value:,.{decimals}f}"
+
+
+def how_made(scaling: Scaling, curve: Curve) -> str:
+    """Return a sentence: which sizes were measured, and which predicted."""
+    clauses = []
+    for basis, outcome in _OUTCOMES.items():
+        nodes = [row.nodes for row in curve.rows if row.basis == basis]
+        if nodes:
+            verb = "is" if len(nodes) == 1 else "are"
+            clauses.append(f"N = {listed_sizes(nodes)} {outcome.format(verb)}")
+    return (
+        f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
+        f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
+        f"them: {', '.join(clauses)}."
+    )
+
+
+_OUTCOMES: dict[Basis, str] = {
+    "measured": "{} among the measured ones",
+    "predicted": "{} predicted within the measured range",
+    "extrapolated": f"({EXTRAPOLATED_MARK}) {{}} extrapolated beyond the measured range",
+}
+
+
+def _definitions(scaling: Scaling, curve: Curve) -> Iterator[str]:
+    base = curve.base.nodes
+    yield (
+        f"Speed-up (of samples per second) and efficiency are relative to N = {base:,}, the "
+        "smallest measured number of nodes that can run the batch."
+    )
+    yield (
+        f"Node-hours are those of the whole training ({plural(scaling.epochs, 'epoch')}) with "
+        "evaluation, checkpoints, starts and interruptions as they are expected. "
+        'All numbers but those under "measured" are the model\'s; ranges are 90 % intervals.'
+    )
+    if scaling.emulated:
+        yield "The nodes shared one machine when they were measured; real nodes will differ."
+    if curve.rows[-1].nodes > scaling.max_nodes:
+        yield f"The cluster file allows jobs of {plural(scaling.max_nodes, 'node')} at most."
+    if left_out := describe_left_out(curve.left_out):
+        yield f"Left out: {left_out}."
+
+
+def _subject(scaling: Scaling, curve: Curve) -> str:
+    if curve.kind == "strong":
+        return f"Strong scaling of {scaling.name}: one global batch of {curve.batch:,} samples."
+    samples = plural(curve.batch, "sample")
+    return f"Weak scaling of {scaling.name}: {samples} per worker and step."
+
+
+def plain_text(scaling: Scaling, curve: Curve) -> str:
+    """Return the table in columns of one width, with a heading and what the numbers mean."""
+    table = scaling_table(curve)
+    rows = [table.columns]
+    rows += [tuple(map(_on_one_line, row)) for row in table.rows]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(GAP.join(cells))
+    sentences = [how_made(scaling, curve), *_definitions(scaling, curve)]
+    return "\n".join([_subject(scaling, curve), "", *lines, "", *sentences]) + "\n"
+
+
+def _on_one_line(cell: str) -> str:
+    value, _, ends = cell.partition("\n")
+    text = f"{value} ({ends.replace(' – ', '-')})" if ends else value
+    return text.replace(UNKNOWN, "-")
+
+
+def latex(scaling: Scaling, curve: Curve) -> str:
+    """Return a table that needs no package, with its intervals below, and what the numbers mean."""
+    table = scaling_table(curve)
+    lines = [
+        r"{\small\setlength{\tabcolsep}{3pt}",
+        r"\noindent",
+        rf"\begin{{tabular}}{{{'r' * len(table.columns)}}}",
+        r"\hline",
+        rf"{' & '.join(map(_latex_small, table.columns))} \\",
+        r"\hline",
+    ]
+    for row in table.rows:
+        lines += _latex_lines(row)
+    sentences = [_subject(scaling, curve), how_made(scaling, curve)]
+    sentences += _definitions(scaling, curve)
+    lines += [r"\hline", r"\end{tabular}", "", r"\noindent", *map(latex_escaped, sentences)]
+    return "\n".join([*lines, r"\par}"]) + "\n"
+
+
+def _latex_lines(row: Sequence[str]) -> Iterator[str]:
+    values, ranges = [], []
+    for cell in row:
+        value, _, ends = cell.partition("\n")
+        values.append(latex_escaped(value))
+        ranges.append(_latex_small(ends.replace(" – ", "–")))
+    yield rf"{' & '.join(values)} \\"
+    if any(ranges):
+        yield rf"{' & '.join(ranges)} \\"
+
+
+def _latex_small(text: str) -> str:
+    return rf"\footnotesize {latex_escaped(text)}" if text else ""

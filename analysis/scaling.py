@@ -1,0 +1,314 @@
+"""Will it scale? Strong and weak scaling over the number of nodes N, measured and predicted.
+
+Strong scaling splits one global batch B, the plan's, over ever more nodes; weak scaling gives every
+worker one local batch b, the plan's. With t the seconds of a step, and N₀ the least number of nodes
+that was profiled and can run the batch:
+
+    speed-up   = (B / t) / (B₀ / t₀)    samples per second, against those on N₀ nodes
+    efficiency = speed-up / (N / N₀)
+    node-hours = N · T                  T: the whole training as the plan expects it, with
+                                        evaluation, checkpoints, starts and interruptions
+
+Steps are those of the model that is fitted to all measurements, so that the noise of a single one
+does not count. Intervals hold the truth with 90 % probability: those of times and node-hours are the plan's,
+those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of which
+predicts both steps, and from the covariance of both: what they share cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tula_hpc.analysis.planning.candidates import (
+    FEASIBLE,
+    WIDEST,
+    Array,
+    CandidateTable,
+    Grid,
+    Part,
+    Why,
+    as_records,
+    predict,
+)
+from tula_hpc.analysis.planning.partitions import fit_parts
+from tula_hpc.analysis.run_contents import Interval, RunContents, evenly, predicted
+from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
+from tula_hpc.errors import InputError, NotEnoughDataError
+from tula_hpc.records import Candidate
+
+Kind = Literal["strong", "weak"]
+Basis = Literal["measured", "predicted", "extrapolated"]
+
+# predictions go up to so many times the largest profiled number of nodes
+BEYOND = 4
+# of more, evenly spread ones are shown
+MOST_SIZES = 24
+# in a sentence
+MOST_LISTED = 6
+# models drawn from the fit's uncertainty
+DRAWS = 1000
+SEED = 0
+# standard deviations on each side that hold 90 % of a normal distribution
+NORMAL_90 = 1.645
+SECONDS_PER_HOUR = 3600.0
+UNEVEN = "the batch has no equal shares"
+REASONS = {
+    Why.SAMPLES: "the data has no full batch",
+    Why.OUT_OF_MEMORY: "does not fit in memory",
+    Why.MEMORY: "does not fit in memory",
+    Why.FOREVER: "interruptions leave no time for work",
+}
+
+
+class ScalingRow(NamedTuple):
+    """One number of nodes, predicted, and measured where it was."""
+
+    candidate: Candidate
+    basis: Basis
+    speed_up: Interval
+    efficiency: Interval
+    # by its own profiles
+    measured_step_s: float | None
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes, N."""
+        return self.candidate.nodes
+
+    @property
+    def step_s(self) -> Interval:
+        """Seconds of a step."""
+        return predicted(self.candidate, "step_time_s")
+
+    @property
+    def epoch_s(self) -> Interval:
+        """Seconds of an epoch."""
+        return predicted(self.candidate, "epoch_time_s")
+
+    @property
+    def training_s(self) -> Interval:
+        """Seconds of the whole training, as expected."""
+        return predicted(self.candidate, "wall_time_s")
+
+    @property
+    def node_hours(self) -> Interval:
+        """Node-hours of the whole training."""
+        return self.training_s.times(self.nodes / SECONDS_PER_HOUR)
+
+    @property
+    def measured_epoch_s(self) -> float | None:
+        """Seconds of an epoch of measured steps."""
+        if self.measured_step_s is None:
+            return None
+        return self.candidate.epoch_time_s * self.measured_step_s / self.candidate.step_time_s
+
+
+class Curve(NamedTuple):
+    """Scaling of one batch over the number of nodes."""
+
+    kind: Kind
+    # strong: B of every row; weak: b of every row
+    batch: int
+    # ascending, the first is that of N₀; at least two, unless `why` says why there are none
+    rows: list[ScalingRow]
+    why: str = ""
+    # numbers of nodes that cannot run the batch, by reason
+    left_out: Mapping[str, Sequence[int]] = {}
+
+    @property
+    def base(self) -> ScalingRow:
+        """Row of N₀, to which the others are compared."""
+        return self.rows[0]
+
+    def measured_speed_up(self, row: ScalingRow) -> float | None:
+        """Return the speed-up of measured steps; None unless both were measured."""
+        if row.measured_step_s is None or self.base.measured_step_s is None:
+            return None
+        batches = row.candidate.global_batch / self.base.candidate.global_batch
+        return batches * self.base.measured_step_s / row.measured_step_s
+
+
+class Scaling(NamedTuple):
+    """Both kinds of scaling of a run, and what they come from."""
+
+    strong: Curve
+    weak: Curve
+    # of the run, and of its partition
+    name: str = ""
+    # ascending
+    profiled_sizes: tuple[int, ...] = ()
+    configurations: int = 0
+    epochs: int = 0
+    # of the cluster file
+    max_nodes: int = 0
+    # measured "nodes" shared one machine
+    emulated: bool = False
+
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        """Those that have rows."""
+        return tuple(curve for curve in (self.strong, self.weak) if not curve.why)
+
+
+def no_scaling(why: str) -> Scaling:
+    """Return a scaling without rows, and the reason."""
+    return Scaling(Curve("strong", 0, [], why), Curve("weak", 0, [], why))
+
+
+def scaling_of(run: RunContents) -> Scaling:
+    """Fit the models of a run's chosen partition, and predict both kinds of scaling."""
+    if run.plan is None:
+        return no_scaling("its batch comes with the plan, and there is none yet")
+    if run.sweep is None or run.cluster is None:
+        return no_scaling("sweep.toml or cluster.toml is missing or damaged")
+    try:
+        fitted = fit_parts(run.sweep, run.cluster, run.measurements)
+    except (NotEnoughDataError, InputError) as error:
+        return no_scaling(str(error))
+    chosen = run.plan.chosen
+    names = ("", chosen.partition)
+    part = next((part for part in fitted.parts if part.name in names), None)
+    if part is None:
+        return no_scaling(f"partition {chosen.partition} of the plan has too few measurements")
+    where = f" on partition {chosen.partition}" if chosen.partition else ""
+    return part_scaling(part, run.sweep, chosen)._replace(name=f"{run.name}{where}")
+
+
+def part_scaling(part: Part, sweep: SweepSpec, chosen: Candidate) -> Scaling:
+    """Predict the scaling of a chosen candidate's batches on one partition."""
+    profiles = part.summary.profiles
+    profiled = tuple(sorted({profile.configuration.nodes for profile in profiles}))
+    if len(profiled) < 2:
+        (only,) = profiled
+        return no_scaling(f"only N = {only} was profiled, which says nothing about other N")
+    sizes = _sizes(profiled, sweep, part.cluster, chosen.nodes)
+    return Scaling(
+        _curve("strong", part, sweep, chosen, sizes),
+        _curve("weak", part, sweep, chosen, sizes),
+        profiled_sizes=profiled,
+        configurations=len(profiles),
+        epochs=sweep.workload.epochs,
+        max_nodes=part.cluster.max_nodes,
+        emulated=any(profile.emulated for profile in profiles),
+    )
+
+
+def _sizes(
+    profiled: Sequence[int], sweep: SweepSpec, cluster: ClusterSpec, chosen: int
+) -> list[int]:
+    """Return numbers of nodes: profiled ones, those that were asked for, and doublings beyond."""
+    largest = profiled[-1]
+    most = BEYOND * largest
+    sizes = {chosen, *profiled}
+    asked = (*cluster_sizes(sweep.search, cluster), cluster.max_nodes)
+    sizes.update(nodes for nodes in asked if profiled[0] <= nodes <= most)
+    beyond = 2 * largest
+    while beyond <= most:
+        sizes.add(beyond)
+        beyond *= 2
+    return sorted({*evenly(sorted(sizes), MOST_SIZES), chosen})
+
+
+def _curve(
+    kind: Kind, part: Part, sweep: SweepSpec, chosen: Candidate, sizes: Sequence[int]
+) -> Curve:
+    batch = chosen.global_batch if kind == "strong" else chosen.local_batch
+    left_out: dict[str, list[int]] = {}
+    table = predict(0, part, _grid(kind, chosen, sizes, left_out), sweep)
+    for nodes, why in zip(table.nodes.tolist(), table.why.tolist(), strict=True):
+        if why != FEASIBLE:
+            left_out.setdefault(REASONS[Why(why)], []).append(nodes)
+    table = table.take(table.why == FEASIBLE)
+    profiled = {profile.configuration.nodes for profile in part.summary.profiles}
+    base = next((n for n in table.nodes.tolist() if n in profiled), None)
+    if base is not None:
+        table = table.take(table.nodes >= base)
+    if base is None or table.rows < 2:
+        return Curve(kind, batch, [], _why_not(kind, batch, left_out), left_out)
+    return Curve(kind, batch, _rows(table, part), left_out=left_out)
+
+
+def _grid(
+    kind: Kind, chosen: Candidate, sizes: Iterable[int], left_out: dict[str, list[int]]
+) -> Grid:
+    """Return the configurations of all sizes; those without equal shares go to `left_out`."""
+    kept = []
+    for nodes in sizes:
+        local, rest = chosen.local_batch, 0
+        if kind == "strong":
+            local, rest = divmod(chosen.global_batch, nodes * chosen.workers_per_node)
+        if rest:
+            left_out.setdefault(UNEVEN, []).append(nodes)
+        else:
+            kept.append((nodes, chosen.workers_per_node, local))
+    return Grid(*np.array(kept, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _why_not(kind: Kind, batch: int, left_out: Mapping[str, Sequence[int]]) -> str:
+    which = f"global batch {batch:,}" if kind == "strong" else f"local batch {batch:,}"
+    because = describe_left_out(left_out)
+    text = f"no two numbers of nodes, the fewest of them profiled, can run {which}"
+    return f"{text}; left out: {because}" if because else text
+
+
+def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> str:
+    """Return for example "N = 1 (does not fit in memory), N = 3 (no equal shares)"."""
+    return ", ".join(f"N = {listed_sizes(nodes)} ({why})" for why, nodes in left_out.items())
+
+
+def listed_sizes(nodes: Sequence[int]) -> str:
+    """Return for example "1, 2 and 4"; of many the first ones and the last."""
+    *first, last = (f"{count:,}" for count in nodes)
+    if len(nodes) > MOST_LISTED:
+        return f"{first[0]}, {first[1]}, ..., {last}"
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
+    """Return the rows of candidates that are ascending by nodes, the first that of N₀."""
+    candidates = as_records(table, [part], np.zeros(table.rows, dtype=np.bool_))
+    measured = {row.configuration: row.times.step_time_s for row in part.summary.profiles}
+    speed = table.global_batch / table.step_time_s
+    value = speed / speed[0]
+    low, high = _ends(table, part, value)
+    rows = []
+    for candidate, *ends in zip(candidates, *np.stack([value, low, high]).tolist(), strict=True):
+        speed_up = Interval(*ends)
+        share = candidates[0].nodes / candidate.nodes
+        measured_s = measured.get(candidate.configuration)
+        basis = _basis(candidate, part)
+        rows.append(ScalingRow(candidate, basis, speed_up, speed_up.times(share), measured_s))
+    return rows
+
+
+def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array]:
+    """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
+
+    Drawn models do not know how far batches and sizes that nobody measured depart from the law; the
+    covariance of the predictions does. The wider of the two counts, at each end.
+    """
+    model = part.models.step_time
+    where = (table.nodes, table.local_batch, table.workers_per_node)
+    relative = table.step_time_s / model.samples(*where, count=DRAWS, seed=SEED)
+    relative /= relative[:, :1]
+    low, high = np.quantile(np.clip(relative, 1.0 / WIDEST, WIDEST), [0.05, 0.95], axis=0)
+    shared = model.covariance(*where)
+    variance = np.diag(shared) + shared[0, 0] - 2.0 * shared[0]
+    width = NORMAL_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
+    factor = np.exp(np.minimum(width, np.log(WIDEST)))
+    return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
+
+
+def _basis(candidate: Candidate, part: Part) -> Basis:
+    """Tell whether a configuration was measured, or lies within what was, or beyond it."""
+    if candidate.measured:
+        return "measured"
+    known = [profile.configuration for profile in part.summary.profiles]
+    nodes = [configuration.nodes for configuration in known]
+    batches = [configuration.local_batch for configuration in known]
+    inside = min(nodes) <= candidate.nodes <= max(nodes)
+    inside &= min(batches) <= candidate.local_batch <= max(batches)
+    return "predicted" if inside else "extrapolated"
