@@ -209,7 +209,8 @@ class StepTimeModel:
         scale = (np.maximum(found.seconds, TINY_S) * self._fitted.noise / EFFECT_SPREAD) ** 2
         of_batch = found.by_batch_effect**2 * (1.0 - np.sum(at_batches**2, axis=1)) / scale
         by_size = np.hypot(found.by_size_effect, found.by_storage_effect)
-        if len(np.unique(self._fitted.law.knots.sizes[:, 0])) < 2:
+        sizes = self._fitted.law.knots.sizes[:, 0]
+        if len(np.unique(sizes[sizes > 1.0])) < 2:
             # the only size that was measured departs from the law as much, and nothing shows it
             by_size = np.sqrt(2.0) * by_size
         return of_batch, by_size**2 * (1.0 - np.sum(at_sizes**2, axis=1)) / scale
