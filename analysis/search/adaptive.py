@@ -32,17 +32,20 @@ from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
-from tula_hpc.analysis.search.decision import DecisionModel, Evaluated
+from tula_hpc.analysis.search.confirmation import (
+    AT_LEAST,
+    START_S,
+    is_too_dear,
+    steps_per_profile,
+)
+from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-# seconds to start Python and torch and to meet, unless the nodes are the last job's
-START_S = 20.0
-# steps that one profile takes about, where no measurement has it
-STEPS = 80.0
 DRAWS = 200
 SEED = 0
-# measurements, if there are as many candidates
-AT_LEAST = 3
+# the last profiles, which only confirm the choice: a first one that contradicts its prediction
+# leaves one for the choice that follows
+RESERVED = 2
 # mean loss over the draws below which the decision stands: of time or cost, in spreads of a
 # measurement
 REGRET = 0.36
@@ -99,20 +102,58 @@ class AdaptiveSearch:
             return open_[:1]
         return self._by_uncertainty(summarize(measurements), usable, open_)
 
+    def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
+        """Return what would be chosen from these measurements; None where nothing can be.
+
+        Raises:
+            ValueError: Nothing was measured.
+        """
+        summary = summarize(measurements)
+        if not summary.profiles:
+            raise ValueError("measurements: expected at least one with times and memory")
+        predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
+        return predictions.choices[-1].configuration if predictions.choices else None
+
     def _by_uncertainty(
         self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
     ) -> list[Configuration]:
-        points = _thinned(self.every, keep={row.configuration for row in usable})
-        model = fit_step_time(summary.profiles, self.form)
-        predictions = _Predictions(points, summary, model, self.decision)
-        if predictions.decided:
+        measured = {row.configuration for row in usable}
+        predictions = self._predictions(summary, measured)
+        if predictions.hopeless:
             return []
-        gains = predictions.gains(_latest_nodes(usable), _steps_per_profile(usable))
-        may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible)}
+        left = self.max_profiles - len(measured)
+        unconfirmed = _unconfirmed(predictions.choices, usable, open_)
+        if unconfirmed is not None and (predictions.decided or left <= RESERVED):
+            return [unconfirmed]
+        # another choice could not be confirmed any more
+        if predictions.decided or left < RESERVED:
+            return []
+        gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
+        points = predictions.points
+        may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible).tolist()}
         if not may_run:
             return []
         best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
         return [points[best]]
+
+    def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
+        model = fit_step_time(summary.profiles, self.form)
+        choices = self.decision.choices(summary, model)
+        chosen = {each.configuration for each in choices or ()} & set(self.every)
+        points = _thinned(self.every, keep=measured | chosen)
+        return _Predictions(points, summary, model, self.decision, choices)
+
+
+def _unconfirmed(
+    choices: Sequence[Chosen], usable: Sequence[Measurement], open_: Sequence[Configuration]
+) -> Configuration | None:
+    """Return the choice that has yet to be measured, and can be."""
+    for chosen in choices:
+        if chosen.configuration in open_ and not is_too_dear(usable, chosen):
+            return chosen.configuration
+        if not chosen.needs_profile:
+            return None
+    return None
 
 
 def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
@@ -135,7 +176,9 @@ class _Predictions:
         summary: Summary,
         model: StepTimeModel,
         decision: DecisionModel,
+        choices: Sequence[Chosen] | None,
     ) -> None:
+        self.points = points
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
@@ -145,10 +188,19 @@ class _Predictions:
         evaluated = decision.evaluate(points, every_s, model, summary)
         self.eligible = evaluated.eligible.any(axis=0)
         self.hopeless = evaluated.hopeless
+        planned = None
+        if choices and choices[0].configuration in points:
+            planned = points.index(choices[0].configuration)
         if decision.kind == "knee":
-            self.decision = _knee_decision(evaluated, self.nodes * self.per_node * self.batch)
+            global_batch = self.nodes * self.per_node * self.batch
+            self.decision = _knee_decision(evaluated, global_batch, planned)
         else:
-            self.decision = _least_decision(evaluated, max(LEAST_REGRET, REGRET * self.spread))
+            enough = max(LEAST_REGRET, REGRET * self.spread)
+            self.decision = _least_decision(evaluated, enough, planned)
+        if choices is None:
+            index = self.decision.chosen
+            choices = [Chosen(points[index], float(self.step_s[index]))]
+        self.choices = choices
 
     @property
     def decided(self) -> bool:
@@ -178,16 +230,19 @@ class _Decision(NamedTuple):
     belongs: Array
 
 
-def _least_decision(evaluated: Evaluated, enough: float) -> _Decision:
+def _least_decision(evaluated: Evaluated, enough: float, planned: int | None) -> _Decision:
     values = evaluated.eligible_value
-    chosen = int(np.argmin(values[0]))
+    chosen = int(np.argmin(values[0])) if planned is None else planned
     near = values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR)
     regret = float(np.mean(evaluated.loss(chosen)))
     return _Decision(chosen, regret, enough, np.mean(near, axis=0))
 
 
-def _knee_decision(evaluated: Evaluated, global_batch: Array) -> _Decision:
-    """Choose the allowed batch nearest to the knee of the whole curve, as the plan does."""
+def _knee_decision(evaluated: Evaluated, global_batch: Array, planned: int | None) -> _Decision:
+    """Compare the planned choice with the allowed batch nearest to the knee of each draw's curve.
+
+    Without a plan the choice is that of the nominal curve.
+    """
     batches, column = np.unique(global_batch, return_inverse=True)
     columns = [column == index for index in range(len(batches))]
     # where nothing can run, the curve is that of all
@@ -197,12 +252,13 @@ def _knee_decision(evaluated: Evaluated, global_batch: Array) -> _Decision:
     fastest = _fastest(evaluated.value, evaluated.eligible, columns)
     away = np.abs(np.log2(batches / batches[knees][:, None]))
     nearest = np.argmin(np.where(np.isfinite(fastest), away, np.inf), axis=1)
-    octaves = np.abs(np.log2(batches[nearest[1:]] / batches[nearest[0]]))
     at_nearest = np.flatnonzero(columns[nearest[0]])
+    chosen = int(at_nearest[np.argmin(time_s[0, at_nearest])]) if planned is None else planned
+    octaves = np.abs(np.log2(batches[nearest[1:]] / global_batch[chosen]))
     share = np.bincount(nearest[1:], minlength=len(batches)) / len(octaves)
     front = evaluated.eligible[1:] & (time_s[1:] <= fastest[1:, column] * (1.0 + NEAR))
     return _Decision(
-        chosen=int(at_nearest[np.argmin(time_s[0, at_nearest])]),
+        chosen=chosen,
         regret=float(np.mean(octaves)),
         enough=OCTAVES,
         belongs=np.mean(front, axis=0) * (share[column] + 1.0) / 2.0,
@@ -244,13 +300,6 @@ def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
     """Return the nodes of the last measurement; its job may still be running."""
     latest = max(usable, key=lambda row: row.finished_at)
     return float(latest.nodes) if latest.finished_at > 0.0 else None
-
-
-def _steps_per_profile(usable: Sequence[Measurement]) -> float:
-    steps = [
-        row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
-    ]
-    return float(np.median(steps)) if steps else STEPS
 
 
 def _thinned(candidates: Sequence[Configuration], keep: set[Configuration]) -> list[Configuration]:

@@ -1,0 +1,173 @@
+"""Confirmation of the plan's choice: it was measured itself, or the plan says why it was not.
+
+A training of hours or days is committed to a single configuration. Its predicted step time is the
+least of many, so that errors of the prediction are likelier to favour it than not, and an
+interaction that the model does not know (storage that all nodes share, a batch for which a library
+picks a slow kernel) may hide exactly there. One profile shows it:
+
+    cost of a profile / cost of the training = (steps × t_step + start) / T
+
+on the same nodes, steps those of a usual profile, T the expected wall time of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.models.step_time import fit_step_time
+from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
+from tula_hpc.analysis.search.decision import Chosen, DecisionModel
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.formatting import format_duration, format_percent, plural
+from tula_hpc.records import Configuration, Measurement, Plan, is_usable
+
+# seconds to start Python and torch and to meet, unless the nodes are the last job's
+START_S = 20.0
+# steps that one profile takes about, where no measurement has it
+STEPS = 80.0
+# Share of the training that the profile of the choice may cost: the models miss a step time that
+# was not measured by about as much, so that a dearer profile costs more than it is likely to save.
+PROFILE_SHARE = 0.05
+# measured configurations before which nothing is predicted
+AT_LEAST = 3
+# a search with more of them was no search for one choice, and each is a fit
+MOST_RETRACED = 16
+
+
+def steps_per_profile(usable: Sequence[Measurement]) -> float:
+    """Return the steps that the time of one profile would take, median over the measurements."""
+    steps = [
+        row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
+    ]
+    return float(np.median(steps)) if steps else STEPS
+
+
+def profile_share(usable: Sequence[Measurement], step_time_s: float, training_s: float) -> float:
+    """Return the cost of a profile as a share of a training's on the same nodes."""
+    starts_s = [row.start_s for row in usable if row.start_s > 0.0]
+    start_s = float(np.median(starts_s)) if starts_s else START_S
+    return (steps_per_profile(usable) * step_time_s + start_s) / training_s
+
+
+def is_too_dear(usable: Sequence[Measurement], chosen: Chosen) -> bool:
+    """Tell whether the profile of a choice costs more of the training than it is worth."""
+    if chosen.training_s is None:
+        return False
+    return profile_share(usable, chosen.step_time_s, chosen.training_s) > PROFILE_SHARE
+
+
+def with_confirmation(
+    plan: Plan,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    pending: Collection[Configuration],
+) -> Plan:
+    """Add what the plan has to say of a choice that was not measured, or not as predicted.
+
+    Args:
+        plan: Of these measurements.
+        sweep: The sweep.
+        cluster: The whole cluster.
+        measurements: All of them.
+        pending: Configurations that the search still proposes; a warning names them already.
+    """
+    parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
+    name = plan.chosen.partition
+    usable = [row for row in of_partition(measurements, name) if is_usable(row)]
+    notes = list(plan.notes)
+    warnings = list(plan.warnings)
+    if not plan.chosen.measured and plan.chosen.configuration not in pending:
+        share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
+        (notes if share > PROFILE_SHARE else warnings).append(
+            _unmeasured(plan, sweep, share, len({row.configuration for row in usable}))
+        )
+    if sweep.search.mode == "adaptive":
+        told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
+        warnings += [prefixed(name, text) for text in told]
+    return plan.model_copy(update={"notes": notes, "warnings": warnings})
+
+
+def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> str:
+    """Return the sentence on a choice that was not measured and will not be."""
+    text = f"the chosen {name_of(plan.chosen)} was not measured itself: "
+    if share > PROFILE_SHARE:
+        cost = f"its profile would cost {format_percent(share)} of the training's node-seconds"
+        return f"{text}{cost}, more than {format_percent(PROFILE_SHARE)}"
+    if sweep.search.mode == "partial":
+        return f'{text}search.mode = "partial" measures corners alone'
+    if profiles >= sweep.search.max_profiles:
+        limit = f"search.max_profiles = {sweep.search.max_profiles}"
+        return f"{text}{limit} configurations had been measured before it was the best"
+    return f"{text}the search could not profile it, or looked for another choice"
+
+
+class _Surprise(NamedTuple):
+    """Configuration that was chosen, then measured outside of its predicted interval."""
+
+    configuration: Configuration
+    predicted_s: float
+    interval_s: tuple[float, float]
+    measured_s: float
+    # configurations measured afterwards
+    later: int
+
+
+def surprises(
+    chosen: Configuration, sweep: SweepSpec, cluster: ClusterSpec, usable: Sequence[Measurement]
+) -> list[str]:
+    """Say where what was to be chosen was measured far from its prediction, and what followed.
+
+    Args:
+        chosen: By the plan.
+        sweep: The sweep.
+        cluster: Partition of the measurements.
+        usable: Measurements of the search, with times and memory.
+    """
+    decision = DecisionModel(sweep.objective.kind, sweep, cluster)
+    found = []
+    for one in _surprises(decision, sweep, usable):
+        ends = " to ".join(format_duration(seconds) for seconds in one.interval_s)
+        predicted = f"{format_duration(one.predicted_s)} were predicted before (90 %: {ends})"
+        text = (
+            f"{one.configuration} was to be chosen and took {format_duration(one.measured_s)} a "
+            f"step where {predicted}: the search fitted its models again"
+        )
+        if one.later:
+            text += f", measured {plural(one.later, 'more configuration')}"
+        which = "it again" if one.configuration == chosen else f"{chosen} instead"
+        found.append(f"{text} and chose {which}")
+    return found
+
+
+def _surprises(
+    decision: DecisionModel, sweep: SweepSpec, usable: Sequence[Measurement]
+) -> Iterator[_Surprise]:
+    """Retrace the search: what each measurement was predicted to be from those before it."""
+    first: dict[Configuration, float] = {}
+    for row in sorted(usable, key=lambda row: row.finished_at):
+        first.setdefault(row.configuration, row.finished_at)
+    if len(first) > MOST_RETRACED:
+        return
+    for index, (configuration, finished_at) in enumerate(first.items()):
+        earlier = [row for row in usable if row.finished_at < finished_at]
+        if len({row.configuration for row in earlier}) < AT_LEAST:
+            continue
+        summary = summarize(earlier)
+        model = fit_step_time(summary.profiles, sweep.search.form)
+        nodes, per_node, batch = configuration
+        low_s, high_s = (float(end) for end in model.interval(nodes, batch, per_node))
+        times = [row.times for row in usable if row.configuration == configuration and row.times]
+        measured_s = float(np.median([each.step_time_s for each in times]))
+        if low_s <= measured_s <= high_s:
+            continue
+        choices = decision.choices(summary, model) or []
+        if configuration not in {choice.configuration for choice in choices}:
+            continue
+        predicted_s = float(model.predict(nodes, batch, per_node))
+        later = len(first) - index - 1
+        yield _Surprise(configuration, predicted_s, (low_s, high_s), measured_s, later)
