@@ -97,6 +97,10 @@ SHORT_REASONS = {
     Why.BUDGET: "over the budget",
     Why.BATCH: "batch too large",
 }
+# variance of a measurement's noise as a share of that of a departure from the law
+NUGGET = 0.1
+# with more measurements the model's own departures say how neighbours differ from the law
+MOST_NEIGHBOURS = 64
 ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is written"
 # Larger batches than so many times the largest measured one may use other kernels, whose workspace
 # no smaller batch shows. Candidates lie a factor of two apart: the next one is still believed.
@@ -171,26 +175,38 @@ def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTa
     """Predict and price configurations on one partition, see `priced`."""
     nodes, per_node, batch = grid.as_floats()
     step_s = part.models.step_time.predict(nodes, batch, per_node)
-    step_s = as_measured(step_s, grid, part.models.step_time, part.summary)
+    step_s = as_measured(step_s, grid, part.summary, part.models.step_time)
     return priced(index, part, grid, sweep, step_s)
 
 
-def as_measured(step_s: Array, grid: Grid, model: StepTimeModel, summary: Summary) -> Array:
-    """Return step times (..., n), as measured where the model's own 90 % interval excludes that.
+def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeModel) -> Array:
+    """Return step times (..., n) with those of measured configurations as they were measured.
 
-    The model is robust: a single configuration that is several times slower than all others say
-    hardly moves it, and would be chosen for the speed that it does not have.
+    The model is robust and smooth: one configuration that is several times slower than all others
+    say hardly moves it, and would be chosen for a speed that it does not have; then its neighbours
+    would. Where a measurement lies outside the model's own 90 % interval, the measured ratios reach
+    to the neighbours, the less the more octaves of nodes and batch they are away.
     """
-    profiles = summary.profiles
-    measured = Grid(*np.array([row.configuration for row in profiles], dtype=np.int64).T)
-    measured_s = np.array([row.times.step_time_s for row in profiles])
-    low_s, high_s = model.interval(measured.nodes, measured.local_batch, measured.workers_per_node)
-    outside = np.flatnonzero((measured_s < low_s) | (measured_s > high_s))
+    # ascending, as the profiles are
+    measured = Grid(*np.array([row.configuration for row in summary.profiles], dtype=np.int64).T)
+    measured_s = np.array([row.times.step_time_s for row in summary.profiles])
+    columns = measured.nodes, measured.local_batch, measured.workers_per_node
+    low_s, high_s = model.interval(*columns)
+    outside = (measured_s < low_s) | (measured_s > high_s)
+    if outside.any() and len(outside) <= MOST_NEIGHBOURS:
+        ratios = np.log(measured_s / model.predict(*columns))
+        known = _nearness(measured, measured) + NUGGET * np.eye(len(ratios))
+        step_s = step_s * np.exp(_nearness(grid, measured) @ np.linalg.solve(known, ratios))
     keys = grid.keys()
-    found = step_s.copy()
-    for key, seconds in zip(measured.keys()[outside], measured_s[outside], strict=True):
-        found[..., keys == key] = seconds
-    return found
+    place = np.minimum(np.searchsorted(measured.keys(), keys), len(measured_s) - 1)
+    return np.where(measured.keys()[place] == keys, measured_s[place], step_s)
+
+
+def _nearness(some: Grid, others: Grid) -> Array:
+    """Return the correlation (n, m) of departures from the law: 0.6 at a distance of one octave."""
+    octaves = [np.log2(np.stack(columns, axis=1)) for columns in (some, others)]
+    away = octaves[0][:, None, :] - octaves[1][None, :, :]
+    return np.asarray(np.exp(-0.5 * np.sum(away**2, axis=2)))
 
 
 def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:

@@ -36,6 +36,8 @@ from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
     is_too_dear,
+    measured_in_order,
+    prediction_before,
     steps_per_profile,
 )
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
@@ -43,9 +45,9 @@ from tula_hpc.records import Configuration, Measurement, is_usable
 
 DRAWS = 200
 SEED = 0
-# the last profiles, which only confirm the choice: a first one that contradicts its prediction
-# leaves one for the choice that follows
-RESERVED = 2
+# the last profiles, which confirm the choice first: a first one that contradicts its prediction
+# leaves two for the choices that follow
+RESERVED = 3
 # mean loss over the draws below which the decision stands: of time or cost, in spreads of a
 # measurement
 REGRET = 0.36
@@ -55,6 +57,9 @@ LEAST_REGRET = 0.01
 OCTAVES = 0.5
 # largest relative standard deviation of the decision's own step time
 KNOWN = 0.07
+# variance of the departure of a single configuration from the law, where it was not measured, in
+# units of a measurement's
+INTERACTION = 0.5
 # weight of a candidate that no draw decides for
 BASELINE = 0.1
 # candidates within this share of a draw's best belong to the decision
@@ -125,8 +130,8 @@ class AdaptiveSearch:
         unconfirmed = _unconfirmed(predictions.choices, usable, open_)
         if unconfirmed is not None and (predictions.decided or left <= RESERVED):
             return [unconfirmed]
-        # another choice could not be confirmed any more
-        if predictions.decided or left < RESERVED:
+        # what the last profile taught could move the choice to where nothing was measured
+        if left == 1 or (predictions.decided and not self._is_surprised(usable)):
             return []
         gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
         points = predictions.points
@@ -135,6 +140,11 @@ class AdaptiveSearch:
             return []
         best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
         return [points[best]]
+
+    def _is_surprised(self, usable: Sequence[Measurement]) -> bool:
+        """Tell whether the last measurement contradicts its prediction: then so may the next."""
+        before = prediction_before(measured_in_order(usable)[-1], usable, self.form)
+        return before is not None and before.is_contradicted
 
     def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
         model = fit_step_time(summary.profiles, self.form)
@@ -182,6 +192,11 @@ class _Predictions:
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
+        # the knee is that of a smooth curve
+        if decision.kind != "knee":
+            measured = {profile.configuration for profile in summary.profiles}
+            unseen = np.array([point not in measured for point in points])
+            self.covariance[unseen, unseen] += INTERACTION
         self.spread = model.spread_
         draws = np.clip(_draws(self.covariance) * self.spread, -3.0, 3.0)
         every_s = np.concatenate([self.step_s[None], self.step_s * np.exp(draws)])

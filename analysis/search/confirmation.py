@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.models.profiles import summarize
-from tula_hpc.analysis.models.step_time import fit_step_time
+from tula_hpc.analysis.models.profiles import Summary, summarize
+from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
+from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -106,13 +107,29 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> st
     return f"{text}the search could not profile it, or looked for another choice"
 
 
-class _Surprise(NamedTuple):
-    """Configuration that was chosen, then measured outside of its predicted interval."""
+class Before(NamedTuple):
+    """What a configuration was predicted to be before it was measured."""
 
-    configuration: Configuration
+    # of the measurements before
+    summary: Summary
+    model: StepTimeModel
     predicted_s: float
+    # 90 %
     interval_s: tuple[float, float]
     measured_s: float
+
+    @property
+    def is_contradicted(self) -> bool:
+        """True if the measurement lies outside of the interval."""
+        low_s, high_s = self.interval_s
+        return not low_s <= self.measured_s <= high_s
+
+
+class _Surprise(NamedTuple):
+    """Configuration that was to be chosen, and whose measurement contradicted its prediction."""
+
+    configuration: Configuration
+    before: Before
     # configurations measured afterwards
     later: int
 
@@ -130,44 +147,57 @@ def surprises(
     """
     decision = DecisionModel(sweep.objective.kind, sweep, cluster)
     found = []
-    for one in _surprises(decision, sweep, usable):
-        ends = " to ".join(format_duration(seconds) for seconds in one.interval_s)
-        predicted = f"{format_duration(one.predicted_s)} were predicted before (90 %: {ends})"
-        text = (
-            f"{one.configuration} was to be chosen and took {format_duration(one.measured_s)} a "
-            f"step where {predicted}: the search fitted its models again"
-        )
-        if one.later:
-            text += f", measured {plural(one.later, 'more configuration')}"
-        which = "it again" if one.configuration == chosen else f"{chosen} instead"
-        found.append(f"{text} and chose {which}")
+    for surprise in _surprises(decision, sweep, usable):
+        before = surprise.before
+        ends = " to ".join(format_duration(seconds) for seconds in before.interval_s)
+        predicted = f"{format_duration(before.predicted_s)} were predicted before (90 %: {ends})"
+        took = f"took {format_duration(before.measured_s)} a step where {predicted}"
+        went_on = "the search fitted its models again"
+        if surprise.later:
+            went_on += f", measured {plural(surprise.later, 'more configuration')}"
+        which = "it again" if surprise.configuration == chosen else f"{chosen} instead"
+        text = f"{surprise.configuration} was to be chosen and {took}: {went_on} and chose {which}"
+        found.append(text)
     return found
 
 
 def _surprises(
     decision: DecisionModel, sweep: SweepSpec, usable: Sequence[Measurement]
 ) -> Iterator[_Surprise]:
-    """Retrace the search: what each measurement was predicted to be from those before it."""
-    first: dict[Configuration, float] = {}
-    for row in sorted(usable, key=lambda row: row.finished_at):
-        first.setdefault(row.configuration, row.finished_at)
-    if len(first) > MOST_RETRACED:
+    """Retrace the search: what each choice was predicted to be from the measurements before it."""
+    order = measured_in_order(usable)
+    if len(order) > MOST_RETRACED:
         return
-    for index, (configuration, finished_at) in enumerate(first.items()):
-        earlier = [row for row in usable if row.finished_at < finished_at]
-        if len({row.configuration for row in earlier}) < AT_LEAST:
+    for index, configuration in enumerate(order):
+        before = prediction_before(configuration, usable, sweep.search.form)
+        if before is None or not before.is_contradicted:
             continue
-        summary = summarize(earlier)
-        model = fit_step_time(summary.profiles, sweep.search.form)
-        nodes, per_node, batch = configuration
-        low_s, high_s = (float(end) for end in model.interval(nodes, batch, per_node))
-        times = [row.times for row in usable if row.configuration == configuration and row.times]
-        measured_s = float(np.median([each.step_time_s for each in times]))
-        if low_s <= measured_s <= high_s:
-            continue
-        choices = decision.choices(summary, model) or []
-        if configuration not in {choice.configuration for choice in choices}:
-            continue
-        predicted_s = float(model.predict(nodes, batch, per_node))
-        later = len(first) - index - 1
-        yield _Surprise(configuration, predicted_s, (low_s, high_s), measured_s, later)
+        choices = decision.choices(before.summary, before.model) or []
+        if configuration in {choice.configuration for choice in choices}:
+            yield _Surprise(configuration, before, len(order) - index - 1)
+
+
+def measured_in_order(usable: Sequence[Measurement]) -> list[Configuration]:
+    """Return the measured configurations, the first one first."""
+    return list(dict.fromkeys(row.configuration for row in _by_time(usable)))
+
+
+def _by_time(usable: Sequence[Measurement]) -> list[Measurement]:
+    return sorted(usable, key=lambda row: row.finished_at)
+
+
+def prediction_before(
+    configuration: Configuration, usable: Sequence[Measurement], form: FormName
+) -> Before | None:
+    """Return what a measured configuration was predicted to be; None with too few before it."""
+    own = [row for row in _by_time(usable) if row.configuration == configuration]
+    earlier = [row for row in usable if row.finished_at < own[0].finished_at]
+    if len({row.configuration for row in earlier}) < AT_LEAST:
+        return None
+    summary = summarize(earlier)
+    model = fit_step_time(summary.profiles, form)
+    nodes, per_node, batch = configuration
+    low_s, high_s = model.interval(nodes, batch, per_node)
+    measured_s = np.median([row.times.step_time_s for row in own if row.times])
+    predicted_s = float(model.predict(nodes, batch, per_node))
+    return Before(summary, model, predicted_s, (float(low_s), float(high_s)), float(measured_s))

@@ -112,7 +112,9 @@ class DecisionModel(NamedTuple):
     ) -> Evaluated:
         """Evaluate the points (m,) under predicted step times (k, m), as the plan would."""
         grid = Grid(*np.array(points, dtype=np.int64).T)
-        step_s = as_measured(step_s, grid, model, summary)
+        # the knee is that of the model's smooth curve
+        if self.kind != "knee":
+            step_s = as_measured(step_s, grid, summary, model)
         per_sample_s = step_s / grid.global_batch
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
             workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node

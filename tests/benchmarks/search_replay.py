@@ -3,7 +3,8 @@
     python -m tests.benchmarks.search_replay tests/benchmarks/results/search_replay.json
 
 Every search is replayed over one table of step times: T4 (16 nodes), K80 (1 to 8 nodes of one GPU) and RTX 2080 Ti (1
-to 3 nodes of 8), each workload once with what the table tells of the computation alone and once without, by objective.
+to 3 nodes of 8), for each workload, objective and knowledge beside the step: nothing, the computation of the measured
+configuration alone, or also that of smaller batches on the fewest nodes, as the profiler times it.
 
 - confirmed: share of searches whose choice was itself measured.
 - regret: time or cost per sample of the choice over the least of the table, less 1; mean and worst. `of_model` is that
@@ -25,14 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.benchmarks.trace_errors import MAX_PROFILES, fit, score
+from tests.benchmarks.trace_errors import MAX_PROFILES, score
 from tests.benchmarks.traces import WORKLOADS, Trace, folder, read_trace, single_workers
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.regression import Array
+from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 
 OBJECTIVES = ("time", "cost", "knee")
+KNOWN = ("step", "computation", "smaller batches")
 # with fewer points there is nothing to search
 LEAST_POINTS = 8
 # name: file, GPUs a node
@@ -91,9 +95,10 @@ def _with_sync(trace: Trace) -> Trace:
     return trace._replace(sync_s=sync_s)
 
 
-def measurement(table: Table, row: int, order: int, *, sync: bool) -> Measurement:
+def measurement(table: Table, row: int, order: int, known: str) -> Measurement:
     """One row as the profiler would have recorded it, as far as the table tells."""
     step_s, compute_s = float(table.trace.step_s[row]), float(table.trace.compute_s[row])
+    smaller = _smaller_computes(table.trace, row) if known == KNOWN[2] else []
     of_step = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), step_s)
     unknown = dict.fromkeys(("data_time_s", "optimizer_time_s", "allreduce_time_s"), 0.0)
     nodes, per_node, batch = table.configurations[row]
@@ -104,21 +109,30 @@ def measurement(table: Table, row: int, order: int, *, sync: bool) -> Measuremen
         local_batch=batch,
         backend="nccl",
         finished_at=order + 1.0,
-        times=StepTimes.model_validate(of_step | unknown | {"compute_time_s": compute_s if sync else 0.0}),
+        times=StepTimes.model_validate(of_step | unknown | {"compute_time_s": compute_s if known != KNOWN[0] else 0.0}),
+        smaller_computes=tuple(smaller),
         memory=MemoryUse.model_validate(NO_MEMORY | {"peak_bytes": 1, "reserved_bytes": 1}),
     )
 
 
-def replay(table: Table, objective: str, *, sync: bool) -> dict[str, Any]:
+def _smaller_computes(trace: Trace, row: int) -> list[tuple[int, float]]:
+    if trace.nodes[row] > trace.nodes.min():
+        return []
+    smaller = (trace.nodes == trace.nodes[row]) & (trace.local_batch < trace.local_batch[row])
+    pairs = zip(trace.local_batch[smaller], trace.compute_s[smaller], strict=True)
+    return sorted((int(batch), float(seconds)) for batch, seconds in pairs)
+
+
+def replay(table: Table, objective: str, known: str) -> dict[str, Any]:
     """Search one table to the end."""
     place = {configuration: row for row, configuration in enumerate(table.configurations)}
     search = AdaptiveSearch(list(place), DecisionModel(objective), MAX_PROFILES)
     rows: list[Measurement] = []
     while proposed := search.propose(rows):
-        rows.append(measurement(table, place[proposed[0]], len(rows), sync=sync))
+        rows.append(measurement(table, place[proposed[0]], len(rows), known))
     seen = np.array([place[row.configuration] for row in rows])
     elsewhere = table.trace.only(np.setdiff1d(np.arange(len(place)), seen))
-    model = fit(table.trace.only(seen), sync=sync)
+    model = fit_step_time(summarize(rows).profiles)
     predicted_s = model.predict(table.trace.nodes, table.trace.local_batch, table.trace.per_node)
     of_model = int(np.argmin(paid(table.trace, predicted_s, objective)))
     choice = search.choice(rows)
@@ -128,7 +142,7 @@ def replay(table: Table, objective: str, *, sync: bool) -> dict[str, Any]:
         "cluster": table.cluster,
         "workload": table.workload,
         "objective": objective,
-        "sync": sync,
+        "known": known,
         "profiles": len(rows),
         "profiled": [str(row.configuration) for row in rows],
         "chosen": str(choice),
@@ -169,14 +183,13 @@ def summary(searches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def replay_all() -> dict[str, Any]:
     """Replay all searches: "searches", and summaries by cluster and objective, and of all for time and cost."""
-    searches = [
-        replay(table, objective, sync=sync) for table in tables() for objective in OBJECTIVES for sync in (False, True)
-    ]
+    searches = [replay(table, objective, known) for table in tables() for objective in OBJECTIVES for known in KNOWN]
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for search in searches:
         groups[f"{search['cluster']}, {search['objective']}"].append(search)
         if search["objective"] != "knee":
-            groups["all, time and cost"].append(search)
+            groups["time and cost"].append(search)
+            groups[f"time and cost, {search['known']}"].append(search)
     return {"summaries": {name: summary(group) for name, group in groups.items()}, "searches": searches}
 
 
@@ -190,7 +203,7 @@ def main() -> None:
             else ""
         )
         print(
-            f"{name:20} confirmed {numbers['confirmed']:4.0%}  profiles {numbers['profiles_mean']:.1f}  "
+            f"{name:30} confirmed {numbers['confirmed']:4.0%}  profiles {numbers['profiles_mean']:.1f}  "
             f"elsewhere {numbers['error_elsewhere']:5.1%}, inside {numbers['coverage']:4.0%}  {regret}"
         )
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
