@@ -75,14 +75,15 @@ def with_confirmation(
         sweep: The sweep.
         cluster: The whole cluster.
         measurements: All of them.
-        pending: Configurations that the search still proposes; a warning names them already.
+        pending: Configurations that the search still proposes.
     """
     parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
     name = plan.chosen.partition
     usable = [row for row in of_partition(measurements, name) if is_usable(row)]
     notes = list(plan.notes)
     warnings = list(plan.warnings)
-    if not plan.chosen.measured and plan.chosen.configuration not in pending:
+    # a warning names what the search has yet to measure
+    if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
         (notes if share > PROFILE_SHARE else warnings).append(
             _unmeasured(plan, sweep, share, len({row.configuration for row in usable}))

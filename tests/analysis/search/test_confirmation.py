@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.benchmarks.search_replay import replay, tables
+from tests.benchmarks.traces import folder
 from tests.fuzzing import fuzz
 from tests.planning_data import cluster, failed, ok, step_time_s, sweep, times
 from tula_hpc.analysis.plan import make_plan
@@ -82,7 +84,7 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-@fuzz(20)
+@fuzz(8)
 @given(worlds(), st.sampled_from(OBJECTIVES), st.sampled_from([{}, {"max_global_batch": 512}]))
 def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: str, constraints: dict[str, Any]) -> None:
     spec = spec_of(kind, **constraints)
@@ -164,3 +166,13 @@ def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
     assert not plan.chosen.measured
     assert str(plan.chosen.configuration) in told(plan, "not yet profiled")[0]
     assert not told(plan, UNMEASURED)
+
+
+@pytest.mark.skipif(not (folder() / "imagenet").is_dir(), reason=f"no step-time traces in {folder()}")
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_on_recorded_steps_every_choice_was_measured(objective: str) -> None:
+    recorded = [table for table in tables() if table.workload in {"imagenet", "transformer", "yolov3"}]
+    searches = [replay(table, objective, "computation") for table in recorded]
+    assert all(search["confirmed"] for search in searches)
+    assert np.mean([search["profiles"] for search in searches]) <= 7
+    assert np.mean([search["regret"] for search in searches]) <= 0.02
