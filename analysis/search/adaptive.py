@@ -12,9 +12,14 @@ the covariance of all predictions, in units of a measurement's variance,
 
 w_i is the share of predictions drawn from that uncertainty in which candidate i belongs to the
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
-batch, deadline and budget rule out in every draw weigh nothing and are not measured. The search
-ends when the draws agree on the decision and the chosen step time is known well enough, or when
-`max_profiles` configurations were measured.
+batch, deadline and budget rule out in every draw weigh nothing and are not measured.
+
+The search ends when the draws agree on the decision, the chosen step time is known well enough, and
+the configuration that the plan would choose was measured itself. Where that measurement contradicts
+its prediction the search goes on: the refitted model decides again, and what it chooses has to be
+measured again. The last of `max_profiles` configurations are kept for that. Not measured is only a
+choice whose profile would cost too much of the training (see `confirmation`), one that cannot be
+profiled, and one that appears after the last profile.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
 the same again.
