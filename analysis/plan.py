@@ -70,13 +70,18 @@ def make_plan(
     """
     from tula_hpc.analysis.planning.partitions import Trained
     from tula_hpc.analysis.planning.planner import AGAIN, Profiling, plan_candidates
+    from tula_hpc.analysis.search.confirmation import with_confirmation
     from tula_hpc.analysis.search.propose import propose
+
+    awaited: list[Configuration] = []
 
     def pending(part: ClusterSpec, rows: Sequence[Measurement]) -> Sequence[Configuration]:
         part_sweep = sweep_for(sweep, part)
-        return propose(part_sweep, part, rows) if part_sweep else []
+        found = propose(part_sweep, part, rows) if part_sweep else []
+        awaited.extend(found)
+        return found
 
-    return plan_candidates(
+    plan = plan_candidates(
         sweep,
         cluster,
         measurements,
@@ -85,6 +90,7 @@ def make_plan(
         skipped_lines=skipped_lines,
         footprints=footprints or {},
     )
+    return with_confirmation(plan, sweep, cluster, measurements, awaited)
 
 
 @printable_output()

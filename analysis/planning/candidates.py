@@ -19,6 +19,7 @@ from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill, f
 from tula_hpc.analysis.models.fitted import Models, UpdateTime
 from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
 from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import (
     GIB,
@@ -85,6 +86,8 @@ class Why(IntEnum):
     DEADLINE = 5
     BUDGET = 6
     BATCH = 7
+    # memory of so large a batch was not measured and may exceed the limit
+    UNSEEN = 8
 
 
 FEASIBLE = Why.FEASIBLE
@@ -94,6 +97,14 @@ SHORT_REASONS = {
     Why.BUDGET: "over the budget",
     Why.BATCH: "batch too large",
 }
+# variance of a measurement's noise as a share of that of a departure from the law
+NUGGET = 0.1
+# with more measurements the model's own departures say how neighbours differ from the law
+MOST_NEIGHBOURS = 64
+ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is written"
+# Larger batches than so many times the largest measured one may use other kernels, whose workspace
+# no smaller batch shows. Candidates lie a factor of two apart: the next one is still believed.
+BELIEVED_FACTOR = 2.0
 # far from all measurements an interval may have no upper end, which JSON cannot say
 WIDEST = 1e6
 
@@ -163,7 +174,39 @@ def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
 def predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     """Predict and price configurations on one partition, see `priced`."""
     nodes, per_node, batch = grid.as_floats()
-    return priced(index, part, grid, sweep, part.models.step_time.predict(nodes, batch, per_node))
+    step_s = part.models.step_time.predict(nodes, batch, per_node)
+    step_s = as_measured(step_s, grid, part.summary, part.models.step_time)
+    return priced(index, part, grid, sweep, step_s)
+
+
+def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeModel) -> Array:
+    """Return step times (..., n) with those of measured configurations as they were measured.
+
+    The model is robust and smooth: one configuration that is several times slower than all others
+    say hardly moves it, and would be chosen for a speed that it does not have; then its neighbours
+    would. Where a measurement lies outside the model's own 90 % interval, the measured ratios reach
+    to the neighbours, the less the more octaves of nodes and batch they are away.
+    """
+    # ascending, as the profiles are
+    measured = Grid(*np.array([row.configuration for row in summary.profiles], dtype=np.int64).T)
+    measured_s = np.array([row.times.step_time_s for row in summary.profiles])
+    columns = measured.nodes, measured.local_batch, measured.workers_per_node
+    low_s, high_s = model.interval(*columns)
+    outside = (measured_s < low_s) | (measured_s > high_s)
+    if outside.any() and len(outside) <= MOST_NEIGHBOURS:
+        ratios = np.log(measured_s / model.predict(*columns))
+        known = _nearness(measured, measured) + NUGGET * np.eye(len(ratios))
+        step_s = step_s * np.exp(_nearness(grid, measured) @ np.linalg.solve(known, ratios))
+    keys = grid.keys()
+    place = np.minimum(np.searchsorted(measured.keys(), keys), len(measured_s) - 1)
+    return np.where(measured.keys()[place] == keys, measured_s[place], step_s)
+
+
+def _nearness(some: Grid, others: Grid) -> Array:
+    """Return the correlation (n, m) of departures from the law: 0.6 at a distance of one octave."""
+    octaves = [np.log2(np.stack(columns, axis=1)) for columns in (some, others)]
+    away = octaves[0][:, None, :] - octaves[1][None, :, :]
+    return np.asarray(np.exp(-0.5 * np.sum(away**2, axis=2)))
 
 
 def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) -> CandidateTable:
@@ -198,12 +241,12 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         evaluation_s=evaluation,
         saving_s=paid.saving_s,
         peak_bytes=peak,
-        why=_why_not(part, grid, peak + on_top, paid.wall_time_s),
+        why=_why_not(part, grid, peak, on_top, paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
 
 
-def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integers:
+def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
     """Return the first reason against each; the user's constraints come later."""
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(
@@ -214,12 +257,25 @@ def _why_not(part: Part, grid: Grid, peak: Array, wall_time_s: Array) -> Integer
     against = [
         (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
         (Why.OUT_OF_MEMORY, grid.local_batch >= bound),
-        (Why.MEMORY, peak > allowed),
+        (Why.MEMORY, peak + on_top > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),
+        (Why.UNSEEN, _may_lack_memory(part, grid, allowed - on_top)),
     ]
     return np.select(
         [rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)
     ).astype(np.int64)
+
+
+def _may_lack_memory(part: Part, grid: Grid, allowed: Array) -> NDArray[np.bool_]:
+    """Mark batches far larger than any measured, whose memory may reach beyond what is allowed."""
+    workers = grid.nodes * grid.workers_per_node
+    at_once = grid.local_batch / np.where(workers == 1, part.summary.parts, 1)
+    most = max(profile.part_batch for profile in part.summary.profiles)
+    found = (at_once > BELIEVED_FACTOR * most) & np.isfinite(allowed)
+    if found.any():
+        _, high = part.models.memory.interval(grid.local_batch[found], workers=workers[found])
+        found[found] = high > allowed[found]
+    return found
 
 
 def _updates_per_epoch(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
@@ -297,16 +353,17 @@ def as_records(
     """
     lows = np.empty(table.rows)
     highs = np.empty(table.rows)
+    predicted_s = np.empty(table.rows)
     for index, part in enumerate(parts):
         mine = table.part == index
         if mine.any():
             rows = table.take(mine)
+            columns = rows.nodes, rows.local_batch, rows.workers_per_node
+            predicted_s[mine] = part.models.step_time.predict(*columns)
             with np.errstate(over="ignore"):
-                ends = part.models.step_time.interval(
-                    rows.nodes, rows.local_batch, rows.workers_per_node
-                )
+                ends = part.models.step_time.interval(*columns)
             lows[mine], highs[mine] = ends
-    relative = np.clip(np.stack([lows, highs]) / table.step_time_s, 0.0, WIDEST)
+    relative = np.clip(np.stack([lows, highs]) / predicted_s, 0.0, WIDEST)
     plain = zip(*(column.tolist() for column in (*table, front, *relative)), strict=True)
     return [
         _record(CandidateTable(*row), parts, pareto, (low, high))
@@ -372,19 +429,37 @@ def _describe_why(row: CandidateTable, part: Part) -> str:
             return part.summary.oom_reason
         case Why.MEMORY:
             return _too_much_memory(float(row.peak_bytes), part)
+        case Why.UNSEEN:
+            return _unseen_memory(row, part)
         case why:
             return SHORT_REASONS[why]
 
 
 def _too_much_memory(peak: float, part: Part) -> str:
+    needs = f"needs {peak / GIB:.3g} GiB per worker"
+    if peak <= allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin):
+        needs += ALSO_ON_TOP
+    return f"{needs}, more than {_allowed_memory(part)}"
+
+
+def _unseen_memory(row: CandidateTable, part: Part) -> str:
+    workers = row.nodes * row.workers_per_node
+    _, high = part.models.memory.interval(float(row.local_batch), workers=workers)
+    most = max(profile.part_batch for profile in part.summary.profiles)
+    reaches = f"{float(high) / GIB:.3g} GiB per worker"
+    if high <= allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin):
+        reaches += ALSO_ON_TOP
+    return (
+        f"at most {most:,.0f} samples at once were measured, and the 90 % interval of the memory of "
+        f"this batch reaches {reaches}, more than {_allowed_memory(part)}"
+    )
+
+
+def _allowed_memory(part: Part) -> str:
     limit = part.memory_limit_bytes or 0
     share = part.cluster.memory_margin
-    allowed = allowed_bytes(limit, share)
     margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
-    needs = f"needs {peak / GIB:.3g} GiB per worker"
-    if peak <= allowed:
-        needs += " and more while the gradient scale is updated and a checkpoint is written"
-    return f"{needs}, more than {allowed / GIB:.3g} GiB ({margin})"
+    return f"{allowed_bytes(limit, share) / GIB:.3g} GiB ({margin})"
 
 
 def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:

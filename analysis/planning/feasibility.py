@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.models.fitted import MORE_MEMORY
+from tula_hpc.analysis.models.fitted import MORE_MEMORY, REMEDY
 from tula_hpc.analysis.planning.candidates import FEASIBLE, Why, as_records
 from tula_hpc.analysis.planning.constraints import (
     CONSTRAINED,
@@ -31,6 +31,7 @@ ADVICE = {
         "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or "
         "pricing.restart_s"
     ),
+    Why.UNSEEN: REMEDY,
 }
 FEWER_PREEMPTIONS = (
     "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"

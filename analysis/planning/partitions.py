@@ -67,7 +67,7 @@ def fit_parts(
     for name, spec in zip(names, cluster.parts(), strict=True):
         try:
             part = _fit(name, sweep, spec, of_partition(measurements, name), trained)
-            grid, left_out = _plannable(sweep, part)
+            grid, left_out = plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
             warnings.append(f"partition {name} is left out: {_lack(error)}")
@@ -187,8 +187,12 @@ def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
     return None if limit is None else allowed_bytes(limit, cluster.memory_margin)
 
 
-def _plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
-    """Return the candidates on measured cluster sizes, and a warning about the others."""
+def plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
+    """Return the candidates on measured cluster sizes, and a warning about the others.
+
+    Raises:
+        NotEnoughDataError: None of them is on the only size that was measured.
+    """
     wanted = candidate_grid(sweep.search, part.cluster)
     sizes = {profile.configuration.nodes for profile in part.summary.profiles}
     if len(sizes) > 1:

@@ -96,6 +96,7 @@ def _doubts(
     row = int(choice.ranking[0])
     return [
         *warnings.about_choice(row, fitted),
+        *warnings.about_unseen_memory(fitted),
         *warnings.about_batch(plan.chosen, critical),
         *warnings.about_method(sweep),
         *warnings.about_interruptions(row, fitted, sweep),

@@ -20,7 +20,7 @@ from tula_hpc.analysis.models.data_loading import (
 )
 from tula_hpc.analysis.models.memory import estimate_error
 from tula_hpc.analysis.models.profiles import Profile, Summary
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
 from tula_hpc.analysis.planning.partitions import Fitted, prefixed
 from tula_hpc.config import SearchSpec, SweepSpec
 from tula_hpc.formatting import format_number, format_percent, in_samples, plural
@@ -107,7 +107,8 @@ def about_model(part: Part) -> list[str]:
             found.append(f"{row.configuration} ({format_number(ratio, 2)} times)")
     if not found:
         return []
-    return [f"step times far from the model of all measurements, which decides: {', '.join(found)}"]
+    far = "step times far from the model of all measurements, where the measured one counts"
+    return [f"{far}: {', '.join(found)}"]
 
 
 def about_partition(
@@ -132,6 +133,21 @@ def about_choice(chosen: int, fitted: Fitted) -> list[str]:
     if share > DROPPED_SHARE:
         batches = f"full batches of {global_batch:,}"
         found.append(f"{batches} leave out {share:.0%} of the {samples:,} samples in every epoch")
+    return found
+
+
+def about_unseen_memory(fitted: Fitted) -> list[str]:
+    """Say which batches are left out as their memory was not measured and may not suffice."""
+    found = []
+    for index, part in enumerate(fitted.parts):
+        unseen = (fitted.table.part == index) & (fitted.table.why == Why.UNSEEN)
+        if unseen.any():
+            least = fitted.table.local_batch[unseen].min()
+            text = (
+                f"local batches from {least:,} on are not planned: they are more than twice as "
+                "large as any that was measured, and their memory's 90 % interval exceeds the limit"
+            )
+            found.append(prefixed(part.name, text))
     return found
 
 

@@ -12,9 +12,14 @@ the covariance of all predictions, in units of a measurement's variance,
 
 w_i is the share of predictions drawn from that uncertainty in which candidate i belongs to the
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
-batch, deadline and budget rule out in every draw weigh nothing and are not measured. The search
-ends when the draws agree on the decision and the chosen step time is known well enough, or when
-`max_profiles` configurations were measured.
+batch, deadline and budget rule out in every draw weigh nothing and are not measured.
+
+The search ends when the draws agree on the decision, the chosen step time is known well enough, and
+the configuration that the plan would choose was measured itself. Where that measurement contradicts
+its prediction the search goes on: the refitted model decides again, and what it chooses has to be
+measured again. The last of `max_profiles` configurations are kept for that. Not measured is only a
+choice whose profile would cost too much of the training (see `confirmation`), one that cannot be
+profiled, and one that appears after the last profile.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
 the same again.
@@ -32,26 +37,34 @@ from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
-from tula_hpc.analysis.search.decision import DecisionModel, Evaluated
+from tula_hpc.analysis.search.confirmation import (
+    AT_LEAST,
+    START_S,
+    is_too_dear,
+    measured_in_order,
+    prediction_before,
+    steps_per_profile,
+)
+from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-# seconds to start Python and torch and to meet, unless the nodes are the last job's
-START_S = 20.0
-# steps that one profile takes about, where no measurement has it
-STEPS = 80.0
 DRAWS = 200
 SEED = 0
-# measurements, if there are as many candidates
-AT_LEAST = 3
+# the last profiles, which confirm the choice first: a first one that contradicts its prediction
+# leaves two for the choices that follow
+RESERVED = 3
 # mean loss over the draws below which the decision stands: of time or cost, in spreads of a
 # measurement
-REGRET = 0.36
+REGRET = float(__import__("os").environ.get("RG", 0.36))
 # and relative: a difference that no measurement could show is not worth one
 LEAST_REGRET = 0.01
 # of the knee's batch
 OCTAVES = 0.5
 # largest relative standard deviation of the decision's own step time
 KNOWN = 0.07
+# variance of the departure of a single configuration from the law, where it was not measured, in
+# units of a measurement's
+INTERACTION = 0.5
 # weight of a candidate that no draw decides for
 BASELINE = 0.1
 # candidates within this share of a draw's best belong to the decision
@@ -99,20 +112,63 @@ class AdaptiveSearch:
             return open_[:1]
         return self._by_uncertainty(summarize(measurements), usable, open_)
 
+    def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
+        """Return what would be chosen from these measurements; None where nothing can be.
+
+        Raises:
+            ValueError: Nothing was measured.
+        """
+        summary = summarize(measurements)
+        if not summary.profiles:
+            raise ValueError("measurements: expected at least one with times and memory")
+        predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
+        return predictions.choices[-1].configuration if predictions.choices else None
+
     def _by_uncertainty(
         self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
     ) -> list[Configuration]:
-        points = _thinned(self.every, keep={row.configuration for row in usable})
-        model = fit_step_time(summary.profiles, self.form)
-        predictions = _Predictions(points, summary, model, self.decision)
-        if predictions.decided:
+        measured = {row.configuration for row in usable}
+        predictions = self._predictions(summary, measured)
+        if predictions.hopeless:
             return []
-        gains = predictions.gains(_latest_nodes(usable), _steps_per_profile(usable))
-        may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible)}
+        left = self.max_profiles - len(measured)
+        unconfirmed = _unconfirmed(predictions.choices, usable, open_)
+        if unconfirmed is not None and (predictions.decided or left <= RESERVED):
+            return [unconfirmed]
+        # what the last profile taught could move the choice to where nothing was measured
+        if left == 1 or (predictions.decided and not self._is_surprised(usable)):
+            return []
+        gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
+        points = predictions.points
+        may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible).tolist()}
         if not may_run:
             return []
         best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
         return [points[best]]
+
+    def _is_surprised(self, usable: Sequence[Measurement]) -> bool:
+        """Tell whether the last measurement contradicts its prediction: then so may the next."""
+        before = prediction_before(measured_in_order(usable)[-1], usable, self.form)
+        return before is not None and before.is_contradicted
+
+    def _predictions(self, summary: Summary, measured: set[Configuration]) -> _Predictions:
+        model = fit_step_time(summary.profiles, self.form)
+        choices = self.decision.choices(summary, model)
+        chosen = {each.configuration for each in choices or ()} & set(self.every)
+        points = _thinned(self.every, keep=measured | chosen)
+        return _Predictions(points, summary, model, self.decision, choices)
+
+
+def _unconfirmed(
+    choices: Sequence[Chosen], usable: Sequence[Measurement], open_: Sequence[Configuration]
+) -> Configuration | None:
+    """Return the choice that has yet to be measured, and can be."""
+    for chosen in choices:
+        if chosen.configuration in open_ and not is_too_dear(usable, chosen):
+            return chosen.configuration
+        if not chosen.needs_profile:
+            return None
+    return None
 
 
 def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
@@ -135,27 +191,46 @@ class _Predictions:
         summary: Summary,
         model: StepTimeModel,
         decision: DecisionModel,
+        choices: Sequence[Chosen] | None,
     ) -> None:
+        self.points = points
         self.nodes, self.per_node, self.batch = np.array(points, dtype=np.float64).T
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
+        # the knee is that of a smooth curve
+        if decision.kind != "knee":
+            measured = {profile.configuration for profile in summary.profiles}
+            unseen = np.array([point not in measured for point in points])
+            self.covariance[unseen, unseen] += INTERACTION
         self.spread = model.spread_
         draws = np.clip(_draws(self.covariance) * self.spread, -3.0, 3.0)
         every_s = np.concatenate([self.step_s[None], self.step_s * np.exp(draws)])
         evaluated = decision.evaluate(points, every_s, model, summary)
         self.eligible = evaluated.eligible.any(axis=0)
         self.hopeless = evaluated.hopeless
+        planned = None
+        if choices and choices[0].configuration in points:
+            planned = points.index(choices[0].configuration)
         if decision.kind == "knee":
-            self.decision = _knee_decision(evaluated, self.nodes * self.per_node * self.batch)
+            global_batch = self.nodes * self.per_node * self.batch
+            self.decision = _knee_decision(evaluated, global_batch, planned)
         else:
-            self.decision = _least_decision(evaluated, max(LEAST_REGRET, REGRET * self.spread))
+            enough = max(LEAST_REGRET, REGRET * self.spread)
+            self.decision = _least_decision(evaluated, enough, planned)
+        if choices is None:
+            index = self.decision.chosen
+            choices = [Chosen(points[index], float(self.step_s[index]))]
+        self.choices = choices
 
     @property
     def decided(self) -> bool:
         """True if the draws agree and the chosen step time is known, or nothing can be chosen."""
         decision = self.decision
         known = self.spread * np.sqrt(self.covariance[decision.chosen, decision.chosen])
-        return self.hopeless or bool(decision.regret <= decision.enough and known <= KNOWN)
+        import os
+        typical = self.spread * np.sqrt(np.median(np.diag(self.covariance)[self.eligible]))
+        is_known = known <= KNOWN and typical <= float(os.environ.get("TY", 9))
+        return self.hopeless or bool(decision.regret <= decision.enough and is_known)
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:
         """Return the gain of each candidate (m,), see the module's equation."""
@@ -178,16 +253,19 @@ class _Decision(NamedTuple):
     belongs: Array
 
 
-def _least_decision(evaluated: Evaluated, enough: float) -> _Decision:
+def _least_decision(evaluated: Evaluated, enough: float, planned: int | None) -> _Decision:
     values = evaluated.eligible_value
-    chosen = int(np.argmin(values[0]))
+    chosen = int(np.argmin(values[0])) if planned is None else planned
     near = values[1:] <= values[1:].min(axis=1, keepdims=True) * (1.0 + NEAR)
     regret = float(np.mean(evaluated.loss(chosen)))
     return _Decision(chosen, regret, enough, np.mean(near, axis=0))
 
 
-def _knee_decision(evaluated: Evaluated, global_batch: Array) -> _Decision:
-    """Choose the allowed batch nearest to the knee of the whole curve, as the plan does."""
+def _knee_decision(evaluated: Evaluated, global_batch: Array, planned: int | None) -> _Decision:
+    """Compare the planned choice with the allowed batch nearest to the knee of each draw's curve.
+
+    Without a plan the choice is that of the nominal curve.
+    """
     batches, column = np.unique(global_batch, return_inverse=True)
     columns = [column == index for index in range(len(batches))]
     # where nothing can run, the curve is that of all
@@ -197,12 +275,13 @@ def _knee_decision(evaluated: Evaluated, global_batch: Array) -> _Decision:
     fastest = _fastest(evaluated.value, evaluated.eligible, columns)
     away = np.abs(np.log2(batches / batches[knees][:, None]))
     nearest = np.argmin(np.where(np.isfinite(fastest), away, np.inf), axis=1)
-    octaves = np.abs(np.log2(batches[nearest[1:]] / batches[nearest[0]]))
     at_nearest = np.flatnonzero(columns[nearest[0]])
+    chosen = int(at_nearest[np.argmin(time_s[0, at_nearest])]) if planned is None else planned
+    octaves = np.abs(np.log2(batches[nearest[1:]] / global_batch[chosen]))
     share = np.bincount(nearest[1:], minlength=len(batches)) / len(octaves)
     front = evaluated.eligible[1:] & (time_s[1:] <= fastest[1:, column] * (1.0 + NEAR))
     return _Decision(
-        chosen=int(at_nearest[np.argmin(time_s[0, at_nearest])]),
+        chosen=chosen,
         regret=float(np.mean(octaves)),
         enough=OCTAVES,
         belongs=np.mean(front, axis=0) * (share[column] + 1.0) / 2.0,
@@ -244,13 +323,6 @@ def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
     """Return the nodes of the last measurement; its job may still be running."""
     latest = max(usable, key=lambda row: row.finished_at)
     return float(latest.nodes) if latest.finished_at > 0.0 else None
-
-
-def _steps_per_profile(usable: Sequence[Measurement]) -> float:
-    steps = [
-        row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
-    ]
-    return float(np.median(steps)) if steps else STEPS
 
 
 def _thinned(candidates: Sequence[Configuration], keep: set[Configuration]) -> list[Configuration]:

@@ -20,13 +20,18 @@ from tula_hpc.analysis.planning.candidates import (
     CandidateTable,
     Grid,
     Part,
+    Why,
+    as_measured,
     conceivable,
+    predict,
     priced,
 )
 from tula_hpc.analysis.planning.constraints import CONSTRAINED, constrain, excess
-from tula_hpc.analysis.planning.objective import weighted_score
-from tula_hpc.analysis.planning.partitions import fitting_limit, part_of
+from tula_hpc.analysis.planning.knee import fitted_time
+from tula_hpc.analysis.planning.objective import choose, weighted_score
+from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
+from tula_hpc.errors import NotEnoughDataError
 from tula_hpc.records import Configuration
 
 Array = NDArray[np.float64]
@@ -73,6 +78,17 @@ class Evaluated(NamedTuple):
         return np.asarray(worse + over[:, chosen] / over.min(axis=1) - 1.0)
 
 
+class Chosen(NamedTuple):
+    """What the plan would choose."""
+
+    configuration: Configuration
+    step_time_s: float
+    # expected, of the whole training; None: unknown
+    training_s: float | None = None
+    # the plan itself chooses it only after a profile has shown that its memory suffices
+    needs_profile: bool = False
+
+
 class DecisionModel(NamedTuple):
     """Objective and constraints of the plan."""
 
@@ -96,6 +112,9 @@ class DecisionModel(NamedTuple):
     ) -> Evaluated:
         """Evaluate the points (m,) under predicted step times (k, m), as the plan would."""
         grid = Grid(*np.array(points, dtype=np.int64).T)
+        # the knee is that of the model's smooth curve
+        if self.kind != "knee":
+            step_s = as_measured(step_s, grid, summary, model)
         per_sample_s = step_s / grid.global_batch
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
             workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node
@@ -105,17 +124,61 @@ class DecisionModel(NamedTuple):
                 np.zeros_like(step_s),
                 np.ones(step_s.shape, dtype=bool),
             )
-        models = with_step_time(summary, fitting_limit(self.cluster, summary), model)
-        part = part_of("", self.sweep, self.cluster, summary, models)
-        part = part._replace(power=part.power or SOME_POWER)
+        part = _part(self.sweep, self.cluster, summary, model)
         evaluated = _as_planned(self.sweep, part, grid, step_s)
         return evaluated._replace(value=per_sample_s) if self.kind == "knee" else evaluated
+
+    def choices(self, summary: Summary, model: StepTimeModel) -> list[Chosen] | None:
+        """Return what the plan would choose from these measurements, by the plan's own code.
+
+        The last one it takes as things are. Another before it is taken once a profile shows that
+        its memory suffices. None of them where nothing can be chosen; None where there is no plan.
+        """
+        if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
+            return None
+        part = _part(self.sweep, self.cluster, summary, model)
+        try:
+            grid, _ = plannable(self.sweep, part)
+        except NotEnoughDataError:
+            return []
+        table = predict(0, part, grid, self.sweep)
+        unseen = table.why == Why.UNSEEN
+        tables = [table]
+        if unseen.any():
+            tables.insert(0, table._replace(why=np.where(unseen, int(FEASIBLE), table.why)))
+        found = [_chosen(self.sweep, part, each, unseen) for each in tables]
+        return [one for one in found if one is not None]
+
+
+def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
+    models = with_step_time(summary, fitting_limit(cluster, summary), model)
+    part = part_of("", sweep, cluster, summary, models)
+    return part._replace(power=part.power or SOME_POWER)
+
+
+def _chosen(
+    sweep: SweepSpec, part: Part, table: CandidateTable, unseen: NDArray[np.bool_]
+) -> Chosen | None:
+    table = constrain(table, sweep.objective)
+    if not np.any(table.why == FEASIBLE):
+        return None
+    nominal = fitted_time((part,), sweep.workload.epochs)
+    row = int(choose(sweep.objective, table, nominal).ranking[0])
+    return Chosen(
+        Configuration(
+            int(table.nodes[row]), int(table.workers_per_node[row]), int(table.local_batch[row])
+        ),
+        float(table.step_time_s[row]),
+        float(table.wall_time_s[row]),
+        bool(unseen[row]),
+    )
 
 
 def _as_planned(sweep: SweepSpec, part: Part, grid: Grid, step_s: Array) -> Evaluated:
     repeated = Grid(*(np.tile(column, len(step_s)) for column in grid))
     table = constrain(priced(0, part, repeated, sweep, step_s.ravel()), sweep.objective)
-    possible = np.isin(table.why, [FEASIBLE, *CONSTRAINED])
+    # a profile can show that memory suffices
+    possible = np.isin(table.why, [FEASIBLE, Why.UNSEEN, *CONSTRAINED])
     over = np.maximum(excess(table, sweep.objective), 0.0) + np.where(possible, 0.0, IMPOSSIBLE)
     value = _value(sweep.objective, table)
     shape = step_s.shape

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
+from tula_hpc.analysis.models.memory import fit_memory
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import describe_limit, memory_limit_bytes
 from tula_hpc.analysis.search.propose import propose
-from tula_hpc.config import GIB
-from tula_hpc.records import Measurement, Plan
+from tula_hpc.config import GIB, ClusterSpec
+from tula_hpc.records import Configuration, Measurement, Plan
 
 BYTES = st.integers(MIB, 200 * GIB)
 
@@ -100,3 +104,57 @@ def test_of_repeats_those_that_know_the_device_count() -> None:
     rows = [*grid(), *(of_device(row, total_bytes=2 * GIB, other_bytes=200 * MIB) for row in grid())]
     plan = make_plan(sweep("time"), cluster(device="cuda"), rows)
     assert plan.memory_limit_bytes == 2 * GIB - 200 * MIB
+
+
+# 10 % above what a batch of 1024 takes, and 10 % of margin
+BARELY = cluster(memory_gb=1.25 * peak_bytes(1024) / GIB)
+
+
+def far_from_limit(batches: list[int], on: ClusterSpec) -> tuple[Plan, float]:
+    """The plan from one and two nodes with these batches, and the bytes that it allows."""
+    rows = [ok(nodes, batch) for nodes in (1, 2) for batch in batches]
+    spec = sweep("time", cluster_sizes=[1, 2], min_batch=32, max_batch=1024)
+    assert on.memory_limit_bytes is not None
+    return make_plan(spec, on, rows), on.memory_limit_bytes * (1.0 - on.memory_margin)
+
+
+@given(
+    batches=st.lists(st.sampled_from([16, 32, 64, 128, 256, 512]), min_size=2, max_size=4, unique=True),
+    room=st.floats(0.5, 4.0),
+)
+def test_no_batch_is_relied_on_that_is_far_larger_than_any_measured_and_might_not_fit(
+    batches: list[int], room: float
+) -> None:
+    plan, allowed = far_from_limit(batches, cluster(memory_gb=room * peak_bytes(1024) / GIB))
+    rows = [ok(nodes, batch) for nodes in (1, 2) for batch in batches]
+    model = fit_memory(summarize(rows), allowed)
+    for candidate in plan.candidates:
+        _, high = model.interval(candidate.local_batch, workers=candidate.nodes)
+        fits = candidate.local_batch <= 2 * max(batches) or high <= allowed
+        assert fits or not candidate.feasible
+        assert fits or "samples at once were measured" in candidate.why or "needs" in candidate.why
+
+
+def test_what_is_left_out_for_its_unmeasured_memory_is_told() -> None:
+    plan, _ = far_from_limit([32, 64], BARELY)
+    (largest,) = [c for c in plan.candidates if c.configuration == (1, 1, 1024)]
+    assert re.search(r"at most 64 samples at once were measured, .* reaches [\d.]+ GiB per worker, more", largest.why)
+    assert any("local batches from 512 on are not planned" in text for text in plan.warnings)
+    measured, _ = far_from_limit([32, 64, 512], BARELY)
+    assert all(candidate.feasible for candidate in measured.candidates)
+    assert not any("are not planned" in text for text in measured.warnings)
+
+
+def test_the_search_spends_a_profile_on_the_memory_of_a_far_larger_batch_before_it_is_chosen() -> None:
+    """A single worker takes its batch in eight parts: what two workers hold at once it never held."""
+    spec = sweep("time", mode="adaptive", cluster_sizes=[1, 2], min_batch=32, max_batch=2048, max_profiles=4)
+
+    def measured(nodes: int, batch: int) -> Measurement:
+        parts = 8 if nodes == 1 else 1
+        return ok(nodes, batch, parts=parts, memory=memory(batch // parts), dataset_samples=10**7)
+
+    rows = [measured(1, 32), measured(1, 2048), measured(2, 16)]
+    assert make_plan(spec, BARELY, rows).chosen.configuration == (2, 1, 512)
+    assert propose(spec, BARELY, rows) == [Configuration(2, 1, 1024)]
+    rows.append(measured(2, 1024))
+    assert make_plan(spec, BARELY, rows).chosen.configuration == (2, 1, 1024)

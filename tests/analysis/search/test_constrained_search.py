@@ -68,9 +68,15 @@ def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, f
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_it_looks_where_the_deadline_moves_the_choice(noise: float) -> None:
-    """Of the cheapest candidate the corners know all; what the deadline leaves has to be looked at."""
+    """Of the cheapest candidate the corners know all; what the deadline leaves has to be looked at.
+
+    The free choice was measured at a corner, but others cost 0.5 % more by the law, and that is less than a single
+    configuration may depart from it: some are looked at.
+    """
     late = constrained("cost", deadline_hours=0.04)
-    assert len(searched(constrained("cost"), CLUSTER, noise)) == len(cheap_corners(POINTS))
+    free = searched(constrained("cost"), CLUSTER, noise)
+    assert len(free) <= len(cheap_corners(POINTS)) + 2
+    assert chosen(constrained("cost"), CLUSTER, free) in cheap_corners(POINTS)
     rows = searched(late, CLUSTER, noise)
     assert chosen(late, CLUSTER, everything(noise)) == Configuration(2, 1, 1024)
     assert Configuration(2, 1, 1024) in {row.configuration for row in rows}

@@ -1,0 +1,204 @@
+"""Confirmation of the plan's choice: it was measured itself, or the plan says why it was not.
+
+A training of hours or days is committed to a single configuration. Its predicted step time is the
+least of many, so that errors of the prediction are likelier to favour it than not, and an
+interaction that the model does not know (storage that all nodes share, a batch for which a library
+picks a slow kernel) may hide exactly there. One profile shows it:
+
+    cost of a profile / cost of the training = (steps × t_step + start) / T
+
+on the same nodes, steps those of a usual profile, T the expected wall time of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tula_hpc.analysis.models.profiles import Summary, summarize
+from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
+from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
+from tula_hpc.analysis.search.decision import Chosen, DecisionModel
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.formatting import format_duration, format_percent, plural
+from tula_hpc.records import Configuration, Measurement, Plan, is_usable
+
+# seconds to start Python and torch and to meet, unless the nodes are the last job's
+START_S = 20.0
+# steps that one profile takes about, where no measurement has it
+STEPS = 80.0
+# Share of the training that the profile of the choice may cost: the models miss a step time that
+# was not measured by about as much, so that a dearer profile costs more than it is likely to save.
+PROFILE_SHARE = 0.05
+# measured configurations before which nothing is predicted
+AT_LEAST = 3
+# a search with more of them was no search for one choice, and each is a fit
+MOST_RETRACED = 16
+
+
+def steps_per_profile(usable: Sequence[Measurement]) -> float:
+    """Return the steps that the time of one profile would take, median over the measurements."""
+    steps = [
+        row.elapsed_s / row.times.step_time_s for row in usable if row.times and row.elapsed_s > 0.0
+    ]
+    return float(np.median(steps)) if steps else STEPS
+
+
+def profile_share(usable: Sequence[Measurement], step_time_s: float, training_s: float) -> float:
+    """Return the cost of a profile as a share of a training's on the same nodes."""
+    starts_s = [row.start_s for row in usable if row.start_s > 0.0]
+    start_s = float(np.median(starts_s)) if starts_s else START_S
+    return (steps_per_profile(usable) * step_time_s + start_s) / training_s
+
+
+def is_too_dear(usable: Sequence[Measurement], chosen: Chosen) -> bool:
+    """Tell whether the profile of a choice costs more of the training than it is worth."""
+    if chosen.training_s is None:
+        return False
+    return profile_share(usable, chosen.step_time_s, chosen.training_s) > PROFILE_SHARE
+
+
+def with_confirmation(
+    plan: Plan,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    pending: Collection[Configuration],
+) -> Plan:
+    """Add what the plan has to say of a choice that was not measured, or not as predicted.
+
+    Args:
+        plan: Of these measurements.
+        sweep: The sweep.
+        cluster: The whole cluster.
+        measurements: All of them.
+        pending: Configurations that the search still proposes.
+    """
+    parts = dict(zip(cluster.part_names(), cluster.parts(), strict=True))
+    name = plan.chosen.partition
+    usable = [row for row in of_partition(measurements, name) if is_usable(row)]
+    notes = list(plan.notes)
+    warnings = list(plan.warnings)
+    # a warning names what the search has yet to measure
+    if not plan.chosen.measured and not pending:
+        share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.expected_time_s)
+        (notes if share > PROFILE_SHARE else warnings).append(
+            _unmeasured(plan, sweep, share, len({row.configuration for row in usable}))
+        )
+    if sweep.search.mode == "adaptive":
+        told = surprises(plan.chosen.configuration, sweep, parts[name], usable)
+        warnings += [prefixed(name, text) for text in told]
+    return plan.model_copy(update={"notes": notes, "warnings": warnings})
+
+
+def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> str:
+    """Return the sentence on a choice that was not measured and will not be."""
+    text = f"the chosen {name_of(plan.chosen)} was not measured itself: "
+    if share > PROFILE_SHARE:
+        cost = f"its profile would cost {format_percent(share)} of the training's node-seconds"
+        return f"{text}{cost}, more than {format_percent(PROFILE_SHARE)}"
+    if sweep.search.mode == "partial":
+        return f'{text}search.mode = "partial" measures corners alone'
+    if profiles >= sweep.search.max_profiles:
+        limit = f"search.max_profiles = {sweep.search.max_profiles}"
+        return f"{text}{limit} configurations had been measured before it was the best"
+    return f"{text}the search could not profile it, or looked for another choice"
+
+
+class Before(NamedTuple):
+    """What a configuration was predicted to be before it was measured."""
+
+    # of the measurements before
+    summary: Summary
+    model: StepTimeModel
+    predicted_s: float
+    # 90 %
+    interval_s: tuple[float, float]
+    measured_s: float
+
+    @property
+    def is_contradicted(self) -> bool:
+        """True if the measurement lies outside of the interval."""
+        low_s, high_s = self.interval_s
+        return not low_s <= self.measured_s <= high_s
+
+
+class _Surprise(NamedTuple):
+    """Configuration that was to be chosen, and whose measurement contradicted its prediction."""
+
+    configuration: Configuration
+    before: Before
+    # configurations measured afterwards
+    later: int
+
+
+def surprises(
+    chosen: Configuration, sweep: SweepSpec, cluster: ClusterSpec, usable: Sequence[Measurement]
+) -> list[str]:
+    """Say where what was to be chosen was measured far from its prediction, and what followed.
+
+    Args:
+        chosen: By the plan.
+        sweep: The sweep.
+        cluster: Partition of the measurements.
+        usable: Measurements of the search, with times and memory.
+    """
+    decision = DecisionModel(sweep.objective.kind, sweep, cluster)
+    found = []
+    for surprise in _surprises(decision, sweep, usable):
+        before = surprise.before
+        ends = " to ".join(format_duration(seconds) for seconds in before.interval_s)
+        predicted = f"{format_duration(before.predicted_s)} were predicted before (90 %: {ends})"
+        took = f"took {format_duration(before.measured_s)} a step where {predicted}"
+        went_on = "the search fitted its models again"
+        if surprise.later:
+            went_on += f", measured {plural(surprise.later, 'more configuration')}"
+        which = "it again" if surprise.configuration == chosen else f"{chosen} instead"
+        text = f"{surprise.configuration} was to be chosen and {took}: {went_on} and chose {which}"
+        found.append(text)
+    return found
+
+
+def _surprises(
+    decision: DecisionModel, sweep: SweepSpec, usable: Sequence[Measurement]
+) -> Iterator[_Surprise]:
+    """Retrace the search: what each choice was predicted to be from the measurements before it."""
+    order = measured_in_order(usable)
+    if len(order) > MOST_RETRACED:
+        return
+    for index, configuration in enumerate(order):
+        before = prediction_before(configuration, usable, sweep.search.form)
+        if before is None or not before.is_contradicted:
+            continue
+        choices = decision.choices(before.summary, before.model) or []
+        if configuration in {choice.configuration for choice in choices}:
+            yield _Surprise(configuration, before, len(order) - index - 1)
+
+
+def measured_in_order(usable: Sequence[Measurement]) -> list[Configuration]:
+    """Return the measured configurations, the first one first."""
+    return list(dict.fromkeys(row.configuration for row in _by_time(usable)))
+
+
+def _by_time(usable: Sequence[Measurement]) -> list[Measurement]:
+    return sorted(usable, key=lambda row: row.finished_at)
+
+
+def prediction_before(
+    configuration: Configuration, usable: Sequence[Measurement], form: FormName
+) -> Before | None:
+    """Return what a measured configuration was predicted to be; None with too few before it."""
+    own = [row for row in _by_time(usable) if row.configuration == configuration]
+    earlier = [row for row in usable if row.finished_at < own[0].finished_at]
+    if len({row.configuration for row in earlier}) < AT_LEAST:
+        return None
+    summary = summarize(earlier)
+    model = fit_step_time(summary.profiles, form)
+    nodes, per_node, batch = configuration
+    low_s, high_s = model.interval(nodes, batch, per_node)
+    measured_s = np.median([row.times.step_time_s for row in own if row.times])
+    predicted_s = float(model.predict(nodes, batch, per_node))
+    return Before(summary, model, predicted_s, (float(low_s), float(high_s)), float(measured_s))

@@ -1,0 +1,178 @@
+"""What a search commits a training to was measured itself, or the plan says in a sentence why it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.benchmarks.search_replay import replay, tables
+from tests.benchmarks.traces import folder
+from tests.fuzzing import fuzz
+from tests.planning_data import cluster, failed, ok, step_time_s, sweep, times
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.search.propose import propose
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.records import Configuration, Measurement, Plan
+
+CLUSTER = cluster(max_nodes=8)
+OBJECTIVES = ["time", "cost", "knee", "weighted"]
+# a day of training, or two minutes
+LONG, SHORT = 10**7, 10**3
+UNMEASURED = "was not measured itself"
+
+
+class World(NamedTuple):
+    """Step times of a made-up cluster."""
+
+    # of the configurations that are slower than the law says
+    factor: float = 1.0
+    is_slow: Callable[[Configuration], bool] = lambda _: False
+    noise: float = 0.0
+    samples: int = LONG
+    fails: frozenset[Configuration] = frozenset()
+
+    def measure(self, configuration: Configuration, order: int) -> Measurement:
+        """Profile one configuration."""
+        nodes, _, batch = configuration
+        if configuration in self.fails:
+            return failed(nodes, batch, finished_at=order + 1.0)
+        departure = float(np.random.default_rng([nodes, batch]).lognormal(0.0, self.noise))
+        seconds = step_time_s(nodes, batch) * departure * (self.factor if self.is_slow(configuration) else 1.0)
+        known = times(nodes, batch, step_time_s=seconds)
+        return ok(nodes, batch, times=known, finished_at=order + 1.0, dataset_samples=self.samples)
+
+
+def spec_of(kind: str, **constraints: Any) -> SweepSpec:
+    spec = sweep(kind, cluster_sizes=[1, 2, 4, 8], min_batch=32, max_batch=2048, mode="adaptive")
+    return spec.model_copy(update={"objective": spec.objective.model_copy(update=constraints)})
+
+
+def searched(spec: SweepSpec, world: World, on: ClusterSpec = CLUSTER) -> list[Measurement]:
+    rows: list[Measurement] = []
+    while proposed := propose(spec, on, rows):
+        rows.append(world.measure(proposed[0], len(rows)))
+    return rows
+
+
+def told(plan: Plan, words: str) -> list[str]:
+    return [text for text in (*plan.notes, *plan.warnings) if words in text]
+
+
+def is_confirmed(plan: Plan, rows: list[Measurement]) -> bool:
+    return plan.chosen.configuration in {row.configuration for row in rows if row.status == "ok"}
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    nodes, batch = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([64, 128, 256, 1024]))
+    slow: list[Callable[[Configuration], bool]] = [
+        lambda c: c.nodes == nodes,
+        lambda c: c.local_batch == batch,
+        lambda c: c == (nodes, 1, batch),
+        lambda c: c.nodes * c.local_batch >= 2 * batch,
+    ]
+    return World(
+        factor=draw(st.sampled_from([0.5, 1.0, 1.5, 4.0])),
+        is_slow=draw(st.sampled_from(slow)),
+        noise=draw(st.sampled_from([0.0, 0.03])),
+        samples=draw(st.sampled_from([LONG, SHORT])),
+    )
+
+
+@fuzz(8)
+@given(worlds(), st.sampled_from(OBJECTIVES), st.sampled_from([{}, {"max_global_batch": 512}]))
+def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: str, constraints: dict[str, Any]) -> None:
+    spec = spec_of(kind, **constraints)
+    rows = searched(spec, world)
+    assert len(rows) <= spec.search.max_profiles
+    plan = make_plan(spec, CLUSTER, rows)
+    assert is_confirmed(plan, rows) == plan.chosen.measured
+    assert len(told(plan, UNMEASURED)) == (0 if plan.chosen.measured else 1)
+    unmeasured_ends = len(rows) == spec.search.max_profiles or world.samples == SHORT
+    assert plan.chosen.measured or unmeasured_ends
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_replayed_over_its_own_records_in_any_order_it_proposes_the_same(kind: str) -> None:
+    spec, slow = spec_of(kind), World(4.0, lambda c: c.nodes == 8 and c.local_batch > 32, 0.03)
+    rows = searched(spec, slow)
+    for count in range(3, len(rows)):
+        assert propose(spec, CLUSTER, rows[:count][::-1])[0] == rows[count].configuration
+    assert propose(spec, CLUSTER, rows[::-1]) == []
+
+
+CLIFFS: dict[str, Callable[[Configuration], bool]] = {
+    "a size": lambda c: c.nodes == 8 and c.local_batch > 4,
+    "a configuration": lambda c: c == (8, 1, 256),
+    "shared storage": lambda c: c.nodes > 2 and c.global_batch > 512,
+}
+
+
+@pytest.mark.parametrize("where", CLIFFS)
+@pytest.mark.parametrize("kind", ["time", "cost", "weighted"])
+def test_what_is_four_times_slower_than_the_law_is_not_chosen(kind: str, where: str) -> None:
+    world = World(4.0, CLIFFS[where])
+    plan = make_plan(spec_of(kind), CLUSTER, searched(spec_of(kind), world))
+    assert not world.is_slow(plan.chosen.configuration)
+
+
+def test_the_plan_tells_what_was_to_be_chosen_and_what_came_of_it() -> None:
+    world = World(4.0, CLIFFS["a configuration"])
+    plan = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), world))
+    (sentence,) = told(plan, "was to be chosen")
+    assert "N=8 b=256 (B=2048) was to be chosen and took 1.5 s a step where 3" in sentence
+    assert f"chose {plan.chosen.configuration} instead" in sentence
+    as_predicted = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), World()))
+    assert told(as_predicted, "was to be chosen") == []
+
+
+def test_a_choice_that_stays_the_best_is_said_to_be_chosen_again() -> None:
+    slower = World(1.25, lambda c: c == (8, 1, 256))
+    plan = make_plan(spec_of("time"), CLUSTER, searched(spec_of("time"), slower))
+    (sentence,) = told(plan, "was to be chosen")
+    assert plan.chosen.configuration == (8, 1, 256)
+    assert plan.chosen.step_time_s == pytest.approx(1.25 * step_time_s(8, 256))
+    assert sentence.endswith("and chose it again")
+
+
+def test_a_short_training_is_not_worth_a_profile() -> None:
+    spec, short = spec_of("time"), World(samples=SHORT)
+    rows = searched(spec, short)
+    plan = make_plan(spec, CLUSTER, rows)
+    assert not plan.chosen.measured
+    assert "more than 5.0 %" in told(plan, UNMEASURED)[0]
+    assert not told(plan, "not yet profiled")
+    assert len(rows) <= len(searched(spec, World()))
+
+
+def test_a_choice_that_cannot_be_profiled_is_no_endless_search() -> None:
+    spec, world = spec_of("time"), World(fails=frozenset([Configuration(8, 1, 256)]))
+    rows = searched(spec, world)
+    plan = make_plan(spec, CLUSTER, rows)
+    assert plan.chosen.configuration == (8, 1, 256)
+    assert told(plan, UNMEASURED)
+    assert sum(row.status == "failed" for row in rows) == 2
+
+
+def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
+    """One sentence says so already."""
+    rows = searched(spec_of("cost"), World())
+    plan = make_plan(spec_of("time"), CLUSTER, rows)
+    assert not plan.chosen.measured
+    assert str(plan.chosen.configuration) in told(plan, "not yet profiled")[0]
+    assert not told(plan, UNMEASURED)
+
+
+@pytest.mark.skipif(not (folder() / "imagenet").is_dir(), reason=f"no step-time traces in {folder()}")
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_on_recorded_steps_every_choice_was_measured(objective: str) -> None:
+    recorded = [table for table in tables() if table.workload in {"imagenet", "transformer", "yolov3"}]
+    searches = [replay(table, objective, "computation") for table in recorded]
+    assert all(search["confirmed"] for search in searches)
+    assert np.mean([search["profiles"] for search in searches]) <= 7
+    assert np.mean([search["regret"] for search in searches]) <= 0.02
