@@ -14,12 +14,13 @@ w_i is the share of predictions drawn from that uncertainty in which candidate i
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
 batch, deadline and budget rule out in every draw weigh nothing and are not measured.
 
-The search ends when the draws agree on the decision, the chosen step time is known well enough, and
-the configuration that the plan would choose was measured itself. Where that measurement contradicts
-its prediction the search goes on: the refitted model decides again, and what it chooses has to be
-measured again. The last of `max_profiles` configurations are kept for that. Not measured is only a
-choice whose profile would cost too much of the training (see `confirmation`), one that cannot be
-profiled, and one that appears after the last profile.
+The search ends when the draws agree on the decision, the step times of the choice and of most
+candidates are known well enough, and the configuration that the plan would choose was measured
+itself. Where that measurement contradicts its prediction the search goes on: the refitted model
+decides again, and what it chooses has to be measured again. The last of `max_profiles`
+configurations are kept for that. Not measured is only a choice whose profile would cost too much of
+the training (see `confirmation`), one that cannot be profiled, and one that appears after the last
+profile.
 
 Everything is a pure function of the measurements: replayed over recorded ones, the search proposes
 the same again.
@@ -55,13 +56,15 @@ SEED = 0
 RESERVED = 3
 # mean loss over the draws below which the decision stands: of time or cost, in spreads of a
 # measurement
-REGRET = float(__import__("os").environ.get("RG", 0.36))
+REGRET = 0.36
 # and relative: a difference that no measurement could show is not worth one
 LEAST_REGRET = 0.01
 # of the knee's batch
 OCTAVES = 0.5
 # largest relative standard deviation of the decision's own step time
 KNOWN = 0.07
+# and of the median candidate's: the plan shows them all, and is asked other questions later
+MEDIAN_KNOWN = 0.08
 # variance of the departure of a single configuration from the law, where it was not measured, in
 # units of a measurement's
 INTERACTION = 0.5
@@ -224,12 +227,12 @@ class _Predictions:
 
     @property
     def decided(self) -> bool:
-        """True if the draws agree and the chosen step time is known, or nothing can be chosen."""
+        """True if the draws agree and step times are known, or nothing can be chosen."""
         decision = self.decision
         known = self.spread * np.sqrt(self.covariance[decision.chosen, decision.chosen])
-        import os
-        typical = self.spread * np.sqrt(np.median(np.diag(self.covariance)[self.eligible]))
-        is_known = known <= KNOWN and typical <= float(os.environ.get("TY", 9))
+        variances = np.diag(self.covariance)[self.eligible]
+        typical = self.spread * np.sqrt(np.median(variances)) if len(variances) else 0.0
+        is_known = known <= KNOWN and typical <= MEDIAN_KNOWN
         return self.hopeless or bool(decision.regret <= decision.enough and is_known)
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:

@@ -77,7 +77,7 @@ def test_a_plan_predicts_every_candidate_from_four_corners() -> None:
         assert candidate.step_time_s == pytest.approx(step_time_s(candidate.nodes, candidate.local_batch), rel=0.03)
         assert candidate.peak_memory_bytes == pytest.approx(peak_bytes(candidate.local_batch), rel=1e-3)
     assert plan.warnings == []
-    assert plan.models["step_time"]["form"] == "ring"
+    assert plan.models["step_time"]["form"] == "auto"
     assert plan.models["batch_memory"]["parameters"]["bytes_per_sample"] == pytest.approx(12_288, rel=1e-3)
 
 

@@ -86,8 +86,9 @@ def test_so_many_measurements_are_enough_and_no_more_are_asked_for() -> None:
 def test_very_noisy_measurements_are_followed_by_more_of_them() -> None:
     search = AdaptiveSearch(POINTS, DecisionModel("knee"), max_profiles=8)
     noisy = [len(run(search, 0.3, seed)) for seed in range(4)]
-    # clean ones are confirmed as well, so that less is left up to the most
-    assert np.mean(noisy) > 1.1 * len(run(search))
+    # clean ones are looked at in the middle and confirmed as well, so that little is left up to the most
+    assert np.mean(noisy) >= len(run(search))
+    assert max(noisy) == 8
 
 
 def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
