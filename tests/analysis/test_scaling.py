@@ -55,7 +55,12 @@ def part_of(rows: list[Measurement], spec: SweepSpec, where: ClusterSpec = ROOMY
     part = fit_parts(spec, where, rows).parts[0]
     if law is None:
         return part
-    return part._replace(models=part.models._replace(step_time=cast(StepTimeModel, law)))
+    profiles = []
+    for profile in part.summary.profiles:
+        step_s = float(law.predict(profile.configuration.nodes, profile.configuration.local_batch))
+        profiles.append(profile._replace(times=profile.times.model_copy(update={"step_time_s": step_s})))
+    models = part.models._replace(step_time=cast(StepTimeModel, law))
+    return part._replace(models=models, summary=part.summary._replace(profiles=tuple(profiles)))
 
 
 def chosen(nodes: int, global_batch: int, workers_per_node: int = 1) -> Candidate:
