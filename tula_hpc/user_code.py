@@ -102,7 +102,7 @@ def is_mistake(error: Exception) -> bool:
 
     Lack of memory has remedies of its own, and a file system that fails may work the next time.
     """
-    if out_of_memory(error) is not None:
+    if out_of_memory(error) is not None or isinstance(error, ConnectionError | TimeoutError):
         return False
     named = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
     return not isinstance(error, OSError) or error.errno is None or isinstance(error, named)

@@ -85,7 +85,13 @@ class Worker:
             seed=sweep.workload.seed,
             loader_workers=sweep.workload.loader_workers,
             pin_memory=self.device.type == "cuda",
+            classes=self.labelled_classes,
         )
+
+    @property
+    def labelled_classes(self) -> int | None:
+        """Return the number of classes, None where a loss of the user's own knows no labels."""
+        return self.workload.classes if self.sweep.workload.loss is None else None
 
     def _move_to_device(self, model: nn.Module) -> nn.Module:
         channels_last = (
