@@ -64,7 +64,7 @@ def test_what_is_another_is_refused_in_one_line_with_what_to_do(key: str, tmp_pa
     said = str(raised.value)
     assert words in said
     assert said.startswith(f"{tmp_path}: what would be trained now is not what was measured")
-    assert said.endswith("undo the change, or measure what is there now with another --run-dir")
+    assert said.endswith("Undo the change, or measure what is there now with another --run-dir.")
     assert "\n" not in said
 
 
@@ -92,7 +92,7 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
     assert plan_main([str(run.root)]) == 2
     said = capsys.readouterr().err
     assert "since N=1 b=32 (B=32), N=1 b=64 (B=64) something changed (the model has 2,468 parameters now, 1,234" in said
-    assert f"delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'} to plan" in said
+    assert f"Delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'} to plan" in said
     for batch in (32, 64):
         (run.profile / f"n1-b{batch}-9.jsonl").unlink()
     assert plan_main([str(run.root)]) == 0

@@ -96,8 +96,8 @@ def refuse_another(run: RunDirectory, measured: Identity | None, now: Identity) 
     found = now.difference(measured) if measured is not None else ""
     if found:
         message = f"what would be trained now is not what was measured: {found}"
-        remedy = "undo the change, or measure what is there now with another --run-dir"
-        raise InputError(f"{message}; {remedy}", source=run.root)
+        remedy = "Undo the change, or measure what is there now with another --run-dir."
+        raise InputError(f"{message}. {remedy}", source=run.root)
 
 
 def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> None:
@@ -117,5 +117,5 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
     found = newest.difference(others[0].identity)
     message = f"its measurements are not of one model: since {where} something changed ({found})"
     files = in_short([str(path) for path in run.files_of(others)])
-    remedy = f"delete {files} to plan the newer one, or measure it with another --run-dir"
-    raise InputError(f"{message}; {remedy}", source=run.root)
+    remedy = f"Delete {files} to plan the newer one, or measure it with another --run-dir."
+    raise InputError(f"{message}. {remedy}", source=run.root)

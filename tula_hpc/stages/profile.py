@@ -92,15 +92,16 @@ def estimate(
         return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
     if done.returncode != 0:
         return Estimate(
-            None, _last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
+            None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
         )
     try:
-        return Estimate(Footprint.model_validate_json(_last_line(done.stdout)))
+        return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
     except ValidationError as error:
         return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, "" if there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -209,7 +210,12 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
     if not wants_estimate(part):
         return None
     progress.update(0, 1, "estimating which batches fit into memory")
-    made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
+    tried = part.run.trial()
+    reason = tried.reasons.get(part.partition) if tried is not None else None
+    if reason:
+        made = Estimate(None, reason)
+    else:
+        made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
     if made.footprint is not None:
         write_atomically(
             part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1)

@@ -227,7 +227,7 @@ def count(
         batches: Two local batches, ascending, so large that activations make the peak.
         fake: Whether tensors have no contents.
     """
-    build = _build_without_memory if fake else build_model
+    build = build_without_memory if fake else build_model
     model = build(workload, shapes.classes, shapes.image_size)
     on_gpu = device == "cuda"
     with contextlib.ExitStack() as modes:
@@ -363,7 +363,8 @@ class _FusedDropout(TorchFunctionMode):
         return func(*args, **bound)
 
 
-def _build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
+def build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
+    """Return the model with parameters on the meta device, or a real one if it needs values."""
     try:
         with _WithoutMemory():
             return build_model(workload, classes, image_size)

@@ -23,7 +23,7 @@ from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.errors import InputError
 from tula_hpc.own_sources import digests_of
-from tula_hpc.records import Identity
+from tula_hpc.records import Identity, in_short
 from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import Criterion, OfSamples, build_criterion
@@ -76,7 +76,13 @@ def build_workload(
     Raises:
         InputError: The data folder, or something of the user's own, is not as expected.
     """
-    data = build_data(spec, tried)
+    return workload_of(spec, build_data(spec, tried), device, tried)
+
+
+def workload_of(
+    spec: WorkloadSpec, data: Data, device: torch.device = CPU, tried: int = TRIED_BY_JOBS
+) -> Workload:
+    """Return the workload over data that are there already; see `build_workload`."""
     model = build_model(spec, data.classes, data.image_size)
     if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
         message = "true, but the model has parameters of 5 dimensions; this layout is for images"
@@ -179,7 +185,7 @@ def _check_fits(
         model.to(device)
     modes = [(module, module.training) for module in model.modules()]
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), _autocast(spec, device):
+    with torch.random.fork_rng(gpus), autocast_on(spec, device):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), data.classes))
@@ -197,7 +203,24 @@ def _check_fits(
         module.training = training
 
 
-def _autocast(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
+def refuse_unused(model: nn.Module) -> None:
+    """Refuse parameters without a gradient, for which several workers would wait.
+
+    Raises:
+        InputError: A parameter has none after a backward pass.
+    """
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        message = (
+            f"the loss gives no gradient to {in_short(unused)}, which several workers wait for"
+        )
+        raise InputError(
+            f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model"
+        )
+
+
+def autocast_on(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass in the workload's precision, or the device's nearest."""
     dtype = CPU_DTYPES[spec.precision]
     if (spec.precision, device.type) == ("fp16", "cuda"):
         dtype = torch.float16
