@@ -330,7 +330,9 @@ def _describe(item: Any) -> str:
 def kind_of(value: Any) -> str:
     """Describe a value by its type and shape, length or number."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} tensor of shape {tuple(value.shape)}".removeprefix("torch.")
+        is_number = value.dim() == 0 and not (value.is_floating_point() or value.is_meta)
+        what = f"{value.item()}" if is_number else f"of shape {tuple(value.shape)}"
+        return f"{value.dtype} tensor {what}".removeprefix("torch.")
     if isinstance(value, int):
         return f"{type(value).__name__} {value}"
     if isinstance(value, tuple | list):

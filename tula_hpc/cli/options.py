@@ -97,7 +97,11 @@ def _load_without_paths(
         )
     except InputError:
         raise mistake from None
-    if spec.search.estimate and not getattr(options, "dry_run", False):
+    if getattr(options, "dry_run", False):
+        return spec, cluster
+    if not spec.workload.names_data:
+        raise mistake from None
+    if spec.search.estimate:
         raise InputError(with_remedy(str(mistake), cluster)) from None
     return spec, cluster
 

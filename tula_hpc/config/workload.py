@@ -298,6 +298,12 @@ class WorkloadSpec(Spec):
         return [name for name in named if name is not None and ":" in name]
 
     @property
+    def names_data(self) -> bool:
+        """False if the data set lies on disk, and no folder is given."""
+        facts = DATASETS.get(self.dataset)
+        return self.data_dir is not None or facts is None or not facts.on_disk
+
+    @property
     def most_samples(self) -> int | None:
         """Upper bound of the training set's size; None if unknown."""
         if self.samples or self.dataset not in DATASETS:

@@ -339,7 +339,7 @@ class _WithoutMemory(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
             # normal_, uniform_ and the like: nothing to initialise
             return args[0]
