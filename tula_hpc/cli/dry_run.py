@@ -16,7 +16,6 @@ from tula_hpc.formatting import plural
 from tula_hpc.records import (
     Candidate,
     Configuration,
-    Footprint,
     RunDirectory,
     Trial,
     write_atomically,
@@ -135,7 +134,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
     if not spec.search.estimate or not is_here(spec):
         return None
     parts = parts_of(sweep) if spec.study is None else []
-    memory = [p.partition for p in parts if wants_estimate(p) and _stored(p) is None]
+    memory = [part.partition for part in parts if wants_estimate(part)]
     sys.stderr.write(f"{TRYING} ...\n")
     with _input_files(sweep) as files:
         tried = rehearse(spec, cluster, files, memory)
@@ -144,10 +143,6 @@ def try_dry(sweep: Sweep) -> Trial | None:
         return None
     refuse_another_model(sweep, tried)
     return tried
-
-
-def _stored(part: Sweep) -> Footprint | None:
-    return part.run.footprints([part.partition]).get(part.partition)
 
 
 @contextlib.contextmanager
@@ -161,14 +156,14 @@ def _input_files(sweep: Sweep) -> Iterator[tuple[Path, Path]]:
 
 def _estimate(part: Sweep, tried: Trial | None) -> Estimate | None:
     """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
-    stored = _stored(part)
+    name = part.partition
+    if tried is not None and (name in tried.footprints or name in tried.reasons):
+        return Estimate(tried.footprints.get(name), tried.reasons.get(name, ""))
+    stored = part.run.footprints([name]).get(name)
     if stored is not None:
         return Estimate(stored)
     if not wants_estimate(part):
         return None
-    if tried is not None:
-        name = part.partition
-        return Estimate(tried.footprints.get(name), tried.reasons.get(name, "unknown"))
     sys.stderr.write("estimating which batches fit into memory (search.estimate) ...\n")
     with _input_files(part) as files:
         return estimate(*files)

@@ -99,8 +99,9 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
+    is_tried = True
     if not training_began(sweep.run):
-        try_before_jobs(sweep)
+        is_tried = try_before_jobs(sweep)
         profile_stage(sweep)
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
@@ -112,7 +113,8 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
         return 0
-    if not (sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")):
+    over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
+    if is_tried and not over:
         # code may have changed while jobs measured, or since the last training job ended
         try_before_jobs(sweep)
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None

@@ -15,12 +15,15 @@ from tula_hpc.profiling.measure import SharedTimes, measure
 from tula_hpc.profiling.record import oom_record
 from tula_hpc.profiling.work_queue import Agenda
 from tula_hpc.records import Configuration, Identity, append_record, rank_file
+from tula_hpc.workloads.workload import own_code
 
 
 def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
     shared = SharedTimes.none()
+    # it takes memory for a moment, which is not the training's
+    own_code(tuple(job.sweep.workload.entry_points))
     folder = HeldFolder(job.output.parent)
     measured = 0
     while (configuration := _next(allocation, agenda)) is not None:

@@ -66,6 +66,8 @@ def rehearse(
     command = [*start_of_python(), "-m", "tula_hpc.workloads.trial", *map(str, files)]
     command += [word for name in memory for word in ("--memory", name)]
     variables = with_variables(cluster.parts()[0].environment)
+    # of the code as it is now
+    key = key_of(spec)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables
@@ -84,7 +86,7 @@ def rehearse(
     except ValueError as error:
         return f"its answer is damaged: {error}"
     _refuse_large_batches(spec, cluster, trial.identity)
-    return trial.model_copy(update={"key": key_of(spec)})
+    return trial.model_copy(update={"key": key})
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:
@@ -130,27 +132,31 @@ def _version(library: str) -> str:
         return ""
 
 
-def try_before_jobs(sweep: Sweep) -> None:
+def try_before_jobs(sweep: Sweep) -> bool:
     """Try the workload of a run unless that was done, and compare it with what was measured.
+
+    Returns:
+        False if it could not be tried here.
 
     Raises:
         InputError: It is wrong, or another one than was measured.
     """
     if slurm_job_id() is not None:
-        return
+        return True
     if not sweep.spec.search.estimate:
         _warn_of_sources(sweep)
-        return
+        return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):
         _refuse_large_batches(sweep.spec, sweep.cluster, before.identity)
-        return
+        return True
     tried = _try_with_progress(sweep)
     if tried is None:
-        return
+        return False
     refuse_another_model(sweep, tried)
     kept = tried.model_copy(update={"footprints": {}})
     write_atomically(sweep.run.trial_file, kept.model_dump_json(indent=1))
+    return True
 
 
 def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
@@ -169,8 +175,8 @@ def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
 
 def _try_with_progress(sweep: Sweep) -> Trial | None:
     parts = parts_of(sweep) if sweep.spec.study is None else []
-    known = sweep.run.footprints([part.partition for part in parts])
-    memory = [p.partition for p in parts if wants_estimate(p) and p.partition not in known]
+    # also where there is an estimate: it may be of another model
+    memory = [part.partition for part in parts if wants_estimate(part)]
     with stage_progress("try") as progress:
         progress.update(0, 1, TRYING)
         files = (sweep.run.sweep_file, sweep.run.cluster_file)

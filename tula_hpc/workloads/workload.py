@@ -7,6 +7,7 @@ every process and on every machine and device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -109,8 +110,14 @@ def identity_of(spec: WorkloadSpec, model: nn.Module, data: Data) -> Identity:
         train_samples=len(data.train),  # type: ignore[arg-type] # checked when the data was built
         test_samples=len(data.test),  # type: ignore[arg-type]
         item=_describe_item(data.test),
-        sources=digests_of(spec.entry_points),
+        sources=own_code(tuple(spec.entry_points)),
     )
+
+
+@functools.cache
+def own_code(entry_points: tuple[str, ...]) -> dict[str, str]:
+    """Return the digests of own sources as this process has imported them: files may change."""
+    return digests_of(entry_points)
 
 
 def structure_of(model: nn.Module) -> str:
