@@ -39,6 +39,7 @@ from tula_hpc.records import (
     Plan,
     RunDirectory,
     read_metrics,
+    refuse_several,
     write_atomically,
 )
 
@@ -142,6 +143,7 @@ def _answer(options: argparse.Namespace) -> str:
         sweep_overrides.append(f"objective.kind={options.objective}")
     sweep, cluster, how_to_profile = _inputs(run, sweep_overrides, cluster_overrides)
     read = run.measurements()
+    refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
     try:
         plan = make_plan(

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
@@ -238,6 +238,11 @@ def without_filters() -> dict[str, str]:
     """Return the environment without variables that filter or reformat Slurm's answers."""
     filters = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT")
     return {key: value for key, value in os.environ.items() if not key.startswith(filters)}
+
+
+def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with these variables, as a job has them."""
+    return {**os.environ, **variables}
 
 
 def _started_by_slurm() -> bool:

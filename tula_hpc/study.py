@@ -61,8 +61,12 @@ def run(
         message = f"expected a [study] table; without one use {command_line('sweep')}"
         raise InputError(message, source=options.sweep)
     if options.dry_run:
+        from tula_hpc.cli.dry_run import try_dry
+        from tula_hpc.records import RunDirectory
+        from tula_hpc.stages.context import Sweep
         from tula_hpc.stages.study import describe_study
 
+        try_dry(Sweep(spec, cluster, RunDirectory(root)))
         describe_study(spec, cluster, root).show()
         return 0
     if getattr(options, "report_only", False):

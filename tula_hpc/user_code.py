@@ -39,7 +39,10 @@ command was started: nothing there replaces an installed package. All functions 
 process of every job. Examples are ``tests/examples/own_workload.py`` and, for a language model,
 ``tula_hpc/workloads/language_model.py``.
 
-Any exception of these functions becomes an `InputError` of one line, unless memory ran out.
+Any exception of these functions becomes an `InputError` of one line, unless memory ran out or a
+file system failed. A command tries all of it on its own machine before it submits a job, with
+several items of both sets; labels that can be seen without reading items (an attribute `targets` or
+`labels`, as torchvision's data sets have it, or a `TensorDataset`) are checked one and all.
 """
 
 from __future__ import annotations
@@ -57,13 +60,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tula_hpc.batches import Batch, leaves_of
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
+from tula_hpc.own_sources import is_own
 from tula_hpc.process_memory import out_of_memory
 
+# items of each set that a job tries, and that a command tries before
+TRIED_BY_JOBS, TRIED_BEFORE = 2, 8
 _MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
 _CALLERS = (Path(__file__), Path(__file__).parent / "workloads" / "workload.py")
@@ -79,28 +85,41 @@ def blamed(key: str, words: str, hint: str = "") -> Iterator[None]:
         hint: Text after it.
 
     Raises:
-        InputError: For any exception but lack of memory, which is no mistake and has remedies of
-            its own.
+        InputError: For any exception that may be a mistake, see `is_mistake`.
     """
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if out_of_memory(error) is not None:
+        if not is_mistake(error):
             raise
         raise InputError(f"{words}: {told(error)}{hint}", key=key) from error
+
+
+def is_mistake(error: Exception) -> bool:
+    """Tell whether an exception in the user's code may be a mistake there.
+
+    Lack of memory has remedies of its own, and a file system that fails may work the next time.
+    """
+    if out_of_memory(error) is not None or isinstance(error, ConnectionError | TimeoutError):
+        return False
+    named = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
+    return not isinstance(error, OSError) or error.errno is None or isinstance(error, named)
 
 
 def told(error: Exception) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
     message = str(error).strip().partition("\n")[0]
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if "site-packages" not in path.parts and path not in _CALLERS:
-            return f"{description} ({path.name}:{frame.lineno})"
-    return description
+    frames = [
+        (Path(frame.filename), frame.lineno)
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+    ]
+    others = (f for f in frames if "site-packages" not in f[0].parts and f[0] not in _CALLERS)
+    # a shipped model has no own files
+    place = next((f for f in frames if is_own(f[0])), next(others, None))
+    return description if place is None else f"{description} ({place[0].name}:{place[1]})"
 
 
 def collate(items: list[Any], what: str = "has samples") -> Batch:
@@ -168,8 +187,12 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
     return function
 
 
-def own_data(spec: WorkloadSpec) -> OwnData:
-    """Call the user's data set function and check the first items of each set.
+def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
+    """Call the user's data set function and check items of each set, and labels.
+
+    Args:
+        spec: Names the function, and is its argument.
+        tried: Items of each set that are read.
 
     Raises:
         InputError: The function is missing, takes other arguments, fails, or departs from the
@@ -187,32 +210,87 @@ def own_data(spec: WorkloadSpec) -> OwnData:
         raise _data_error(
             spec, f"returned {own.classes!r} for classes; expected a whole number of at least 1"
         )
-    _check_set(spec, "train", own.train, own.classes)
-    _check_set(spec, "test", own.test, own.classes)
+    _check_set(spec, "train", own.train, own.classes, tried)
+    _check_set(spec, "test", own.test, own.classes, tried)
     return own
 
 
-def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int) -> None:
+def spread(samples: int, count: int) -> list[int]:
+    """Return at most so many positions all over a set, the first two among them."""
+    steps = max(1, count - 2)
+    later = {round(step * (samples - 1) / steps) for step in range(1, count - 1)}
+    return sorted(position for position in {0, 1} | later if 0 <= position < samples)
+
+
+def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: int) -> None:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         message = f"returned {kind_of(data)} as the {which} set"
         raise _data_error(spec, f"{message}; expected one with __len__ and __getitem__")
     if len(data) == 0:
         raise _data_error(spec, f"returned an empty {which} set; expected at least one item")
-    with torch.random.fork_rng(devices=[]), blamed(_DATASET_KEY, f"{spec.dataset} failed"):
-        items = [data[index] for index in range(min(2, len(data)))]
+    items = {}
+    for index in spread(len(data), tried):
+        place = f", at item {index} of the {which} set"
+        with (
+            torch.random.fork_rng(devices=[]),
+            blamed(_DATASET_KEY, f"{spec.dataset} failed", place),
+        ):
+            items[index] = data[index]
+        _check_item(spec, items[index], classes, f"item {index} of the {which} set")
     if spec.loss is None:
-        fits = _is_item(items[0], classes)
+        _check_labels(spec, which, data, items, classes)
+    first, *others = items
+    for other in others:
+        words = f"{spec.dataset} has items {first} and {other} in the {which} set"
+        collate([items[first], items[other]], words)
+
+
+def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None:
+    if spec.loss is None:
+        fits = _is_item(item, classes)
         expected = (
             f"(float tensor of 3 dimensions, label from 0 to {classes - 1}); "
             "others need a workload.loss of your own"
         )
     else:
-        fits = _is_pair(items[0])
+        fits = _is_pair(item)
         expected = "(inputs, targets), each of tensors and numbers and nothing else"
     if not fits:
-        found = f"has {_describe(items[0])} as item 0 of the {which} set"
-        raise _data_error(spec, f"{found}; expected {expected}")
-    collate(items, f"{spec.dataset} has items 0 and 1 in the {which} set")
+        raise _data_error(spec, f"has {_describe(item)} as {place}; expected {expected}")
+
+
+def _check_labels(
+    spec: WorkloadSpec, which: str, data: Any, items: dict[int, Any], classes: int
+) -> None:
+    labels = visible_labels(data)
+    # what the attribute holds may not be what the items have
+    if labels is None or any(int(labels[i]) != int(item[1]) for i, item in items.items()):
+        return
+    wrong = torch.nonzero((labels < 0) | (labels >= classes)).flatten()
+    if len(wrong):
+        index = int(wrong[0])
+        found = f"has label {int(labels[index])} at item {index} of the {which} set"
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise _data_error(spec, f"{found}{more}; expected 0 to {classes - 1}")
+
+
+def visible_labels(data: Any) -> Tensor | None:
+    """Return the label of each sample, (n,), where they can be had without reading items."""
+    if isinstance(data, Subset):
+        inner = visible_labels(data.dataset)
+        return None if inner is None else inner[torch.as_tensor(data.indices)]
+    if isinstance(data, TensorDataset):
+        found: Any = data.tensors[-1]
+    elif isinstance(data, list | tuple):
+        found = [item[-1] for item in data if isinstance(item, list | tuple) and item]
+    else:
+        found = getattr(data, "targets", getattr(data, "labels", None))
+    try:
+        labels = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    whole = not (labels.is_floating_point() or labels.is_complex())
+    return labels.cpu() if whole and labels.shape == (len(data),) else None
 
 
 def _is_pair(item: Any) -> bool:
@@ -252,7 +330,9 @@ def _describe(item: Any) -> str:
 def kind_of(value: Any) -> str:
     """Describe a value by its type and shape, length or number."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} tensor of shape {tuple(value.shape)}".removeprefix("torch.")
+        is_number = value.dim() == 0 and not (value.is_floating_point() or value.is_meta)
+        what = f"{value.item()}" if is_number else f"of shape {tuple(value.shape)}"
+        return f"{value.dtype} tensor {what}".removeprefix("torch.")
     if isinstance(value, int):
         return f"{type(value).__name__} {value}"
     if isinstance(value, tuple | list):
@@ -270,11 +350,17 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     _make_importable(module_name.partition(".")[0])
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         raise InputError(f"{name}: {module_name} cannot be imported: {error}", key=key) from error
-    except AttributeError:
-        raise InputError(f"{name}: {module_name} has no {function_name!r}", key=key) from None
+    except Exception as error:
+        if not is_mistake(error):
+            raise
+        words = f"{name}: {module_name} cannot be imported: {told(error)}"
+        raise InputError(words, key=key) from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise InputError(f"{name}: {module_name} has no {function_name!r}", key=key)
     if not callable(function):
         raise InputError(f"{name} is {kind_of(function)}; expected a function", key=key)
     return function  # type: ignore[no-any-return] # callable() does not narrow Any

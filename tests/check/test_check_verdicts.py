@@ -336,6 +336,8 @@ def test_slurms_answer_decides(accepted: bool | None, expected: Level) -> None:
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_data_folder_that_cannot_be_read_fails(readable: bool) -> None:
     assert (judge_data_here(Path("/data"), readable).level is Level.OK) is readable
+    # where the sweep does not look for it here
+    assert judge_data_here(Path("/data"), readable, needed=False).level is Level.OK
 
 
 # ---- Slurm's formats ----

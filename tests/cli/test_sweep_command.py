@@ -31,7 +31,10 @@ dataset = "digits"
 cluster_sizes = [1, 2]
 min_batch = 32
 max_batch = 64
+estimate = false
 """
+# where the workload is tried, or memory is estimated: in a process that imports torch
+TRIED = ("--set", "search.estimate=true")
 
 
 @pytest.fixture
@@ -375,7 +378,14 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
 
 
 def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mistake = [str(sweep_file), "--set", "workload.dataset=imagenet", "--set", "workload.data_dir=/nowhere/at/all"]
+    mistake = [
+        str(sweep_file),
+        *TRIED,
+        "--set",
+        "workload.dataset=imagenet",
+        "--set",
+        "workload.data_dir=/nowhere/at/all",
+    ]
     assert main(mistake) == 2
     words = capsys.readouterr().err
     assert "/nowhere/at/all" in words
@@ -530,7 +540,8 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full")
     assert "N=2: local batches 16, 32, in one job" in out
     assert "at most 1.50 node-hours" in out  # (1 + 2 nodes) x 0.5 h
-    assert out.count("#!/bin/bash") == 3  # a job for each size and the training
+    assert out.count("#!/bin/bash") == 2  # one to profile and one to train, and the other size in a table
+    assert re.search(r"^#   profile, N=1, 1 task  1$\n^#   profile, N=2, 1 task  2$", out, re.MULTILINE)
     assert "--array" not in out
     assert "if 2 nodes are chosen" in out
     assert "if 1 node is chosen" in dry_run(sweep_file, capsys, "--set", "search.cluster_sizes=[1]")
@@ -549,7 +560,8 @@ def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.Capt
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.pack=never")
     assert "N=2: local batches 16, 32, in an array of 2 jobs" in out
     assert "at most 3.00 node-hours" in out  # (1 + 2 nodes) x 2 batches x 0.5 h
-    assert out.count("#SBATCH --array=0-1%1") == 2
+    assert out.count("#SBATCH --array=0-1%1") == 1
+    assert re.search(r"^#   profile, N=2, 2 tasks  2$", out, re.MULTILINE)
 
 
 def test_dry_run_of_all_sizes_in_one_allocation(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -569,7 +581,8 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
 def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--set", "search.max_batch=65536", "--set", "search.mode=full"]
+    given = [*TRIED, "--set", "search.max_batch=65536", "--set", "search.mode=full"]
+    given += ["--set", "workload.dataset=synthetic", "--set", "workload.samples=65536"]
     out = dry_run(sweep_file, capsys, *given, more='device = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 1.0\n')
     trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)
     assert trusted is not None
@@ -581,7 +594,7 @@ def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--set", "search.mode=full", "--set", "workload.model=no_such_module:net"]
+    given = [*TRIED, "--set", "search.mode=full", "--set", "workload.model=no_such_module:net"]
     out = dry_run(sweep_file, capsys, *given, more="memory_gb = 1.0\n")
     assert re.search(r"no estimate of memory \(.*no_such_module.*\): the search begins with all batches\n", out)
     assert "N=2: local batches 16, 32, in one job" in out
@@ -619,8 +632,10 @@ def test_dry_run_of_a_cluster_with_parts(sweep_file: Path, capsys: pytest.Captur
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", more=tables)
     assert "partition 'old': 4 candidates" in out
     assert "partition 'new': 2 candidates" in out
-    assert out.count("#SBATCH --partition=old") == 3
-    assert out.count("#SBATCH --partition=new") == 2
+    rows = re.findall(r"^#   (old|new): (profile|train), N=(\d), 1 task +(\d) +(old|new)$", out, re.MULTILINE)
+    assert [row[0] + row[2] for row in rows if row[1] == "profile"] == ["old1", "old2", "new1"]
+    assert [row[0] + row[2] for row in rows if row[1] == "train"] == ["old2", "new1"]
+    assert all((row[0], row[2]) == (row[4], row[3]) for row in rows)
 
 
 def test_dry_run_of_a_run_that_was_begun_says_what_is_left(

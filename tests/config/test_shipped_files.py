@@ -212,6 +212,8 @@ def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account()
 
 def test_a_dry_run_of_the_papers_largest_network_offers_a_v100_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(ROOT / "sweeps" / "resnet50_imagenet.toml"), "--cluster", str(ROOT / "slurm_templates" / "v100.toml")]
+    # where there is a folder, it is looked into
+    load_sweep(Path(files[0])).workload.data_dir.rmdir()  # type: ignore[union-attr] # the sweep names one
     assert main([*files, "--dry-run"]) == 0
     out = capsys.readouterr().out
     trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)

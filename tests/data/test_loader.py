@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import traceback
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import build_data
@@ -237,7 +238,41 @@ class _Broken(Noise):
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
-def test_an_item_that_cannot_be_loaded_is_named(loader_workers: int) -> None:
-    with pytest.raises(OSError, match="image file is truncated") as raised:
-        take(loader(_Broken(12), loader_workers=loader_workers), 3)
-    assert "(item 5 of the training set)" in "".join(traceback.format_exception(raised.value))
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            _Broken(12),
+            r"item 5 of the training set cannot be had: OSError: image file is truncated \(test_loader.py:\d+\)",
+        ),
+        (Subset(_Broken(12), [3, 4, 5, 6]), "item 5 of the training set cannot be had"),
+    ],
+)
+def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, data: Any, said: str) -> None:
+    with pytest.raises(InputError, match=rf"^workload\.dataset: {said}") as raised:
+        take(loader(data, loader_workers=loader_workers), 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_label_of_no_class_is_told_with_its_item(loader_workers: int) -> None:
+    several = loader(Noise(12), loader_workers=loader_workers, classes=7)
+    with pytest.raises(
+        InputError, match=r"^workload.dataset: item \d+ of the training set has label \d+; expected 0 to 6$"
+    ):
+        take(several, 3)
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "loader_workers": loader_workers, "pin_memory": False}
+    with pytest.raises(InputError, match=r"item 7 of the test set has label 7; expected 0 to 6"):
+        list(make_test_loader(Noise(12), batch=4, classes=7, **options))
+
+
+class _Absent(Noise):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_a_file_system_that_fails_is_no_mistake() -> None:
+    """Another attempt may go well, so nobody is told to mend anything."""
+    with pytest.raises(OSError, match="Stale") as raised:
+        take(loader(_Absent(12)), 1)
+    assert "of the training set)" in "".join(traceback.format_exception(raised.value))

@@ -18,6 +18,7 @@ from tula_hpc.errors import Failure
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
+from tula_hpc.launch.reasons import telling_line
 from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.stages.context import describe_failures
 
@@ -169,6 +170,7 @@ def test_a_worker_that_has_recorded_its_failure_is_gone_whatever_its_destructors
 def test_a_worker_that_has_raised_is_gone_whatever_its_threads_do(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     end = end_of_lingering_worker(run, "train", {"LINGERS": "thread", "RAISES": "KeyError"})
-    assert end.failure is Failure.BUG
+    assert end.failure is Failure.BAD_INPUT
+    assert telling_line(end.log_tail).startswith("workload.model: tests.examples.lingering:build failed: KeyError: ")
     assert "Traceback (most recent call last)" in log_of_second_worker(end)
     assert "KeyError: 'of rank 1'" in log_of_second_worker(end)

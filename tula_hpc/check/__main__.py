@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    cluster, workload = _load_inputs(options)
+    cluster, workload, looks_here = _load_inputs(options)
     run = _make_run_directory()
     checks = [
-        _Check(name, part, workload, run)
+        _Check(name, part, workload, run, looks_here=looks_here)
         for name, part in zip(cluster.part_names(), cluster.parts(), strict=True)
     ]
     try:
@@ -119,14 +119,15 @@ def _run(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec]:
+def _load_inputs(options: argparse.Namespace) -> tuple[ClusterSpec, WorkloadSpec, bool]:
+    """Return cluster and workload, and whether a sweep looks for its data on this machine."""
     from tula_hpc.config import WorkloadSpec, load_cluster, load_together
 
     if options.sweep is None:
-        return load_cluster(options.cluster), WorkloadSpec(dataset="synthetic")
+        return load_cluster(options.cluster), WorkloadSpec(dataset="synthetic"), True
     # a missing data folder is a line of the table
     sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
-    return cluster, sweep.workload
+    return cluster, sweep.workload, sweep.search.estimate
 
 
 def _make_run_directory() -> RunDirectory:
@@ -143,7 +144,13 @@ class _Check:
     """Check of one partition, or of a cluster without [[partitions]]."""
 
     def __init__(
-        self, partition: str, cluster: ClusterSpec, workload: WorkloadSpec, run: RunDirectory
+        self,
+        partition: str,
+        cluster: ClusterSpec,
+        workload: WorkloadSpec,
+        run: RunDirectory,
+        *,
+        looks_here: bool,
     ) -> None:
         from tula_hpc.check.job import CheckJob
         from tula_hpc.config import JOB_NAMES
@@ -152,6 +159,7 @@ class _Check:
         self.partition = partition
         self.cluster = cluster
         self.workload = workload
+        self.looks_here = looks_here
         self.launcher = Launcher(_for_check(cluster), run, f"{JOB_NAMES}check")
         several_hosts = self.launcher.executor.limits.several_hosts
         self.nodes = min(NODES, cluster.max_nodes) if several_hosts else 1
@@ -174,7 +182,8 @@ class _Check:
             return
         folder = self.workload.data_dir
         if folder is not None:
-            self.verdicts.append(judge_data_here(folder, readable_here(folder)))
+            readable = readable_here(folder)
+            self.verdicts.append(judge_data_here(folder, readable, self.looks_here))
         try:
             (self.job,) = self.launcher.submit(
                 [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False

@@ -302,9 +302,19 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
             yield failed(Topic.SBATCH, f"{job}: {answer.text}", remedy)
 
 
-def judge_data_here(folder: Path, readable: bool) -> Verdict:
-    """Judge the workload's data folder as the login node sees it."""
+def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdict:
+    """Judge the workload's data folder as the login node sees it.
+
+    Args:
+        folder: The folder.
+        readable: Whether it can be read here.
+        needed: Whether a sweep would look into it here (search.estimate).
+    """
     if readable:
         return ok(Topic.DATA_HERE, f"{folder} can be read")
     found = f"{folder} cannot be read"
-    return failed(Topic.DATA_HERE, found, "set workload.data_dir to a folder that all nodes see")
+    if not needed:
+        return ok(Topic.DATA_HERE, f"{found}, and need not be, with search.estimate = false")
+    remedy = "set workload.data_dir to a folder that all nodes see"
+    alone = "search.estimate = false if it is on the compute nodes alone"
+    return failed(Topic.DATA_HERE, found, f"{remedy}, or {alone}")

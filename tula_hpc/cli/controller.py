@@ -142,7 +142,9 @@ def run_controller(job: ControlJob) -> None:
 
     run = RunDirectory(job.root)
     try:
-        spec = load_frozen_sweep(run.sweep_file, check_paths=True)
+        spec = load_frozen_sweep(run.sweep_file)
+        if spec.search.estimate:
+            spec = load_frozen_sweep(run.sweep_file, check_paths=True)
         sweep = Sweep(spec, load_cluster(run.cluster_file), run, job.started_at, detached=True)
         with _in_turn(run):
             words = _try_step(sweep, job.until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,13 @@ from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.formatting import plural
-from tula_hpc.records import Candidate, Configuration, RunDirectory, write_atomically
+from tula_hpc.records import (
+    Candidate,
+    Configuration,
+    RunDirectory,
+    Trial,
+    write_atomically,
+)
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good, training_began
 from tula_hpc.stages.preview import Preview, Script, script_of
@@ -25,6 +32,7 @@ from tula_hpc.stages.profile import (
     propose_on,
     wants_estimate,
 )
+from tula_hpc.stages.rehearsal import TRYING, is_here, refuse_another_model, rehearse
 from tula_hpc.stages.train import next_candidate
 
 
@@ -49,6 +57,7 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     """Describe the next jobs of a sweep; creates nothing.
 
     Raises:
+        InputError: It would be refused, since the workload is not as it should be.
         StageError: It would end in that, since no batch of its plan is left.
     """
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
@@ -59,7 +68,10 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
             [head, "the training is over: nothing is submitted, and the report is written again"],
             [],
         )
-    begun = [] if training_began(sweep.run) else [_beginning(part) for part in parts_of(sweep)]
+    begun = []
+    if not training_began(sweep.run):
+        tried = try_dry(sweep)
+        begun = [_beginning(part, tried) for part in parts_of(sweep)]
     lines = [head, *_on_their_way(sweep)]
     lines += [line for beginning in begun for line in _profiling(beginning)]
     scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
@@ -99,11 +111,11 @@ def _chosen(sweep: Sweep) -> Candidate | None:
     return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
 
 
-def _beginning(part: Sweep) -> Beginning:
+def _beginning(part: Sweep, tried: Trial | None) -> Beginning:
     """Return the first proposals, by size of allocation, as if all could be submitted together."""
     everything = part.cluster.model_copy(update={"executor": "slurm", "array_parallelism": 2})
     packed = part.spec.search.packed
-    made = _estimate(part)
+    made = _estimate(part, tried)
     proposed = propose_on(part, None if made is None else made.trusted_batch)
     waves = [
         Wave(allocated_nodes(part.spec, group), group, 1 if packed else len(group))
@@ -112,19 +124,49 @@ def _beginning(part: Sweep) -> Beginning:
     return Beginning(part, made, waves)
 
 
-def _estimate(part: Sweep) -> Estimate | None:
+def try_dry(sweep: Sweep) -> Trial | None:
+    """Try the workload as the sweep would, where its data and code are here; keep nothing.
+
+    Raises:
+        InputError: The sweep would be refused.
+    """
+    spec, cluster = sweep.spec, sweep.cluster
+    if not spec.search.estimate or not is_here(spec):
+        return None
+    parts = parts_of(sweep) if spec.study is None else []
+    memory = [part.partition for part in parts if wants_estimate(part)]
+    sys.stderr.write(f"{TRYING} ...\n")
+    with _input_files(sweep) as files:
+        tried = rehearse(spec, cluster, files, memory)
+    if isinstance(tried, str):
+        sys.stderr.write(f"not tried here, a job will find out: {tried}\n")
+        return None
+    refuse_another_model(sweep, tried)
+    return tried
+
+
+@contextlib.contextmanager
+def _input_files(sweep: Sweep) -> Iterator[tuple[Path, Path]]:
+    with tempfile.TemporaryDirectory() as folder:
+        sweep_file, cluster_file = Path(folder, "sweep.toml"), Path(folder, "cluster.toml")
+        write_atomically(sweep_file, freeze(sweep.spec))
+        write_atomically(cluster_file, freeze(sweep.cluster))
+        yield sweep_file, cluster_file
+
+
+def _estimate(part: Sweep, tried: Trial | None) -> Estimate | None:
     """Return the estimate of memory that the profile stage has or would make; keeps nothing."""
-    stored = part.run.footprints([part.partition]).get(part.partition)
+    name = part.partition
+    if tried is not None and (name in tried.footprints or name in tried.reasons):
+        return Estimate(tried.footprints.get(name), tried.reasons.get(name, ""))
+    stored = part.run.footprints([name]).get(name)
     if stored is not None:
         return Estimate(stored)
     if not wants_estimate(part):
         return None
     sys.stderr.write("estimating which batches fit into memory (search.estimate) ...\n")
-    with tempfile.TemporaryDirectory() as folder:
-        sweep_file, cluster_file = Path(folder, "sweep.toml"), Path(folder, "cluster.toml")
-        write_atomically(sweep_file, freeze(part.spec))
-        write_atomically(cluster_file, freeze(part.cluster))
-        return estimate(sweep_file, cluster_file)
+    with _input_files(part) as files:
+        return estimate(*files)
 
 
 def _profiling(beginning: Beginning) -> Iterator[str]:

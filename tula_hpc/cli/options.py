@@ -59,16 +59,20 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
 
     if warning := told_by_set(options.set):
         sys.stderr.write(f"warning: {warning}\n")
-    dry = getattr(options, "dry_run", False)
-    spec, cluster = load_together(options.sweep, options.cluster, options.set, check_paths=not dry)
+    missing = ""
+    try:
+        spec, cluster = load_together(options.sweep, options.cluster, options.set)
+    except InputError as error:
+        spec, cluster = _load_without_paths(options, error)
+        missing = str(error)
     for key, why in idle_keys(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: changes nothing: {why}\n")
     for key, why in idle_reference(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
     for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
         sys.stderr.write(f"warning: {options.cluster or 'cluster'}: {key}: {why}\n")
-    if dry:
-        _warn_of_paths(options)
+    if missing:
+        sys.stderr.write(f"warning: {missing}\n")
     if getattr(options, "detach", False) and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
@@ -76,14 +80,30 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     return spec, cluster
 
 
-def _warn_of_paths(options: argparse.Namespace) -> None:
+def _load_without_paths(
+    options: argparse.Namespace, mistake: InputError
+) -> tuple[SweepSpec, ClusterSpec]:
+    """Return inputs that name folders or modules that this machine lacks, where that is allowed.
+
+    Raises:
+        InputError: It is not, or there are other mistakes.
+    """
     from tula_hpc.config import load_together
+    from tula_hpc.stages.rehearsal import with_remedy
 
     try:
-        load_together(options.sweep, options.cluster, options.set)
-    except InputError as error:
-        # all else was right before
-        sys.stderr.write(f"warning: {error}\n")
+        spec, cluster = load_together(
+            options.sweep, options.cluster, options.set, check_paths=False
+        )
+    except InputError:
+        raise mistake from None
+    if getattr(options, "dry_run", False):
+        return spec, cluster
+    if not spec.workload.names_data:
+        raise mistake from None
+    if spec.search.estimate:
+        raise InputError(with_remedy(str(mistake), cluster)) from None
+    return spec, cluster
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:

@@ -83,6 +83,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
     """Do all stages up to this one that are not done yet; returns the exit code.
 
     Raises:
+        InputError: The workload is not as it should be, or not what was measured.
         StageError: A stage failed.
         StillRunningError: Jobs are on their way, and the sweep is detached.
     """
@@ -95,9 +96,12 @@ def carry_out(sweep: Sweep, until: str) -> int:
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.plan import plan_stage, training_began
     from tula_hpc.stages.profile import profile_stage
+    from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
+    is_tried = True
     if not training_began(sweep.run):
+        is_tried = try_before_jobs(sweep)
         profile_stage(sweep)
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
@@ -109,6 +113,10 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
         return 0
+    over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
+    if is_tried and not over:
+        # code may have changed while jobs measured, or since the last training job ended
+        try_before_jobs(sweep)
     result = train_stage(sweep, plan) if last >= STAGES.index("train") else None
     if last == STAGES.index("report"):
         paths = report_stage(sweep)
@@ -163,8 +171,12 @@ def _say_plan(plan: Plan) -> None:
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:
+    from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.study import study_stage
 
+    cells = sweep.spec.study.cells() if sweep.spec.study else []
+    if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
+        try_before_jobs(sweep)
     failures = study_stage(sweep)
     code = report_study(sweep.run) if report else 0
     if failures:

@@ -38,7 +38,8 @@ class SearchSpec(Spec):
     pack: Literal["auto", "always", "never"] = "auto"
     # all N inside one allocation of the largest; nodes that a smaller N does not use wait
     nest: bool = False
-    # memory before the first profile, without running a step, where a limit is known
+    # before any job: the workload is tried on the machine of the command, and memory is estimated
+    # where a limit is known; data and modules need not be there without it
     estimate: bool = True
     warmup_steps: int = Field(default=5, ge=1, le=10_000)
     min_steps: int = Field(default=15, ge=5, le=100_000)

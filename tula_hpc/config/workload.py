@@ -8,9 +8,6 @@ source.
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib.util
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -18,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tula_hpc.config.validation import Spec, nearest, shown
+from tula_hpc.own_sources import find_module, module_files
 
 
 class DatasetFacts(NamedTuple):
@@ -148,34 +146,14 @@ def _are_identifiers(module: str, function: str) -> bool:
 
 
 def _find_source(module: str) -> _Source | None:
-    for folder in _module_folders(module.partition(".")[0]):
-        for path in _files(folder, module):
-            return _source(path)
-    return None
-
-
-def _files(folder: Path, module: str) -> list[Path]:
-    """Return the files in a folder that are this module: one or none, rarely both forms."""
-    relative = Path(*module.split("."))
-    candidates = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
-    return [path for path in candidates if path.is_file()]
+    found = find_module(module)
+    return None if found is None else _source(found[1])
 
 
 def _hidden(module: str, found: Path) -> str:
     # jobs import the installed module, not one of the same name in the working directory
-    own = [path for path in _files(Path.cwd(), module) if not path.samefile(found)]
+    own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
     return f"; it hides {own[0]}, which needs another name" if own else ""
-
-
-def _module_folders(package: str) -> Iterator[Path]:
-    """Yield the folders of modules: installed ones, those of editable installs, then this one."""
-    yield from map(Path, sys.path)
-    # imports nothing, as the name has no dot; it refuses __main__
-    with contextlib.suppress(ValueError):
-        spec = importlib.util.find_spec(package)
-        for location in (spec and spec.submodule_search_locations) or ():
-            yield Path(location).parent
-    yield Path.cwd()
 
 
 def _source(path: Path) -> _Source:
@@ -312,6 +290,18 @@ class WorkloadSpec(Spec):
         if facts is not None and facts.on_disk and _checks_paths(info):
             _check_data_dir(self.dataset, self.data_dir)
         return self
+
+    @property
+    def entry_points(self) -> list[str]:
+        """The user's own functions, "package.module:function"."""
+        named = (self.model, self.dataset, self.loss, self.metric)
+        return [name for name in named if name is not None and ":" in name]
+
+    @property
+    def names_data(self) -> bool:
+        """False if the data set lies on disk, and no folder is given."""
+        facts = DATASETS.get(self.dataset)
+        return self.data_dir is not None or facts is None or not facts.on_disk
 
     @property
     def most_samples(self) -> int | None:

@@ -38,7 +38,7 @@ from tula_hpc.data.images import (
     mix,
 )
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import is_entry_point, own_data
+from tula_hpc.user_code import TRIED_BY_JOBS, is_entry_point, own_data
 
 _TEST_SHARE = 0.2
 # one split for every sweep: results with different seeds are results on the same test images
@@ -133,14 +133,18 @@ class _Takes(Protocol):
     def take(self, indices: Indices) -> Dataset[Any]: ...
 
 
-def build_data(spec: WorkloadSpec) -> Data:
+def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     """Return training and test set of the workload.
+
+    Args:
+        spec: Names the data.
+        tried: Items of each set of a user's own that are read and checked.
 
     Raises:
         InputError: The data folder, or the user's function, is not as expected.
     """
     if is_entry_point(spec.dataset):
-        data = _own(spec)
+        data = _own(spec, tried)
     else:
         size = spec.image_size or DATASETS[spec.dataset].image_size
         data = _BUILDERS[spec.dataset](spec, size)
@@ -207,8 +211,8 @@ def _length(data: Dataset[Any]) -> int:
     return len(data)  # type: ignore[arg-type] # ours have a length, the user's were checked
 
 
-def _own(spec: WorkloadSpec) -> Data:
-    train, test, classes = own_data(spec)
+def _own(spec: WorkloadSpec, tried: int) -> Data:
+    train, test, classes = own_data(spec, tried)
     inputs, _ = default_collate([test[0]])
     # of one sample: (1, …)
     first = next(tensors_of(inputs))

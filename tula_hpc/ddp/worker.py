@@ -23,11 +23,10 @@ from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
 from tula_hpc.ddp.small_norms import small_norms
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.errors import InputError
 from tula_hpc.optim import local_gradient, reference_gradient
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import consolidate
-from tula_hpc.workloads.workload import build_workload
+from tula_hpc.workloads.workload import build_workload, refuse_unused
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -85,7 +84,13 @@ class Worker:
             seed=sweep.workload.seed,
             loader_workers=sweep.workload.loader_workers,
             pin_memory=self.device.type == "cuda",
+            classes=self.labelled_classes,
         )
+
+    @property
+    def labelled_classes(self) -> int | None:
+        """Return the number of classes, None where a loss of the user's own knows no labels."""
+        return self.workload.classes if self.sweep.workload.loss is None else None
 
     def _move_to_device(self, model: nn.Module) -> nn.Module:
         channels_last = (
@@ -167,27 +172,9 @@ class Worker:
                 parts = self.norms.parts(inputs, targets)
                 loss = torch.stack([self._backward(*part) for part in parts]).sum()
         if not (self.unused_sought or quiet):
-            self._refuse_unused()
+            self.unused_sought = True
+            refuse_unused(self.model)
         return loss
-
-    def _refuse_unused(self) -> None:
-        """Refuse parameters without a gradient, for which several workers would wait.
-
-        Raises:
-            InputError: A parameter has none.
-        """
-        self.unused_sought = True
-        unused = [
-            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
-        ]
-        if unused:
-            names = ", ".join(unused[:3]) + (
-                f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-            )
-            message = f"the loss gives no gradient to {names}, which several workers wait for"
-            raise InputError(
-                f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model"
-            )
 
     def _backward(self, inputs: Batch, targets: Batch, share: float = 1.0) -> Tensor:
         with self.autocast():

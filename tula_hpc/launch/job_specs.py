@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.launch.job_files import TimeOutsLeft
-from tula_hpc.records import MAIN_LABEL, Configuration
+from tula_hpc.records import MAIN_LABEL, Configuration, Identity
 
 
 def resolve(name: str) -> Callable[[Any], Any]:
@@ -85,6 +85,8 @@ class TrainJob(Requeueable):
         root: The run directory.
         label: Name of this training inside the run directory.
         partition: Name of the partition, see `Candidate.partition`.
+        measured: What the plan was made for; another model or other data are refused. None where
+            there is no plan, or its records do not tell.
     """
 
     run: ClassVar[str] = "tula_hpc.training.job:run"
@@ -95,6 +97,7 @@ class TrainJob(Requeueable):
     root: Path
     label: str = MAIN_LABEL
     partition: str = ""
+    measured: Identity | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ def run(job: ProfileJob) -> int:
     # notes that the job began, before torch is imported, which takes seconds
     agenda = Agenda(job, env)
     from tula_hpc.ddp.device_errors import telling_broken_devices
+    from tula_hpc.ddp.own_errors import telling_own_mistakes
     from tula_hpc.profiling.session import run_profile
 
-    with leaving_at_once(), telling_broken_devices(job.output.parent.parent, "profile"):
+    with (
+        leaving_at_once(),
+        telling_own_mistakes(job.sweep.workload),
+        telling_broken_devices(job.output.parent.parent, "profile"),
+    ):
         return run_profile(job, env, agenda)

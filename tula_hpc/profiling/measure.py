@@ -42,7 +42,14 @@ from tula_hpc.profiling.timing import (
     round_s,
     time_rounds,
 )
-from tula_hpc.records import Configuration, Measurement, ProcessorUse, StepTimes, compute_of
+from tula_hpc.records import (
+    Configuration,
+    Identity,
+    Measurement,
+    ProcessorUse,
+    StepTimes,
+    compute_of,
+)
 
 # a partition that suspends its jobs in turns must not have them measured for ever
 MOST_ATTEMPTS = 3
@@ -81,6 +88,7 @@ def measure(
     shared: SharedTimes | None = None,
     *,
     job_began_at: float | None = None,
+    on_built: Callable[[Identity], object] | None = None,
 ) -> Measurement:
     """Measure one configuration: times of a step's parts, and memory.
 
@@ -94,6 +102,7 @@ def measure(
         shared: Times from earlier configurations of the job; this one's are added.
         job_began_at: Unix time, for the first configuration of a job: the start's time is measured
             too.
+        on_built: Is told what is measured, before memory may run out.
     """
     suspensions = Suspensions().install()
     for left in reversed(range(MOST_ATTEMPTS)):
@@ -107,6 +116,7 @@ def measure(
                 known,
                 job_began_at=job_began_at,
                 suspensions=suspensions,
+                on_built=on_built,
             )
         if not suspended:
             break
@@ -128,11 +138,14 @@ def _measure(
     *,
     job_began_at: float | None,
     suspensions: Suspensions,
+    on_built: Callable[[Identity], object] | None,
 ) -> tuple[Measurement, bool]:
     """Return the measurement, and whether any worker's process was suspended meanwhile."""
     started = time.monotonic()
     memory = MemoryMeter(cluster)
     worker = Worker(_without_updates(sweep), cluster, configuration, env)
+    if on_built is not None:
+        on_built(worker.workload.identity)
     profile = StepProfile(worker, _stopping_rule(sweep), shared)
     power = NodePower(cluster, worker)
     profile.run(memory, power)
@@ -145,6 +158,7 @@ def _measure(
         "test_samples": len(worker.workload.test),  # type: ignore[arg-type] # checked when the data was built
         "updates_per_epoch": _updates_per_epoch(sweep, worker),
         "parameters": sum(p.numel() for p in worker.model.parameters()),
+        "identity": worker.workload.identity,
         "parts": worker.parts,
         "smaller_computes": profile.smaller_computes(),
         "start_s": 0.0 if job_began_at is None else max(0.0, profile.stepped_at - job_began_at),

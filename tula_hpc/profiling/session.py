@@ -14,13 +14,16 @@ from tula_hpc.process_memory import out_of_memory
 from tula_hpc.profiling.measure import SharedTimes, measure
 from tula_hpc.profiling.record import oom_record
 from tula_hpc.profiling.work_queue import Agenda
-from tula_hpc.records import Configuration, append_record, rank_file
+from tula_hpc.records import Configuration, Identity, append_record, rank_file
+from tula_hpc.workloads.workload import own_code
 
 
 def run_profile(job: ProfileJob, env: WorkerEnvironment, agenda: Agenda) -> int:
     """Measure a job's configurations; see `ProfileJob`."""
     allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
     shared = SharedTimes.none()
+    # it takes memory for a moment, which is not the training's
+    own_code(tuple(job.sweep.workload.entry_points))
     folder = HeldFolder(job.output.parent)
     measured = 0
     while (configuration := _next(allocation, agenda)) is not None:
@@ -50,9 +53,16 @@ def _measure_and_record(
     began_at: float | None,
 ) -> None:
     failure = measurement = None
+    built: list[Identity] = []
     try:
         measurement = measure(
-            job.sweep, job.cluster, configuration, env, shared, job_began_at=began_at
+            job.sweep,
+            job.cluster,
+            configuration,
+            env,
+            shared,
+            job_began_at=began_at,
+            on_built=built.append,
         )
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
@@ -63,9 +73,8 @@ def _measure_and_record(
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
         record = oom_record(job.cluster, configuration, env, failure)
-        append_record(
-            rank_file(job.output, env.rank), record.model_copy(update={"partition": job.partition})
-        )
+        of_job = {"partition": job.partition, "identity": next(iter(built), None)}
+        append_record(rank_file(job.output, env.rank), record.model_copy(update=of_job))
         # the peers wait in a collective: ending with an error lets srun -K1 or gloo end them too
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if env.rank == 0 and measurement is not None:

@@ -6,6 +6,13 @@ is skipped and counted.
 
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
 from tula_hpc.records.events import MAIN_LABEL, Event, JobNote, RunHistory, StopReason, Submission
+from tula_hpc.records.identity import (
+    Identity,
+    in_short,
+    measured_identity,
+    refuse_another,
+    refuse_several,
+)
 from tula_hpc.records.measurement import (
     CREDIBLE_S,
     Footprint,
@@ -13,6 +20,7 @@ from tula_hpc.records.measurement import (
     MemoryUse,
     ProcessorUse,
     StepTimes,
+    Trial,
     compute_of,
     is_usable,
     measurements_for_search,
@@ -59,6 +67,7 @@ __all__ = [
     "EpochMetrics",
     "Event",
     "Footprint",
+    "Identity",
     "JobId",
     "JobNote",
     "Knee",
@@ -80,11 +89,14 @@ __all__ = [
     "Submission",
     "TrainDirectory",
     "TrainResult",
+    "Trial",
     "TunedRates",
     "WorkersPerNode",
     "append_record",
     "compute_of",
+    "in_short",
     "is_usable",
+    "measured_identity",
     "measurements_for_search",
     "measurements_of",
     "notes_file",
@@ -95,6 +107,8 @@ __all__ = [
     "read_records",
     "recorded_by_job",
     "recorded_in",
+    "refuse_another",
+    "refuse_several",
     "with_rank_files",
     "write_atomically",
 ]

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tula_hpc.errors import Failure
 from tula_hpc.records.base import Batch, Configuration, JobId, Nodes, Record, WorkersPerNode
+from tula_hpc.records.identity import Digest, Identity
 from tula_hpc.records.storage import parse_record, read_records, with_rank_files
 
 # what a record says beyond that is damaged
@@ -144,6 +145,8 @@ class Measurement(Record):
     # of AGS's gradient scale, on average
     updates_per_epoch: float = 0.0
     parameters: int = 0
+    # of model, code and data; None: a record of an earlier version, or of a job that was killed
+    identity: Identity | None = None
     # in so many a step takes the local batch, one after another
     parts: int = Field(default=1, ge=1, le=10**6)
     smaller_computes: tuple[SmallerCompute, ...] = Field(default=(), max_length=48)
@@ -313,3 +316,15 @@ class Footprint(Record):
         low, high = known[right - 1], known[right]
         slope = (self.peaks[high] - self.peaks[low]) / (high - low) if high > low else 0.0
         return max(float(self.peaks[known[0]]), self.peaks[low] + slope * (local_batch - low))
+
+
+class Trial(Record):
+    """Workload as it was tried by a command, on its own machine, before it submitted anything."""
+
+    schema_version: Literal[1] = 1
+    identity: Identity
+    # of what it depends on: code, keys of the workload, libraries; another one asks for a new trial
+    key: Digest = ""
+    # estimates that were made on the way, by partition, and why one could not be made
+    footprints: dict[str, Footprint] = Field(default={})
+    reasons: dict[str, str] = Field(default={})

@@ -22,7 +22,13 @@ from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link, in_words, make_private, mistrust, open_to_all
 from tula_hpc.invocation import command_line
 from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobNote, RunHistory
-from tula_hpc.records.measurement import Footprint, Measurement, parse_without_samples
+from tula_hpc.records.measurement import (
+    Footprint,
+    Measurement,
+    Trial,
+    parse_without_samples,
+    recorded_by_job,
+)
 from tula_hpc.records.plan import Plan
 from tula_hpc.records.storage import ReadResult, append_record, read_document, read_records
 from tula_hpc.records.training import TrainResult, TunedRates
@@ -126,9 +132,8 @@ class RunDirectory:
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
-        left += [
-            path for path in (self.events_file, *self.root.glob("footprint*.json")) if path.exists()
-        ]
+        documents = (self.events_file, self.trial_file, *self.root.glob("footprint*.json"))
+        left += [path for path in documents if path.exists()]
         if not left:
             return None
         aside = next(path for n in count(1) if not (path := self.root / f"earlier-{n}").exists())
@@ -264,6 +269,11 @@ class RunDirectory:
         return self.root / f"{name.replace('/', '_')}.json"
 
     @property
+    def trial_file(self) -> Path:
+        """Return the file of what the login node found when it tried the workload."""
+        return self.root / "trial.json"
+
+    @property
     def plan_file(self) -> Path:
         """Return the file of the plan."""
         return self.root / "plan.json"
@@ -280,6 +290,12 @@ class RunDirectory:
             with contextlib.suppress(FileNotFoundError, RunDirectoryError):
                 found[name] = read_document(Footprint, self.footprint_file(name))
         return found
+
+    def trial(self) -> Trial | None:
+        """Read trial.json; None where there is none, or it is damaged."""
+        with contextlib.suppress(FileNotFoundError, RunDirectoryError):
+            return read_document(Trial, self.trial_file)
+        return None
 
     @property
     def events_file(self) -> Path:
@@ -303,6 +319,15 @@ class RunDirectory:
         return read_records(
             Measurement, paths, parse_without_samples if size > MAX_SAMPLED_BYTES else None
         )
+
+    def files_of(self, rows: Iterable[Measurement]) -> list[Path]:
+        """Return the files that hold these measurements."""
+        wanted = {(m.configuration, m.finished_at) for m in rows}
+        return [
+            path
+            for path in sorted(self.profile.glob("*.jsonl"))
+            if wanted & {(m.configuration, m.finished_at) for m in recorded_by_job(path)}
+        ]
 
     def job_notes(self) -> list[JobNote]:
         """Read the notes of all profile jobs, job by job."""

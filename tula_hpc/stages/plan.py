@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from tula_hpc.errors import InfeasibleError, StageError
 from tula_hpc.invocation import command_line
-from tula_hpc.records import Plan, RunDirectory, write_atomically
+from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
 from tula_hpc.stages.context import Sweep
 
 
 def plan_stage(sweep: Sweep) -> Plan:
-    """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`."""
+    """Fit the models, choose and write plan.json; keep a plan that `plan_is_good`.
+
+    Raises:
+        RunDirectoryError: The measurements are of several models.
+        StageError: No plan can be made.
+    """
     if plan_is_good(sweep.run):
         return sweep.run.read_plan()
     from tula_hpc.analysis.plan import make_plan
 
     measured = sweep.run.measurements()
+    refuse_several(sweep.run, measured.records)
     footprints = sweep.run.footprints(sweep.cluster.part_names())
     try:
         plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped, footprints)

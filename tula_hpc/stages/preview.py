@@ -1,5 +1,7 @@
 """Preview of a submission for a dry run: its sbatch scripts, and Slurm's answer to them.
 
+One script of each kind (profile, train) is shown whole, the others as a table of their differences.
+
 Slurm is asked about each script (`sbatch --test-only`): an account, a partition or a limit that is
 wrong shows before anything waits in a queue.
 """
@@ -15,12 +17,16 @@ from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.launcher import Launcher
 
+# options of a script that say nothing about its job
+UNIQUE = frozenset({"job-name", "output", "error", "comment"})
+
 
 class Script(NamedTuple):
-    """An sbatch script and its title."""
+    """An sbatch script, its title, and its kind: the stage."""
 
     title: str
     text: str
+    kind: str = ""
 
 
 class Preview(NamedTuple):
@@ -35,11 +41,44 @@ class Preview(NamedTuple):
         Raises:
             RefusedError: Slurm would not take all of it.
         """
-        shown = [f"\n# ---- {script.title} ----\n{script.text}" for script in self.scripts]
+        shown = [part for kind in _by_kind(self.scripts) for part in _show(kind)]
         sys.stdout.write("\n".join([*self.words, *shown]) + "\n")
         sys.stdout.flush()
         if self.scripts:
             _ask_slurm(self.scripts)
+
+
+def _by_kind(scripts: Sequence[Script]) -> list[list[Script]]:
+    kinds: dict[str, list[Script]] = {}
+    for script in scripts:
+        kinds.setdefault(script.kind, []).append(script)
+    return [*kinds.values()]
+
+
+def _show(scripts: Sequence[Script]) -> Iterator[str]:
+    """Yield the first script, and a table of what the others have in its place."""
+    first, *others = scripts
+    yield f"\n# ---- {first.title} ----\n{first.text}"
+    if not others:
+        return
+    options = [_options(script.text) for script in scripts]
+    names = dict.fromkeys(name for found in options for name in found)
+    differing = [n for n in names if len({found.get(n) for found in options}) > 1]
+    # each submission has one of its own
+    columns = [name for name in differing if name not in UNIQUE]
+    rows = [["", *columns]]
+    for script, found in zip(scripts, options, strict=True):
+        rows.append([script.title, *(found.get(name, "-") for name in columns)])
+    yield f"# {len(others)} more like this one, with these options:"
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"#   {'  '.join(cells)}".rstrip()
+
+
+def _options(text: str) -> dict[str, str]:
+    """Return the options of a script's #SBATCH lines."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
 
 
 def _ask_slurm(scripts: Sequence[Script]) -> None:
@@ -81,4 +120,4 @@ def script_of(
     text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
     if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
-        yield Script(f"{where}{title}", text)
+        yield Script(f"{where}{title}", text, stage)

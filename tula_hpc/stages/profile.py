@@ -92,15 +92,16 @@ def estimate(
         return Estimate(None, f"the estimate could not be started: {error.strerror or error}")
     if done.returncode != 0:
         return Estimate(
-            None, _last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
+            None, last_line(done.stderr) or f"the estimate ended with exit code {done.returncode}"
         )
     try:
-        return Estimate(Footprint.model_validate_json(_last_line(done.stdout)))
+        return Estimate(Footprint.model_validate_json(last_line(done.stdout)))
     except ValidationError as error:
         return Estimate(None, f"the estimate is damaged: {error.errors()[0]['msg']}")
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, "" if there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -113,12 +114,15 @@ def profile_stage(sweep: Sweep) -> None:
     """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
-        StageError: Nothing could be measured at all; the message holds the first failure's log.
+        StageError: Nothing could be measured at all, and the message holds the first failure's log;
+            or the user's own code failed in a job, and the message says where.
     """
     with stage_progress("profile") as progress:
-        failures = [
-            failure for part in parts_of(sweep) for failure in _profile_part(part, progress)
-        ]
+        failures: list[Ended] = []
+        for part in parts_of(sweep):
+            failures += _profile_part(part, progress)
+            if _wrong(failures):
+                break
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
         tried = len(_tried(sweep))
         progress.update(
@@ -131,6 +135,13 @@ def profile_stage(sweep: Sweep) -> None:
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
+    if wrong := _wrong(failures):
+        raise StageError(f"profile: {describe_failures(wrong)}")
+
+
+def _wrong(failures: Sequence[Ended]) -> list[Ended]:
+    """Return the ends that only a change by the user prevents: no other job will end better."""
+    return [end for end in failures if end.failure is Failure.BAD_INPUT]
 
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
@@ -150,10 +161,9 @@ def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
     while True:
         failures += _settle(part, progress)
         wrong = any(end.failure.is_the_users for end in failures)
-        hopeless = not _measured_anything(part) and (
-            wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
-        )
-        proposed = [] if hopeless else propose_on(part, trusted_batch)
+        in_vain = wrong or _broken_rounds(part) >= HOPELESS_ROUNDS
+        hopeless = in_vain and not _measured_anything(part)
+        proposed = [] if hopeless or _wrong(failures) else propose_on(part, trusted_batch)
         if not proposed:
             return failures
         for configurations in first_wave(part.spec, part.cluster, proposed):
@@ -200,7 +210,12 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
     if not wants_estimate(part):
         return None
     progress.update(0, 1, "estimating which batches fit into memory")
-    made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
+    tried = part.run.trial()
+    reason = tried.reasons.get(part.partition) if tried is not None else None
+    if reason:
+        made = Estimate(None, reason)
+    else:
+        made = estimate(part.run.sweep_file, part.run.cluster_file, partition=part.partition)
     if made.footprint is not None:
         write_atomically(
             part.run.footprint_file(part.partition), made.footprint.model_dump_json(indent=1)
@@ -221,7 +236,8 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     """Wait for submitted jobs, and record the configurations that ended one.
 
     Returns:
-        Those that died without a record of their own.
+        Those that died without a record of their own; what was wrong with an earlier command's jobs
+        may have been mended.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
@@ -234,7 +250,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
 
     jobs = [submitted_job(part.run, job) for job in submitted.values()]
     ended = part.launcher.wait(jobs, tick) if jobs else []
-    return [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
+    dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
+    mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
+    return [e for e in dead if not (e.failure is Failure.BAD_INPUT and e.job.job_id in mended)]
 
 
 def _tried(sweep: Sweep) -> set[tuple[str, Configuration]]:

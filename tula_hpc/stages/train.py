@@ -32,6 +32,7 @@ from tula_hpc.records import (
     TrainDirectory,
     TrainResult,
     append_record,
+    measured_identity,
     read_document,
     read_metrics,
 )
@@ -311,7 +312,15 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
 def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], None]) -> None:
     sweep.run.make_train()
     there, at = sweep.on(candidate.partition), candidate.configuration
-    job = TrainJob(sweep.spec, there.cluster, at, sweep.run.root, MAIN_LABEL, candidate.partition)
+    job = TrainJob(
+        sweep.spec,
+        there.cluster,
+        at,
+        sweep.run.root,
+        MAIN_LABEL,
+        candidate.partition,
+        measured_identity(sweep.run.measurements().records),
+    )
     data = {
         "label": MAIN_LABEL,
         "configuration": list(at),

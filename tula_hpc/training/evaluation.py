@@ -82,6 +82,7 @@ class Evaluator:
             world_size=env.world_size,
             loader_workers=job.sweep.workload.loader_workers,
             pin_memory=self.training.worker.device.type == "cuda",
+            classes=self.training.worker.labelled_classes,
         )
 
     def _evaluate(self, loader: DataLoader[Any]) -> Evaluation:

@@ -20,7 +20,12 @@ def run(job: TrainJob) -> str:
     # it may have been deleted while this job waited
     RunDirectory(job.root).make_train(job.label)
     from tula_hpc.ddp.device_errors import telling_broken_devices
+    from tula_hpc.ddp.own_errors import telling_own_mistakes
     from tula_hpc.training.loop import run_training
 
-    with leaving_at_once(), telling_broken_devices(job.root, "train"):
+    with (
+        leaving_at_once(),
+        telling_own_mistakes(job.sweep.workload),
+        telling_broken_devices(job.root, "train"),
+    ):
         return run_training(job, stop)

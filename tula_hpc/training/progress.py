@@ -8,7 +8,7 @@ from typing import Any
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.records import RunDirectory
+from tula_hpc.records import RunDirectory, refuse_another
 from tula_hpc.records.events import EventName
 
 
@@ -50,6 +50,7 @@ class Training:
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
         self.worker = Worker(job.sweep, job.cluster, job.configuration, env)
+        refuse_another(self.run_directory, job.measured, self.worker.workload.identity)
         self.global_batch = job.configuration.global_batch
         self.epochs = job.sweep.workload.epochs
         self.samples_per_epoch = self.worker.samples

@@ -83,3 +83,7 @@ def _mean_of(function: OfSamples, outputs: Any, targets: Any) -> Tensor:
 def _sum_of(function: OfSamples, outputs: Any, targets: Any) -> Tensor:
     total = function(outputs, targets).double().sum()
     return torch.stack([total, torch.full_like(total, torch.nan)])
+
+
+# code of ours that calls the user's loss or metric, and the key that names it
+CALLS = {_mean_of.__code__: "workload.loss", _sum_of.__code__: "workload.metric"}

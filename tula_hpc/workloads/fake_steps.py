@@ -227,7 +227,7 @@ def count(
         batches: Two local batches, ascending, so large that activations make the peak.
         fake: Whether tensors have no contents.
     """
-    build = _build_without_memory if fake else build_model
+    build = build_without_memory if fake else build_model
     model = build(workload, shapes.classes, shapes.image_size)
     on_gpu = device == "cuda"
     with contextlib.ExitStack() as modes:
@@ -339,7 +339,7 @@ class _WithoutMemory(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
             # normal_, uniform_ and the like: nothing to initialise
             return args[0]
@@ -363,7 +363,8 @@ class _FusedDropout(TorchFunctionMode):
         return func(*args, **bound)
 
 
-def _build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
+def build_without_memory(workload: WorkloadSpec, classes: int, image_size: int) -> nn.Module:
+    """Return the model with parameters on the meta device, or a real one if it needs values."""
     try:
         with _WithoutMemory():
             return build_model(workload, classes, image_size)

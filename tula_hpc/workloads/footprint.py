@@ -47,7 +47,7 @@ from tula_hpc.config import (
     told_by_set,
 )
 from tula_hpc.config.workload import DATASETS
-from tula_hpc.data.datasets import build_data
+from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
@@ -67,20 +67,38 @@ LIBRARIES_BYTES = 35 * MIB
 DEVICE_OVERHEAD = 0.1
 
 
-def estimate_footprint(sweep: SweepSpec, cluster: ClusterSpec) -> Footprint:
+def host_baseline(sweep: SweepSpec, cluster: ClusterSpec) -> int:
+    """Return the bytes of this process, as of a worker with its libraries, before its model."""
+    if sweep.training.has_trust_ratios:
+        # imports a library, which takes memory
+        layer_wise_kinds()
+    return process_memory.resident_bytes() if cluster.device == "cpu" else 0
+
+
+def estimate_footprint(
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    *,
+    host_bytes: int | None = None,
+    data: Data | None = None,
+) -> Footprint:
     """Count one worker's memory; see the module.
+
+    Args:
+        sweep: The sweep.
+        cluster: Device and memory limit.
+        host_bytes: See `host_baseline`; None: as this process is now.
+        data: Of the workload, where they are loaded already.
 
     Raises:
         InputError: The model or data set is not as expected.
         RuntimeError: The model can be counted neither on fake tensors nor on real ones.
     """
     started = time.monotonic()
-    if sweep.training.has_trust_ratios:
-        # imports a library, which takes memory
-        layer_wise_kinds()
-    host = process_memory.resident_bytes() if cluster.device == "cpu" else 0
+    here = host_baseline(sweep, cluster)
+    host = here if host_bytes is None else min(here, host_bytes)
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
-    counts, method = _count(sweep.workload, world, cluster.device)
+    counts, method = _count(sweep.workload, world, cluster.device, data)
     counts = counts.with_step_copies(sweep.step_copies)
     # under ZeRO the counted states are this worker's share
     state_copies = 2 * world if shards(sweep.workload, world) else 1
@@ -125,23 +143,23 @@ def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:
 
 
 def _count(
-    workload: WorkloadSpec, world: int, device: str
+    workload: WorkloadSpec, world: int, device: str, data: Data | None
 ) -> tuple[Counts, Literal["fake", "real"]]:
     """Count on fake tensors, or on real ones if the model needs values."""
-    shapes = _find_shapes(workload)
+    shapes = _find_shapes(workload, data)
     try:
         return count(workload, shapes, world, device, FAKE_BATCHES, fake=True), "fake"
     except Exception:  # noqa: BLE001 # own code may raise anything where values are missing
         return count(workload, shapes, world, device, REAL_BATCHES, fake=False), "real"
 
 
-def _find_shapes(workload: WorkloadSpec) -> Shapes:
+def _find_shapes(workload: WorkloadSpec, data: Data | None) -> Shapes:
     """Return the shapes of a sample, from the catalog if it knows them, else from the data."""
     facts = DATASETS.get(workload.dataset)
     if facts is not None and facts.classes is not None:
         size = workload.image_size or facts.image_size
         return Shapes.of_images(size, workload.classes or facts.classes)
-    data = build_data(workload)
+    data = data or build_data(workload)
     loaded, targets = default_collate([data.test[0]])
     return Shapes(prepared(data.test, loaded), targets, data.classes, data.image_size, loaded)
 

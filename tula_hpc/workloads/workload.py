@@ -1,14 +1,21 @@
-"""A workload: model, loss and data, built and tried on two samples before a job is hours old."""
+"""A workload: model, loss and data, built and tried on some samples before a job is hours old.
+
+Its `Identity` tells one workload from another: the digest of a model's structure is the same in
+every process and on every machine and device.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
 from tula_hpc.batches import map_tensors, samples_in, tensors_of
@@ -16,7 +23,9 @@ from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import blamed, is_entry_point, kind_of
+from tula_hpc.own_sources import digests_of
+from tula_hpc.records import Identity, in_short
+from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import Criterion, OfSamples, build_criterion
 from tula_hpc.workloads.torchvision_models import build_model
@@ -43,6 +52,7 @@ class Workload(NamedTuple):
         test: Such items, always the same.
         classes: Number of classes.
         image_size: Edge of an image, pixels; of other inputs the last dimension.
+        identity: Of model, code and data.
     """
 
     model: nn.Module
@@ -51,33 +61,120 @@ class Workload(NamedTuple):
     test: Dataset[Any]
     classes: int
     image_size: int
+    identity: Identity
 
 
-def build_workload(spec: WorkloadSpec, device: torch.device = CPU) -> Workload:
+def build_workload(
+    spec: WorkloadSpec, device: torch.device = CPU, tried: int = TRIED_BY_JOBS
+) -> Workload:
     """Build a sweep's `[workload]`; the same spec gives the same weights and samples everywhere.
 
     Args:
         spec: The table.
         device: Where the user's own code is tried.
+        tried: Items of each set that it is tried with.
 
     Raises:
         InputError: The data folder, or something of the user's own, is not as expected.
     """
-    data = build_data(spec)
+    return workload_of(spec, build_data(spec, tried), device, tried)
+
+
+def workload_of(
+    spec: WorkloadSpec, data: Data, device: torch.device = CPU, tried: int = TRIED_BY_JOBS
+) -> Workload:
+    """Return the workload over data that are there already; see `build_workload`."""
     model = build_model(spec, data.classes, data.image_size)
     if spec.channels_last and any(parameter.dim() > 4 for parameter in model.parameters()):
         message = "true, but the model has parameters of 5 dimensions; this layout is for images"
         raise InputError(message, key="workload.channels_last")
     criterion = build_criterion(spec)
     if spec.loss or spec.metric or is_entry_point(spec.model) or is_entry_point(spec.dataset):
-        _check_fits(spec, model, criterion, data, device)
+        _check_fits(spec, model, criterion, data, device=device, tried=tried)
+    # before the model is wrapped
+    identity = identity_of(spec, model, data)
     if spec.activation_checkpointing:
         checkpoint_activations(model)
-    return Workload(model, criterion, data.train, data.test, data.classes, data.image_size)
+    return Workload(
+        model, criterion, data.train, data.test, data.classes, data.image_size, identity
+    )
+
+
+def identity_of(spec: WorkloadSpec, model: nn.Module, data: Data) -> Identity:
+    """Return what tells a model, the code behind it and its data from others."""
+    parameters = [p for p in model.parameters() if not is_lazy(p)]
+    return Identity(
+        parameters=sum(p.numel() for p in parameters),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        structure=structure_of(model),
+        train_samples=len(data.train),  # type: ignore[arg-type] # checked when the data was built
+        test_samples=len(data.test),  # type: ignore[arg-type]
+        item=_describe_item(data.test),
+        sources=own_code(tuple(spec.entry_points)),
+    )
+
+
+@functools.cache
+def own_code(entry_points: tuple[str, ...]) -> dict[str, str]:
+    """Return the digests of own sources as this process has imported them: files may change."""
+    return digests_of(entry_points)
+
+
+def structure_of(model: nn.Module) -> str:
+    """Return a digest of the module tree; weights, devices and modes do not count."""
+    lines = sorted({*_modules(model), *_tensors(model)})
+    return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:32]
+
+
+def _modules(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        settings = ""
+        # a user's attributes may be counters, paths or times
+        if kind.__module__.startswith("torch.nn."):
+            plain = {key: value for key, value in vars(module).items() if _is_setting(key, value)}
+            settings = f" {sorted(plain.items())}"
+        yield f"module {name} {kind.__qualname__}{settings}"
+
+
+def _is_setting(key: str, value: object) -> bool:
+    if key.startswith("_") or key == "training":
+        return False
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(number, bool | int | float | str | None) for number in numbers)
+
+
+def _tensors(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield f"parameter {name} {_kind_of_state(parameter)} {parameter.requires_grad}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"buffer {name} {_kind_of_state(buffer)}"
+
+
+def _kind_of_state(tensor: Tensor) -> str:
+    return f"{tensor.dtype} lazy" if is_lazy(tensor) else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _describe_item(test: Dataset[Any]) -> str:
+    with torch.random.fork_rng(devices=[]):
+        inputs, targets = default_collate([test[0]])
+    parts = (prepared(test, inputs), targets)
+    return " with ".join(", ".join(map(_kind_of_tensor, tensors_of(part))) for part in parts)
+
+
+def _kind_of_tensor(batch: Tensor) -> str:
+    shape = "×".join(map(str, batch.shape[1:]))
+    return f"{str(batch.dtype).removeprefix('torch.')} {shape}".rstrip()
 
 
 def _check_fits(
-    spec: WorkloadSpec, model: nn.Module, criterion: Criterion, data: Data, device: torch.device
+    spec: WorkloadSpec,
+    model: nn.Module,
+    criterion: Criterion,
+    data: Data,
+    *,
+    device: torch.device,
+    tried: int,
 ) -> None:
     """Pass test samples through model, loss and metric; modes and random numbers stay as they are.
 
@@ -87,7 +184,7 @@ def _check_fits(
         InputError: One of them fails, or returns something else than the protocol asks for.
     """
     count = len(data.test)  # type: ignore[arg-type] # checked when the data was built
-    items = [data.test[index] for index in range(min(2, count))]
+    items = [data.test[index] for index in spread(count, tried)]
     inputs, targets = default_collate(items)
     inputs = prepared(data.test, inputs)
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
@@ -95,7 +192,7 @@ def _check_fits(
         model.to(device)
     modes = [(module, module.training) for module in model.modules()]
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), _autocast(spec, device):
+    with torch.random.fork_rng(gpus), autocast_on(spec, device):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
             _check_scores(spec, outputs, (len(items), data.classes))
@@ -113,7 +210,24 @@ def _check_fits(
         module.training = training
 
 
-def _autocast(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
+def refuse_unused(model: nn.Module) -> None:
+    """Refuse parameters without a gradient, for which several workers would wait.
+
+    Raises:
+        InputError: A parameter has none after a backward pass.
+    """
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        message = (
+            f"the loss gives no gradient to {in_short(unused)}, which several workers wait for"
+        )
+        raise InputError(
+            f"{message}; freeze what is not used (requires_grad_(False))", key="workload.model"
+        )
+
+
+def autocast_on(spec: WorkloadSpec, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass in the workload's precision, or the device's nearest."""
     dtype = CPU_DTYPES[spec.precision]
     if (spec.precision, device.type) == ("fp16", "cuda"):
         dtype = torch.float16

@@ -1,0 +1,188 @@
+"""The workload is tried on the login node: when, what is made of the answer, and what is refused then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run_factory import measurement
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import InputError
+from tula_hpc.records import Configuration, Footprint, Identity, RunDirectory, Trial, append_record
+from tula_hpc.stages import rehearsal
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.rehearsal import ELSEWHERE, rehearse, try_before_jobs
+
+IDENTITY = Identity(
+    parameters=10, gradient_bytes=40, structure="ab", train_samples=500, test_samples=10, sources={"net.py": "1"}
+)
+OTHER = IDENTITY.model_copy(update={"parameters": 20, "sources": {"net.py": "2"}})
+EDITED = IDENTITY.model_copy(update={"sources": {"net.py": "3"}})
+SLURM = ClusterSpec.model_validate({"executor": "slurm", "max_nodes": 4})
+FILES = (Path("sweep.toml"), Path("cluster.toml"))
+
+
+def spec_of(**search: object) -> SweepSpec:
+    fields = {"cluster_sizes": [1, 2], "min_batch": 32, "max_batch": 256, **search}
+    return SweepSpec.model_validate({"name": "x", "workload": {"dataset": "synthetic"}, "search": fields})
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put another program in Python's place."""
+
+    def answer(program: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return answer
+
+
+def test_what_is_wrong_is_refused_with_the_way_out_where_there_may_be_one(answers: Callable[[str], None]) -> None:
+    answers("echo chatter >&2; echo 'workload.model: mine:net cannot' >&2; exit 2")
+    with pytest.raises(InputError) as raised:
+        rehearse(spec_of(), SLURM, FILES)
+    assert str(raised.value) == f"workload.model: mine:net cannot\n{ELSEWHERE}\nNothing was submitted."
+    with pytest.raises(InputError) as raised:
+        rehearse(spec_of(), ClusterSpec(), FILES)
+    assert str(raised.value) == "workload.model: mine:net cannot\nNothing was submitted."
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "reason"),
+    [
+        ("echo 'OSError: Stale file handle' >&2; exit 1", 60.0, "OSError: Stale file handle"),
+        ("kill -9 $$", 60.0, "it ended with exit code -9"),
+        ("exec sleep 60", 0.2, "it took more than 0 s"),
+        ("echo '{}'", 60.0, "its answer is damaged"),
+        ("echo", 60.0, "its answer is damaged"),
+    ],
+)
+def test_where_it_cannot_be_tried_nothing_is_refused(
+    answers: Callable[[str], None], program: str, timeout_s: float, reason: str
+) -> None:
+    answers(program)
+    said = rehearse(spec_of(), SLURM, FILES, timeout_s=timeout_s)
+    assert isinstance(said, str)
+    assert said.startswith(reason)
+
+
+def test_the_trial_has_the_variables_of_a_job(answers: Callable[[str], None]) -> None:
+    answers('echo "$DATA_ROOT" >&2; exit 1')
+    assert rehearse(spec_of(), SLURM.model_copy(update={"environment": {"DATA_ROOT": "/d"}}), FILES) == "/d"
+
+
+def test_batches_above_the_training_set_are_refused(answers: Callable[[str], None]) -> None:
+    answers(f"echo '{Trial(identity=IDENTITY).model_dump_json()}'")
+    assert isinstance(rehearse(spec_of(), SLURM, FILES), Trial)
+    with pytest.raises(InputError, match=r"search.max_batch: a batch of 512 is above the 500 training samples; lower"):
+        rehearse(spec_of(max_batch=1000), SLURM, FILES)
+
+
+class Rehearsals:
+    """Stands in for the trial; counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.run = RunDirectory(folder).create()
+        self.finds: Identity | str = IDENTITY
+        self.code = "1"
+        self.tried: list[list[str]] = []
+        monkeypatch.setattr(rehearsal, "rehearse", self.rehearse)
+        monkeypatch.setattr(rehearsal, "digests_of", lambda _: {"net.py": self.code})
+
+    def rehearse(self, spec: SweepSpec, cluster: ClusterSpec, files: object, memory: list[str]) -> Trial | str:
+        self.tried.append(memory)
+        if isinstance(self.finds, str):
+            return self.finds
+        footprints = dict.fromkeys(memory, FOOTPRINT)
+        return Trial(identity=self.finds, key=rehearsal.key_of(spec), footprints=footprints)
+
+    def command(self, **search: object) -> int:
+        """Return how often the workload was tried."""
+        before = len(self.tried)
+        try_before_jobs(Sweep(spec_of(**search), SLURM.model_copy(update={"memory_gb": 1.0}), self.run))
+        return len(self.tried) - before
+
+    def edit(self, code: str, finds: Identity) -> None:
+        self.code, self.finds = code, finds
+
+    def measured(self, identity: Identity | None) -> None:
+        row = measurement(Configuration(1, 1, 32), identity=identity)
+        append_record(self.run.profile / "n1.jsonl", row)
+
+
+FOOTPRINT = Footprint(
+    parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1, activation_bytes_per_sample=1, fixed_bytes=1, peaks={32: 1}
+)
+
+
+@pytest.fixture
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsals:
+    return Rehearsals(monkeypatch, tmp_path / "run")
+
+
+def test_it_is_tried_once_and_again_when_something_changed(trials: Rehearsals) -> None:
+    assert [trials.command(), trials.command(), trials.command(max_batch=128)] == [1, 0, 0]
+    assert trials.tried == [[""]]
+    assert trials.run.footprints([""]) == {"": FOOTPRINT}
+    trials.edit("3", EDITED)
+    assert [trials.command(), trials.command()] == [1, 0]
+
+
+def test_what_could_not_be_tried_is_tried_the_next_time(trials: Rehearsals) -> None:
+    trials.finds = "no memory"
+    assert [trials.command(), trials.command()] == [1, 1]
+    assert trials.run.trial() is None
+
+
+def test_another_model_than_was_measured_is_refused_until_it_is_undone(trials: Rehearsals) -> None:
+    trials.command()
+    trials.measured(IDENTITY)
+    trials.edit("2", OTHER)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"the model has 20 parameters now, 10 before; changed since then: net\.py"
+        ):
+            trials.command()
+    trials.edit("1", IDENTITY)
+    assert trials.command() == 0
+
+
+def test_changed_code_of_the_same_model_is_a_warning(trials: Rehearsals, capsys: pytest.CaptureFixture[str]) -> None:
+    trials.measured(IDENTITY)
+    trials.edit("3", EDITED)
+    trials.command()
+    assert "warning: changed since the measurements: net.py; model and data are the same\n" in capsys.readouterr().err
+    trials.command(estimate=False)
+    assert "net.py; the training job looks at the model\n" in capsys.readouterr().err
+
+
+def test_a_model_that_is_another_one_without_a_gpu_is_compared_with_itself(trials: Rehearsals) -> None:
+    trials.command()
+    trials.measured(OTHER)
+    trials.edit("3", EDITED)
+    assert trials.command() == 1
+
+
+def test_records_of_earlier_versions_refuse_nothing(trials: Rehearsals) -> None:
+    trials.measured(None)
+    assert trials.command() == 1
+
+
+def test_nothing_is_tried_where_the_user_does_not_want_it_or_in_a_job(
+    trials: Rehearsals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trials.command(estimate=False) == 0
+    monkeypatch.setattr(rehearsal, "slurm_job_id", lambda: "7")
+    assert trials.command() == 0
+
+
+def test_a_batch_above_the_training_set_is_refused_also_when_it_was_tried_before(trials: Rehearsals) -> None:
+    trials.command()
+    with pytest.raises(InputError, match="a batch of 512 is above the 500 training samples"):
+        trials.command(max_batch=600)

@@ -1,0 +1,260 @@
+"""The workload as a command tries it on its own machine: each mistake is one line, and nothing else is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.records import Trial
+from tula_hpc.workloads import trial
+from tula_hpc.workloads.workload import build_workload
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self, classes, size):
+        super().__init__()
+        self.head = nn.Linear(3 * size * size, classes)
+        self.spare = nn.Linear(1, 1)
+        self.spare.requires_grad_(False)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+def net(classes, image_size):
+    return Net(classes, image_size)
+
+def tensors(count=40):
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, 8, 8, generator=random), torch.arange(count) % 4
+
+def data(spec):
+    return TensorDataset(*tensors()), TensorDataset(*tensors(12)), 4
+"""
+SWEEP = """
+name = "x"
+[workload]
+model = "mine:net"
+dataset = "mine:data"
+[search]
+cluster_sizes = [{nodes}]
+min_batch = 8
+max_batch = 16
+"""
+
+
+def tried(folder: Path, *, own: str = OWN, nodes: int = 1, cluster: str = "", more: str = "") -> int:
+    """Try it in this process; returns the exit code."""
+    (folder / "mine.py").write_text(own)
+    sys.modules.pop("mine", None)
+    (folder / "sweep.toml").write_text(SWEEP.format(nodes=nodes).replace("[search]", f"{more}\n[search]"))
+    (folder / "cluster.toml").write_text(f'name = "c"\n{cluster}\n')
+    return trial.main([str(folder / "sweep.toml"), str(folder / "cluster.toml")])
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def test_a_workload_as_it_should_be_has_an_identity(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tried(here) == 0
+    identity = Trial.model_validate_json(capsys.readouterr().out).identity
+    assert (identity.train_samples, identity.test_samples, identity.item) == (40, 12, "float32 3×8×8 with int64")
+    assert (identity.parameters, identity.gradient_bytes) == (193 * 4 + 2, 193 * 4 * 4)
+    assert [*identity.sources] == ["mine.py"]
+
+
+MISTAKES = {
+    "a missing import": (
+        ("import torch\n", "import torch, not_there\n"),
+        "mine cannot be imported: No module named 'not_there'",
+    ),
+    "an error while importing": (
+        ("import torch\n", "import torch\ntorch.nowhere\n"),
+        "mine cannot be imported: AttributeError: .* (mine.py:",
+    ),
+    "a forward pass that raises": (
+        ("self.head(", "self.haed("),
+        "cannot take inputs of 3×8×8: AttributeError: .* (mine.py:",
+    ),
+    "one that raises in training": (
+        ("        return self.head", "        assert not self.training, 'oh'\n        return self.head"),
+        "workload.model: mine:net cannot take a training step: AssertionError: oh (mine.py:",
+    ),
+    "other scores than classes": (("images.flatten(1))", "images.flatten(1))[:, :3]"), r"shape (8, 3).*expected"),
+    "labels of no class": (
+        ("% 4", "% 4 + 5 * (torch.arange(count) % 10 == 4)"),
+        "mine:data has label 5 at item 4 of the train set, and 3 more; expected 0 to 3",
+    ),
+    "items of several shapes": (
+        ("return TensorDataset(*tensors())", "return [(torch.zeros(3, 8, 8 + (n > 30)), 1) for n in range(40)]"),
+        "has items 0 and 32 in the train set that cannot be put into one batch",
+    ),
+    "a data set that raises": (
+        ("def data(spec):", "def data(spec):\n    {}['x']"),
+        "mine:data failed: KeyError: 'x' (mine.py:",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (old, new), said = MISTAKES[name]
+    assert old in OWN
+    code = tried(here, own=OWN.replace(old, new, 1))
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.count("\n") == 1
+    for part in said.split(".*"):
+        assert part in error
+
+
+LATE = """
+class Late(Dataset):
+    def __init__(self, targets): self.targets = targets
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        return torch.zeros(3, 8, 8), int(self.targets[index]) {shift}
+
+def data(spec):
+    targets = [n % 4 for n in range(1000)]
+    targets[600] = 9
+    return Late(targets), TensorDataset(*tensors(12)), 4
+"""
+
+
+def test_labels_count_only_where_they_are_those_of_the_items(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tried(here, own=OWN + LATE.format(shift="")) == 2
+    assert "has label 9 at item 600 of the train set; expected 0 to 3" in capsys.readouterr().err
+    assert tried(here, own=OWN + LATE.format(shift="% 3")) == 0
+
+
+@pytest.mark.parametrize(("nodes", "code"), [(1, 0), (2, 2)])
+def test_parameters_without_a_gradient_matter_to_several_workers(
+    here: Path, capsys: pytest.CaptureFixture[str], nodes: int, code: int
+) -> None:
+    own = OWN.replace("        self.spare.requires_grad_(False)\n", "")
+    assert tried(here, own=own, nodes=nodes) == code
+    assert ("no gradient to spare.weight, spare.bias" in capsys.readouterr().err) == bool(code)
+
+
+def test_more_samples_than_there_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tried(here, more="samples = 50") == 2
+    assert capsys.readouterr().err == "workload.samples: 50, but the training set has 40\n"
+
+
+def tree(folder: Path) -> Path:
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(8):
+                Image.new("RGB", (80, 80), (number, 0, 0)).save(folder / split / label / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("", ""),
+        ("test/dog/2.png", "2.png: cannot be decoded"),
+        ("train/cat/0.png", "0.png: cannot be decoded"),
+        ("train", "expected a folder train/ in it, found: test"),
+    ],
+)
+def test_folders_of_images(here: Path, capsys: pytest.CaptureFixture[str], broken: str, said: str) -> None:
+    folder = tree(here / "images")
+    if broken == "train":
+        (folder / "train").rename(here / "elsewhere")
+    elif broken:
+        (folder / broken).write_bytes((folder / broken).read_bytes()[:60])
+    more = f'data_dir = "{folder}"\nimage_size = 72'
+    (here / "sweep.toml").write_text(
+        f'name = "x"\n[workload]\nmodel = "squeezenet1_1"\ndataset = "imagefolder"\n{more}\n[search]\nmax_batch = 32\n'
+    )
+    (here / "cluster.toml").write_text('name = "c"\n')
+    assert trial.main([str(here / "sweep.toml"), str(here / "cluster.toml")]) == (2 if broken else 0)
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == bool(broken)
+
+
+ASKS_FOR_A_GPU = "assert images.is_cuda, 'expected a tensor on a GPU'\n        return self.head("
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "code"),
+    [(ASKS_FOR_A_GPU, "cuda", 0), (ASKS_FOR_A_GPU, "cpu", 2), ("return self.haed(", "cuda", 2)],
+)
+def test_code_that_asks_for_a_gpu_is_no_mistake_where_training_has_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, change: str, device: str, code: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    own = OWN.replace("return self.head(", change)
+    assert tried(here, own=own, cluster=f'device = "{device}"\nexecutor = "slurm"\ngres = "gpu:1"') == code
+
+
+def test_a_large_model_takes_no_step(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tried(here) == 0
+    stepped = Trial.model_validate_json(capsys.readouterr().out)
+    monkeypatch.setattr(trial, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(trial, "workload_of", None)
+    assert tried(here) == 0
+    assert Trial.model_validate_json(capsys.readouterr().out) == stepped
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("raise SystemExit(2)", "own code ended the process"),
+        ("raise OSError(116, 'Stale file handle')", "Stale file handle"),
+        ("raise MemoryError", "MemoryError"),
+    ],
+)
+def test_what_another_machine_may_do_better_refuses_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], statement: str, said: str
+) -> None:
+    assert tried(here, own=OWN.replace("def data(spec):", f"def data(spec):\n    {statement}")) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_memory_is_estimated_on_the_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = 'memory_gb = 2.0\n[[partitions]]\npartition = "a"\n[[partitions]]\npartition = "b"\nmemory_gb = 4.0'
+    tried(here, cluster=tables)
+    capsys.readouterr()
+    files = [str(here / "sweep.toml"), str(here / "cluster.toml")]
+    assert trial.main([*files, "--memory", "a", "--memory", "b"]) == 0
+    found = Trial.model_validate(json.loads(capsys.readouterr().out)).footprints
+    assert {name: footprint.limit_bytes for name, footprint in found.items()} == {
+        "a": int(0.9 * 2 * 1024**3),
+        "b": int(0.9 * 4 * 1024**3),
+    }
+
+
+def test_jobs_find_what_the_trial_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.config import load_sweep
+
+    assert tried(here) == 0
+    found = Trial.model_validate_json(capsys.readouterr().out).identity
+    spec = load_sweep(here / "sweep.toml").workload
+    for changed in ({}, {"channels_last": True}, {"seed": 3}, {"augment": False}):
+        assert build_workload(spec.model_copy(update=changed)).identity == found
+
+
+def test_a_model_that_computes_activations_again_is_the_same_one() -> None:
+    spec = WorkloadSpec(model="tula_hpc.workloads.small_cnns:compact_cnn", dataset="digits")
+    again = spec.model_copy(update={"activation_checkpointing": True})
+    assert build_workload(again).identity == build_workload(spec).identity

@@ -1,0 +1,78 @@
+"""Exceptions of the user's own code in a job: one sentence says whose code, where, and which key.
+
+It is the last line of the job's log, and an `InputError`: the command ends there, since another job
+would end in the same way. What may not be the user's mistake is left as it is: lack of memory,
+peers that are gone, a device or a file system that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from types import CodeType
+
+import torch
+from torch import nn
+
+from tula_hpc.config import WorkloadSpec
+from tula_hpc.errors import InputError, TulaError
+from tula_hpc.launch.reasons import device_word, lost_a_peer
+from tula_hpc.own_sources import is_own
+from tula_hpc.user_code import is_entry_point, is_mistake, told
+from tula_hpc.workloads.criterion import CALLS
+
+_MODEL_KEY = "workload.model"
+# code of torch that runs a module, also one without code of the user's own below it
+_MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
+
+
+@contextlib.contextmanager
+def telling_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
+    """Turn an exception of the user's own code in the block into one sentence.
+
+    Args:
+        spec: Names the user's functions.
+
+    Raises:
+        InputError: In place of such an exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        mistake = own_mistake(error, spec)
+        if mistake is None:
+            raise
+        raise mistake from error
+
+
+def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
+    """Return the error for the user if an exception comes out of the user's own code."""
+    if isinstance(error, TulaError | torch.AcceleratorError) or not is_mistake(error):
+        return None
+    if lost_a_peer(error) or device_word(str(error)):
+        return None
+    key = _key_of(error)
+    named = {_MODEL_KEY: spec.model, "workload.loss": spec.loss, "workload.metric": spec.metric}
+    name = named.get(key)
+    if name is None or not is_entry_point(name):
+        return None
+    return InputError(f"{name} failed: {told(error)}", key=key)
+
+
+def _key_of(error: Exception) -> str:
+    """Return the key of the function whose code raised; "" if that is not the user's."""
+    codes = list(_codes(error))
+    for code in codes:
+        if code in CALLS:
+            return CALLS[code]
+    places = traceback.extract_tb(error.__traceback__)
+    ran_model = any(code in _MODULE_CALLS for code in codes)
+    return _MODEL_KEY if ran_model or any(is_own(place.filename) for place in places) else ""
+
+
+def _codes(error: Exception) -> Iterator[CodeType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code
+        trace = trace.tb_next

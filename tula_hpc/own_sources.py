@@ -1,0 +1,148 @@
+"""The user's own source files, found and read without importing them.
+
+Own is what defines the functions of a sweep (`"package.module:function"`) and what these modules
+import from the same folder; what is installed in site-packages, Python's library and this package
+are not. Imports below `if`, `try` and in functions count, those by a computed name do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# a folder with more than that is no project of one's own
+MOST_FILES = 500
+_PACKAGE = Path(__file__).absolute().parent
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+def module_folders(package: str) -> Iterator[Path]:
+    """Yield the folders of modules: installed ones, those of editable installs, then this one."""
+    yield from map(Path, sys.path)
+    # imports nothing, as the name has no dot; it refuses __main__
+    with contextlib.suppress(ValueError):
+        spec = importlib.util.find_spec(package)
+        for location in (spec and spec.submodule_search_locations) or ():
+            yield Path(location).parent
+    yield Path.cwd()
+
+
+def module_files(folder: Path, module: str) -> list[Path]:
+    """Return the files in a folder that are this module: one or none, rarely both forms."""
+    relative = Path(*module.split("."))
+    candidates = (folder / relative.with_suffix(".py"), folder / relative / "__init__.py")
+    return [path for path in candidates if path.is_file()]
+
+
+def find_module(module: str) -> tuple[Path, Path] | None:
+    """Return the folder in which a module is found first, and its file."""
+    for folder in module_folders(module.partition(".")[0]):
+        for path in module_files(folder, module):
+            return folder, path
+    return None
+
+
+def is_own(path: Path | str) -> bool:
+    """Tell whether a source file is the user's own."""
+    absolute = Path(path).absolute()
+    if any(part in _LIBRARIES for part in absolute.parts) or absolute.is_relative_to(_PACKAGE):
+        return False
+    resolved = absolute.resolve()
+    return resolved.suffix == ".py" and not resolved.is_relative_to(_standard_library())
+
+
+@functools.cache
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib")).resolve()
+
+
+class _Module(NamedTuple):
+    name: str
+    folder: Path
+    path: Path
+
+    @property
+    def package(self) -> str:
+        """Return the package that its relative imports begin in."""
+        is_package = self.path.name == "__init__.py"
+        return self.name if is_package else self.name.rpartition(".")[0]
+
+
+def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
+    """Return the user's own files behind these functions, by path below their folder."""
+    todo = [
+        module
+        for name in dict.fromkeys(name.partition(":")[0] for name in entry_points)
+        if (found := find_module(name)) is not None
+        for module in _with_parents(found[0], name)
+    ]
+    sources: dict[str, Path] = {}
+    while todo and len(sources) < MOST_FILES:
+        module = todo.pop()
+        shown = module.path.relative_to(module.folder).as_posix()
+        if shown in sources or not is_own(module.path):
+            continue
+        sources[shown] = module.path
+        for name in _imported(module):
+            todo += _with_parents(module.folder, name)
+    return dict(sorted(sources.items()))
+
+
+def _with_parents(folder: Path, name: str) -> list[_Module]:
+    """Return a module and the packages around it, as far as they are in the folder."""
+    parts = name.split(".")
+    names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return [_Module(each, folder, path) for each in names for path in module_files(folder, each)]
+
+
+def _imported(module: _Module) -> Iterator[str]:
+    """Yield the names that a module imports and that may be modules; nothing of damaged ones."""
+    try:
+        tree = ast.parse(module.path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if _may_be_own(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(module, node)
+            if base and _may_be_own(base):
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _base(module: _Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module.package.split(".")
+    above = package[: len(package) - node.level + 1]
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def _may_be_own(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top != _PACKAGE.name and top not in sys.stdlib_module_names
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of what a source file says; comments and formatting do not count."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return ""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        content = ast.unparse(ast.parse(content)).encode(errors="surrogatepass")
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def digests_of(entry_points: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each of the user's own files, by path below their folder."""
+    return {name: digest_of(path) for name, path in own_sources(entry_points).items()}

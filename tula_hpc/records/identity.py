@@ -1,0 +1,121 @@
+"""Identity of what is measured or trained: the model's structure, the user's own code, the data.
+
+Measurements hold for one model and one kind of data. `Identity.difference` tells in a sentence what
+is another one now. Own code that changed while model and data stayed the same is no reason to
+refuse a plan: `changed_sources` names the files, for a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from tula_hpc.errors import InputError
+from tula_hpc.records.base import Record
+
+if TYPE_CHECKING:
+    from tula_hpc.records.measurement import Measurement
+    from tula_hpc.records.run_directory import RunDirectory
+
+Count = Annotated[int, Field(ge=0, le=2**60)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
+Name = Annotated[str, Field(max_length=1000)]
+# of files or configurations, in a message
+SHOWN = 3
+
+
+class Identity(Record):
+    """What is trained: a model, the code that defines it, and data."""
+
+    parameters: Count
+    # of one worker; frozen parameters have none
+    gradient_bytes: Count
+    # of the module tree: names, types, settings of torch's layers, shapes and types of parameters
+    structure: Digest
+    train_samples: Count
+    test_samples: Count
+    # types and shapes of inputs and targets
+    item: Name = ""
+    # digest of each of the user's own files that define the workload, comments left out
+    sources: dict[Name, Digest] = Field(default={}, max_length=1000)
+
+    def is_same(self, other: Identity) -> bool:
+        """Tell whether both are one model, and the same kind and number of samples."""
+        return self.model_copy(update={"sources": other.sources}) == other
+
+    def changed_sources(self, before: Identity) -> list[str]:
+        """Return the files whose code is another, is new, or is gone since `before`."""
+        names = sorted(self.sources.keys() | before.sources.keys())
+        return [name for name in names if self.sources.get(name) != before.sources.get(name)]
+
+    def difference(self, before: Identity) -> str:
+        """Describe what is another now than before; "" where model and data are the same."""
+        parts = list(_differences(self, before))
+        changed = self.changed_sources(before)
+        if parts and changed:
+            parts.append(f"changed since then: {in_short(changed)}")
+        return "; ".join(parts)
+
+
+def _differences(now: Identity, before: Identity) -> Iterator[str]:
+    if now.parameters != before.parameters:
+        yield f"the model has {now.parameters:,} parameters now, {before.parameters:,} before"
+    elif now.gradient_bytes != before.gradient_bytes:
+        yield f"its gradient has {now.gradient_bytes:,} bytes now, {before.gradient_bytes:,} before"
+    elif now.structure != before.structure:
+        yield f"the model has other layers, though {now.parameters:,} parameters as before"
+    if now.item != before.item:
+        yield f"a sample is {now.item} now, {before.item} before"
+    if now.train_samples != before.train_samples:
+        yield f"{now.train_samples:,} training samples now, {before.train_samples:,} before"
+    if now.test_samples != before.test_samples:
+        yield f"{now.test_samples:,} test samples now, {before.test_samples:,} before"
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Name the first ones, and tell how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def measured_identity(measurements: Iterable[Measurement]) -> Identity | None:
+    """Return what the newest measurement is of; None where no record knows."""
+    known = [m for m in measurements if m.identity is not None]
+    newest = max(known, key=lambda m: m.finished_at, default=None)
+    return newest.identity if newest else None
+
+
+def refuse_another(run: RunDirectory, measured: Identity | None, now: Identity) -> None:
+    """Refuse to plan or train another model, or other data, than the run has measured.
+
+    Raises:
+        InputError: It is another one; the message says in what, and what to do.
+    """
+    found = now.difference(measured) if measured is not None else ""
+    if found:
+        message = f"what would be trained now is not what was measured: {found}"
+        remedy = "Undo the change, or measure what is there now with another --run-dir."
+        raise InputError(f"{message}. {remedy}", source=run.root)
+
+
+def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> None:
+    """Refuse to plan from measurements of different models or data.
+
+    Raises:
+        InputError: There are several; the message says which, and what to do.
+    """
+    rows = [m for m in measurements if m.identity is not None]
+    newest = measured_identity(rows)
+    if newest is None:
+        return
+    others = [m for m in rows if m.identity and not m.identity.is_same(newest)]
+    if not others or others[0].identity is None:
+        return
+    where = in_short([str(m.configuration) for m in others])
+    found = newest.difference(others[0].identity)
+    message = f"its measurements are not of one model: since {where} something changed ({found})"
+    files = in_short([str(path) for path in run.files_of(others)])
+    remedy = f"Delete {files} to plan the newer one, or measure it with another --run-dir."
+    raise InputError(f"{message}. {remedy}", source=run.root)

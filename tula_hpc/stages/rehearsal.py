@@ -1,0 +1,216 @@
+"""Rehearsal: the workload is tried on this machine before anything is submitted.
+
+It needs torch, so it takes place in a process of its own, see `tula_hpc.workloads.trial`. What is
+wrong is refused here, as is another model or other data than the run has measured. What was tried
+is kept in the run directory: the next command tries again only where code, keys of the workload or
+libraries have changed since.
+
+`search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
+job then finds out. Controller jobs leave it out, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
+from tula_hpc.env import slurm_job_id, with_variables
+from tula_hpc.errors import InputError
+from tula_hpc.own_sources import digests_of
+from tula_hpc.records import (
+    Identity,
+    Trial,
+    in_short,
+    measured_identity,
+    parse_record,
+    refuse_another,
+    write_atomically,
+)
+from tula_hpc.search_path import start_of_python
+from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.profile import TIMEOUT_S, Estimate, last_line, parts_of, wants_estimate
+
+TRYING = "trying the workload on this machine (search.estimate)"
+ELSEWHERE = (
+    "If only this machine lacks something, set search.estimate = false: then nothing is tried here."
+)
+LIBRARIES = ("torch", "torchvision", "timm")
+
+
+def rehearse(
+    spec: SweepSpec,
+    cluster: ClusterSpec,
+    files: tuple[Path, Path],
+    memory: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> Trial | str:
+    """Try the workload; return what was found, or the reason why it could not be tried.
+
+    Args:
+        spec: The sweep.
+        cluster: Where it is to run.
+        files: Of these two.
+        memory: Partitions for which memory is estimated as well.
+        timeout_s: Give up after so many seconds.
+
+    Raises:
+        InputError: Something is wrong with the workload; the message says what.
+    """
+    command = [*start_of_python(), "-m", "tula_hpc.workloads.trial", *map(str, files)]
+    command += [word for name in memory for word in ("--memory", name)]
+    variables = with_variables(cluster.parts()[0].environment)
+    # of the code as it is now
+    key = key_of(spec)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {timeout_s:.0f} s"
+    except OSError as error:
+        return f"it could not be started: {error.strerror or error}"
+    said = last_line(done.stderr)
+    if done.returncode == 2:
+        raise InputError(f"{with_remedy(said, cluster)}\nNothing was submitted.")
+    if done.returncode != 0:
+        return said or f"it ended with exit code {done.returncode}"
+    try:
+        trial = parse_record(Trial, last_line(done.stdout).encode())
+    except ValueError as error:
+        return f"its answer is damaged: {error}"
+    _refuse_large_batches(spec, cluster, trial.identity)
+    return trial.model_copy(update={"key": key})
+
+
+def with_remedy(said: str, cluster: ClusterSpec) -> str:
+    """Add what to do where other machines may have what this one lacks."""
+    elsewhere = cluster.executor != "local" or cluster.setup
+    return f"{said}\n{ELSEWHERE}" if elsewhere else said
+
+
+def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:
+    """Refuse global batches above the training set, which a job would refuse.
+
+    Raises:
+        InputError: There is one.
+    """
+    key = "search.max_batch" if spec.study is None else "study.batches"
+    largest = max(_batches(spec, cluster), default=0)
+    if largest > found.train_samples:
+        message = f"a batch of {largest} is above the {found.train_samples} training samples"
+        raise InputError(f"{message}; lower it", key=key)
+
+
+def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
+    if spec.study is not None:
+        yield from spec.study.batches if study_part(spec.study, cluster) else ()
+        return
+    for part in cluster.parts():
+        for nodes in spec.search.cluster_sizes:
+            world = nodes * part.workers_per_node
+            yield from (world * b for b in local_batches(spec.search, nodes, part.workers_per_node))
+
+
+def key_of(spec: SweepSpec) -> str:
+    """Return a digest of what a trial depends on: the workload, its code, and libraries."""
+    sources = sorted(digests_of(spec.workload.entry_points).items())
+    facts = [spec.workload.model_dump_json(), str(sources), sys.version, *map(_version, LIBRARIES)]
+    return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:32]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def try_before_jobs(sweep: Sweep) -> bool:
+    """Try the workload of a run unless that was done, and compare it with what was measured.
+
+    Returns:
+        False if it could not be tried here.
+
+    Raises:
+        InputError: It is wrong, or another one than was measured.
+    """
+    if slurm_job_id() is not None:
+        return True
+    if not sweep.spec.search.estimate:
+        _warn_of_sources(sweep)
+        return True
+    before = sweep.run.trial()
+    if before is not None and before.key == key_of(sweep.spec):
+        _refuse_large_batches(sweep.spec, sweep.cluster, before.identity)
+        return True
+    tried = _try_with_progress(sweep)
+    if tried is None:
+        return False
+    refuse_another_model(sweep, tried)
+    kept = tried.model_copy(update={"footprints": {}})
+    write_atomically(sweep.run.trial_file, kept.model_dump_json(indent=1))
+    return True
+
+
+def refuse_another_model(sweep: Sweep, tried: Trial) -> None:
+    """Refuse another model, or other data, than the run has measured; name code that changed.
+
+    Raises:
+        InputError: It is another one.
+    """
+    measured, before = measured_identity(sweep.run.measurements().records), sweep.run.trial()
+    # a model may be another one on a machine without GPUs: then it is compared with itself
+    if before is None or not tried.identity.is_same(before.identity):
+        refuse_another(sweep.run, measured, tried.identity)
+    if measured is not None:
+        _say_changed(tried.identity.changed_sources(measured), "model and data are the same")
+
+
+def _try_with_progress(sweep: Sweep) -> Trial | None:
+    parts = parts_of(sweep) if sweep.spec.study is None else []
+    # also where there is an estimate: it may be of another model
+    memory = [part.partition for part in parts if wants_estimate(part)]
+    with stage_progress("try") as progress:
+        progress.update(0, 1, TRYING)
+        files = (sweep.run.sweep_file, sweep.run.cluster_file)
+        tried = rehearse(sweep.spec, sweep.cluster, files, memory)
+        if isinstance(tried, str):
+            progress.update(1, 1, f"not tried here, a job will find out: {tried}")
+            return None
+        for name, footprint in tried.footprints.items():
+            write_atomically(sweep.run.footprint_file(name), footprint.model_dump_json(indent=1))
+        found = [Estimate(footprint).describe() for footprint in tried.footprints.values()]
+        model = f"{tried.identity.parameters:,} parameters"
+        data = f"{tried.identity.train_samples:,} training samples"
+        progress.update(1, 1, "; ".join([model, data, *dict.fromkeys(found)]))
+    return tried
+
+
+def _warn_of_sources(sweep: Sweep) -> None:
+    measured = measured_identity(sweep.run.measurements().records)
+    if measured is not None:
+        now = measured.model_copy(update={"sources": digests_of(sweep.spec.workload.entry_points)})
+        _say_changed(now.changed_sources(measured), "the training job looks at the model")
+
+
+def _say_changed(names: Sequence[str], consequence: str) -> None:
+    if names:
+        sys.stderr.write(
+            f"warning: changed since the measurements: {in_short(names)}; {consequence}\n"
+        )
+
+
+def is_here(spec: SweepSpec) -> bool:
+    """Tell whether data folder and modules are on this machine, as a dry run need not find them."""
+    try:
+        SweepSpec.model_validate_json(spec.model_dump_json(), context={"check_paths": True})
+    except ValidationError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""Trial of a workload on the machine of a command, before it submits anything.
+
+`python -m tula_hpc.workloads.trial SWEEP.toml CLUSTER.toml [--memory PARTITION ...]` prints a
+`Trial` as JSON, in a process of its own, as it imports torch. What a job would find in its first
+minute is found here: data that are not as they should be, images that cannot be decoded, labels of
+no class, a function that fails or returns something else, an import that is missing.
+
+- Several items of training and test set are read; own code takes a training step on the CPU.
+- A model of more than `LARGEST_BYTES` is laid out without memory, and takes no step.
+- Where training is for GPUs and this machine has none, code that asks for one is no mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset, default_collate
+
+from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_together
+from tula_hpc.data.datasets import Data, build_data
+from tula_hpc.data.images import prepared
+from tula_hpc.data.loader import NamedItems
+from tula_hpc.env import begin_process
+from tula_hpc.errors import InputError
+from tula_hpc.files import write_out
+from tula_hpc.formatting import printable_output
+from tula_hpc.records import Footprint, Identity, Trial
+from tula_hpc.user_code import TRIED_BEFORE, blamed, spread, told
+from tula_hpc.workloads.fake_steps import build_without_memory
+from tula_hpc.workloads.footprint import estimate_footprint, host_baseline
+from tula_hpc.workloads.workload import (
+    CPU,
+    Workload,
+    autocast_on,
+    identity_of,
+    refuse_unused,
+    workload_of,
+)
+
+# of parameters: a login node is not for more
+LARGEST_BYTES = 2 * 1024**3
+_SPEAKS_OF_DEVICE = re.compile(
+    r"\b(cuda|gpu|nvidia|cudnn|nccl|triton|cpu)\b|not implemented", re.IGNORECASE
+)
+
+
+def try_workload(
+    spec: WorkloadSpec, data: Data, *, for_gpus: bool = False, several: bool = False
+) -> Identity:
+    """Try what a job would do first.
+
+    Args:
+        spec: The workload.
+        data: Its data.
+        for_gpus: Training is for GPUs.
+        several: Several workers train, so that every parameter needs a gradient.
+
+    Raises:
+        InputError: Something of it is wrong.
+    """
+    classes = data.classes if spec.loss is None else None
+    for which, samples in (("training", data.train), ("test", data.test)):
+        _try_items(samples, which, classes)
+    light = build_without_memory(spec, data.classes, data.image_size)
+    parameters = [p for p in light.parameters() if not is_lazy(p)]
+    if sum(p.numel() * p.element_size() for p in parameters) > LARGEST_BYTES:
+        return identity_of(spec, light, data)
+    try:
+        workload = workload_of(spec, data, CPU, TRIED_BEFORE)
+        if spec.entry_points:
+            _try_step(spec, workload, several=several)
+    except InputError as error:
+        if not for_gpus or torch.cuda.is_available() or not _SPEAKS_OF_DEVICE.search(str(error)):
+            raise
+        return identity_of(spec, light, data)
+    return workload.identity
+
+
+def _try_items(samples: Dataset[Any], which: str, classes: int | None) -> None:
+    named = NamedItems(samples, which, classes)
+    with torch.random.fork_rng(devices=[]):
+        for index in spread(len(named), TRIED_BEFORE):
+            named.item(index)
+
+
+def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
+    """Take a forward and backward pass in training mode.
+
+    Raises:
+        InputError: It fails.
+    """
+    train, model, criterion = workload.train, workload.model, workload.criterion
+    positions = spread(len(train), TRIED_BEFORE)  # type: ignore[arg-type] # checked before
+    # BatchNorm cannot train on one sample
+    if len(positions) == 1:
+        return
+    words = f"{spec.model} cannot take a training step"
+    with torch.random.fork_rng(devices=[]), autocast_on(spec, CPU):
+        inputs, targets = default_collate([train[position] for position in positions])
+        with blamed("workload.model", words):
+            outputs = model.train()(prepared(train, inputs))
+        key = "workload.loss" if spec.loss else "workload.model"
+        with blamed(key, f"{spec.loss or spec.model} fails in training"):
+            loss = criterion.loss(outputs, targets)
+        with blamed("workload.model", words):
+            torch.autograd.backward(loss)
+    if several:
+        refuse_unused(model)
+
+
+def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:
+    # before the data are loaded
+    host_bytes = {name: host_baseline(sweep, cluster.part(name)) for name in partitions}
+    data = build_data(sweep.workload, TRIED_BEFORE)
+    for_gpus = any(part.device == "cuda" for part in cluster.parts())
+    several = _trains_in_parallel(sweep, cluster)
+    identity = try_workload(sweep.workload, data, for_gpus=for_gpus, several=several)
+    found: dict[str, Footprint] = {}
+    reasons: dict[str, str] = {}
+    for name, host in host_bytes.items():
+        part = cluster.part(name)
+        try:
+            found[name] = estimate_footprint(sweep, part, host_bytes=host, data=data)
+        except Exception as error:  # noqa: BLE001 # the user's code may raise anything
+            reasons[name] = f"cannot be estimated: {told(error)}"
+    return Trial(identity=identity, footprints=found, reasons=reasons)
+
+
+@printable_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code: 0 done, 1 cannot be tried here, 2 wrong input."""
+    options = _parser().parse_args(arguments)
+    begin_process()
+    try:
+        sweep, cluster = load_together(options.sweep, options.cluster, check_paths=False)
+        trial = _trial_of(sweep, cluster, options.memory)
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except Exception as error:  # noqa: BLE001 # the user's code may raise anything
+        sys.stderr.write(f"{told(error)}\n")
+        return 1
+    except SystemExit as error:
+        sys.stderr.write(f"the workload's own code ended the process ({error})\n")
+        return 1
+    write_out(f"{trial.model_dump_json()}\n")
+    return 0
+
+
+def _trains_in_parallel(sweep: SweepSpec, cluster: ClusterSpec) -> bool:
+    nodes = max(sweep.search.cluster_sizes) if sweep.study is None else sweep.study.nodes
+    return nodes * max(part.workers_per_node for part in cluster.parts()) > 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tula_hpc.workloads.trial", description=__doc__)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("cluster", type=Path)
+    parser.add_argument("--memory", action="append", default=[], metavar="PARTITION")
+    return parser
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # threads of the user's own may never end
+    os._exit(code)
