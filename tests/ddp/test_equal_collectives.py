@@ -39,7 +39,7 @@ from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.training import drift as drift_probe
 from tula_hpc.training import loop as trainer
 from tula_hpc.training.loop import run_training
-from tula_hpc.workloads import optimizers as sharded_optimizer
+from tula_hpc.workloads import sharded_optimizer
 
 LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
 WORLDS = (16, 1024)
