@@ -9,6 +9,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# a module is compiled once, not at every start of a process
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test gpu slurm lint .venv clean
 
 .venv: .venv/.ready
@@ -17,7 +20,9 @@ BIN := .venv/bin
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tula_hpc needs python3 >= 3.11"; exit 1; }
 	@echo "setting up .venv: torch and its libraries, about 5 GB, a minute or two ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--only-binary :all: --require-hashes --requirement constraints.txt
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # on all cores, which pip does not; templates are no Python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo ".venv is ready"
@@ -25,13 +30,12 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
-# what starts no jobs runs on all cores, at most three, and one process more, as some of it waits; then jobs on this machine beside
-# jobs on the test cluster, each one test after another; at last what measures
+# jobs on the test cluster, jobs on this machine, each one test after another, and beside them, with what they leave of the
+# processors, all that starts no jobs; at last what measures
 test: .venv/.ready
-	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 3 ? cores + 1 : 4)) --dist loadfile \
-		--ignore tests/local --ignore tests/slurm
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not alone" tests/local tests/slurm
-	@$(BIN)/python -m pytest -m alone tests/local tests/slurm
+	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 1 : 5)) \
+		--dist loadscope --no-loadscope-reorder -m "not alone"
+	@$(BIN)/python -m pytest -m alone tests/slurm
 
 # each part runs whatever became of those before it; the exit code says whether all were well
 RESULTS := tests/benchmarks/results

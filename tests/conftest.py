@@ -6,31 +6,67 @@ import functools
 import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tula_hpc.env import loading_libraries
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy machines", deadline=None)  # an example may wait for a processor
 settings.load_profile("busy machines")
 
+JOBS = ("tests/slurm/", "tests/local/")  # those that take longest first
+LESS_URGENT = 5  # of 19: a third of a usual claim to a processor
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Every worker imports all that the tests import."""
+    with loading_libraries():
+        return (yield)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadscope, tests of one folder run one after another: in two folders they start jobs."""
+    """With --dist loadscope, tests of a folder that starts jobs run one after another, others file by file."""
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped] # it has no types
 
     class ByFolder(LoadScopeScheduling):  # type: ignore[misc] # likewise
-        """A scope is a folder."""
+        """A scope is a folder of jobs, or a file."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0].rpartition("/")[0]
+            return folder_of_jobs(nodeid) or nodeid.partition("::")[0]
 
     return ByFolder(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker how tests are distributed, which only its master knows."""
+    node.workerinput["dist"] = node.config.getvalue("dist")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs first: they take longest, and what else there is can go beside them."""
+    places = {folder: place for place, folder in enumerate(JOBS)}
+    items.sort(key=lambda item: places.get(folder_of_jobs(item.nodeid), len(JOBS)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Beside jobs, what starts none leaves the processors to them; no worker comes to jobs later on."""
+    beside_jobs = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
+    if beside_jobs and not folder_of_jobs(item.nodeid):
+        os.nice(max(0, LESS_URGENT - os.nice(0)))
+
+
+def folder_of_jobs(nodeid: str) -> str:
+    return next((folder for folder in JOBS if nodeid.startswith(folder)), "")
 
 
 @pytest.fixture(autouse=True)

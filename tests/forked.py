@@ -12,6 +12,9 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 
+# an optimizer's first step imports it: here once, not in every process that is forked
+import torch._dynamo  # noqa: F401
+
 from tula_hpc.env import SECRET_FILE
 
 ROOT = Path(__file__).parents[1]

@@ -11,6 +11,7 @@ Python. Not seen are a store's waits, streams of a GPU, what NCCL itself does, a
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import random
@@ -147,11 +148,17 @@ def _lines_that_ask() -> str:
     """The lines of this project that led to a collective; where torch asks, from where it was called."""
     lines, frame = [], inspect.currentframe()
     while frame is not None:
-        folder, _, name = frame.f_code.co_filename.rpartition("/")
-        if "/tula_hpc" in folder:
+        name = _name_of_own(frame.f_code.co_filename)
+        if name:
             lines.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines)
+
+
+@functools.cache
+def _name_of_own(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return name if "/tula_hpc" in folder else ""
 
 
 class Clock:
@@ -226,8 +233,9 @@ def in_step(work: Callable[[Rank], object], world_size: int) -> Story:
 
 def _be(work: Callable[[Rank], object], rank: Rank, others: Connection) -> None:
     """One rank, in a process of its own."""
-    # what the test process holds need not be looked through for garbage
+    # what the test process holds need not be looked through for garbage, nor what is made in so short a life
     gc.freeze()
+    gc.disable()
     dist.Backend.register_backend(BACKEND, partial(_make_group, others), devices=["cpu"])
     stand_in(worker_module, "backend_of", lambda _: BACKEND)
     stand_in(worker_module, "meet", lambda *_: HashStore())

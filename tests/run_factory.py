@@ -346,6 +346,7 @@ def _result(label: str, made: Plan, last: EpochMetrics) -> TrainResult:
 
 
 # A training that runs out of memory on its way: see tests/examples/hungry.py.
+# as short as it can be: memory runs out in the third epoch
 LATE_SWEEP = SweepSpec.model_validate(
     {
         "name": "late",
@@ -353,7 +354,7 @@ LATE_SWEEP = SweepSpec.model_validate(
             "model": "tests.examples.hungry:build_late",
             "dataset": "digits",
             "samples": 1024,
-            "epochs": 4,
+            "epochs": 3,
             "loader_workers": 0,
         },
         "training": {"log_interval_steps": 1, "method": "lbt"},

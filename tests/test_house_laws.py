@@ -153,10 +153,14 @@ for room in rooms:
             importlib.import_module(module.name)
 from tula_hpc import study; from tula_hpc import sweep
 check("everything", {"torch", "torchvision"})
+from tula_hpc.profiling import session; from tula_hpc.training import loop
+from tula_hpc.config import WorkloadSpec; from tula_hpc.data.datasets import build_data
+build_data(WorkloadSpec(dataset="digits"))
+check("a worker", {"torchvision", "sklearn", "timm", "torch.distributed.optim"})
 """
 
 
-def test_commands_load_what_they_need_and_never_torch_on_the_login_node(tmp_path: Path) -> None:
+def test_commands_and_workers_load_what_they_need_and_never_torch_on_the_login_node(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     command = [sys.executable, "-c", COMMANDS, str(run.root)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

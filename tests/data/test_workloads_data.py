@@ -16,13 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.data import image_cache as decoded_cache
-from tula_hpc.data.datasets import Data, build_data, random_order, stratified_split
+from tula_hpc.data.datasets import Data, _read_digits, build_data, random_order, stratified_split
+from tula_hpc.data.image_tree import EXTENSIONS
 from tula_hpc.data.images import Bytes, Jitter, PixelDataset, Preprocessing, Scaling, below, mix, open_rgb, prepared
 from tula_hpc.errors import InputError
 
@@ -96,6 +99,13 @@ def test_digits_are_real_images_split_by_class() -> None:
     assert torch.equal(images[:, 0], images[:, 2])
     share = np.bincount(labels(data.test)) / (np.bincount(labels(data.train)) + np.bincount(labels(data.test)))
     assert np.allclose(share, 0.2, atol=0.01)
+
+
+def test_digits_and_kinds_of_files_are_those_of_the_libraries_that_are_not_loaded_for_them() -> None:
+    digits, (images, found) = load_digits(), _read_digits()
+    assert np.array_equal(digits.images, images)
+    assert np.array_equal(digits.target, found)
+    assert set(EXTENSIONS) == set(IMG_EXTENSIONS)
 
 
 ALL_BYTES = torch.arange(256, dtype=torch.uint8).repeat(2, 3, 1).reshape(2, 3, 16, 16)

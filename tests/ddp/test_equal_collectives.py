@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import TensorDataset
 
-from tests.lockstep import PeerLostError, Rank, in_step, ranks_of, stand_in
+from tests.lockstep import PeerLostError, Rank, Story, in_step, ranks_of, stand_in
 from tests.run_factory import candidate, plan, write_plan
 from tula_hpc.analysis.planning.replan import slowed
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -39,10 +39,9 @@ from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.training import drift as drift_probe
 from tula_hpc.training import loop as trainer
 from tula_hpc.training.loop import run_training
-from tula_hpc.workloads import optimizers as sharded_optimizer
+from tula_hpc.workloads import sharded_optimizer
 
 LOCAL_BATCH, STEPS, EPOCHS = 2, 14, 2
-WORLDS = (16, 1024)
 CPU = ClusterSpec()
 HERE = "tests.ddp.test_equal_collectives:"
 PIXELS = 8 * 8
@@ -142,11 +141,21 @@ FORMS = {
     "divided states, ags": Form({"method": "ags", **SMALL}, {"zero_stage": 1}),
     "study": Form({"method": "lbt"}, study={"evaluate_every": 2}),
 }
-# What is divided among 1,024 workers is gathered from each of them, which takes a while.
-CASES = [
-    *((name, 16) for name in FORMS),
-    *((name, 1024) for name, form in FORMS.items() if "zero_stage" not in form.workload),
-]
+# The number of workers decides what these ask for: passes for a share of the reference batch, parts that are gathered,
+# averages, evaluations of which many have no part. The others differ from them by rates alone.
+OF_MANY = (
+    "lbt",
+    "polo",
+    "adascale",
+    "static",
+    "ags, norms for free",
+    "ags, passes by tensor",
+    "divided states",
+    "study",
+)
+CASES = [*((name, 16) for name in FORMS), *((name, 1024) for name in OF_MANY)]
+# A profile's steps up to its probes are those of a training, but for what watches the gradients.
+PROFILED = ("lbt", "ags, norms for free", "ags, passes by tensor", "not observed, batchnorm", "divided states")
 
 
 def place(world_size: int) -> Configuration:
@@ -177,16 +186,16 @@ def absent_states(real: Any, rank: Rank) -> Any:
     return receive
 
 
-def profile(form: Form, rank: Rank) -> str:
+def profile(sweep: SweepSpec, rank: Rank) -> str:
     with process_group(CPU, rank.env):
-        return measure(form.sweep(rank.world_size), CPU, place(rank.world_size), rank.env).status
+        return measure(sweep, CPU, place(rank.world_size), rank.env).status
 
 
-def train(form: Form, root: Path, rank: Rank, stop: StopRequest | None = None) -> str:
+def train(sweep: SweepSpec, root: Path, rank: Rank, stop: StopRequest | None = None) -> str:
     """What the training returns, or the exit code of one that asks to be started again."""
     stand_in(trainer, "join_job", lambda: rank.env)
     stand_in(sharded_optimizer, "_receive", absent_states(sharded_optimizer._receive, rank))
-    job = TrainJob(form.sweep(rank.world_size), CPU, place(rank.world_size), root)
+    job = TrainJob(sweep, CPU, place(rank.world_size), root)
     try:
         return run_training(job, stop or StopRequest())
     except SystemExit as end:
@@ -209,27 +218,32 @@ def at_step(number: int, act: Any) -> None:
     stand_in(Worker, "train_step", train_step)
 
 
+def come_to_pass(work: Any, form: Form, world_size: int, folder: Path) -> Story:
+    """`work(rank, sweep, root)` on some ranks in step."""
+    root = prepared(folder, world_size)
+    return in_step(partial(work, sweep=form.sweep(world_size), root=root), world_size)
+
+
 # what happens
 
 
-def all_of_it(rank: Rank, form: Form, root: Path) -> list[str]:
+def all_of_it(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]:
     """A profile; a training that rank 0 alone is asked to stop; and the rest of it."""
-    done = [profile(form, rank)]
+    done = [profile(sweep, rank)]
     stop = StopRequest()
     if rank.rank == 0:
         at_step(4, lambda _: setattr(stop, "received", SIGUSR2))
-    done.append(train(form, root, rank, stop))
+    done.append(train(sweep, root, rank, stop))
     stop.received = None
-    return [*done, train(form, root, rank)]
+    return [*done, train(sweep, root, rank)]
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_a_profile_a_stop_and_the_resumed_training(name: str, world_size: int, tmp_path: Path) -> None:
-    form, root = FORMS[name], prepared(tmp_path, world_size)
-    story = in_step(partial(all_of_it, form=form, root=root), world_size)
+    form = FORMS[name]
+    story = come_to_pass(all_of_it, form, world_size, tmp_path)
     assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
-    seen = {event.event for event in RunDirectory(root).events()}
+    seen = {event.event for event in RunDirectory(tmp_path).events()}
     assert {"preempted", "resumed", "finished"} <= seen
     assert ("drifted" in seen) == (form.training["method"] != "polo")
 
@@ -240,12 +254,12 @@ def test_no_method_is_left_out() -> None:
 
 def test_a_collective_in_the_forward_pass(tmp_path: Path) -> None:
     """As many passes on every rank, in probes too: they are timed by clocks that differ."""
-    form, root = Form({"method": "lbt"}, {"model": f"{HERE}talking"}), prepared(tmp_path, 16)
-    story = in_step(partial(all_of_it, form=form, root=root), 16)
+    form = Form({"method": "lbt"}, {"model": f"{HERE}talking"})
+    story = come_to_pass(all_of_it, form, 16, tmp_path)
     assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
 
 
-def overflows(rank: Rank, form: Form, root: Path) -> str:
+def overflows(rank: Rank, sweep: SweepSpec, root: Path) -> str:
     """Gradients of the second rank are not finite at two steps."""
 
     def spoil(worker: Worker) -> None:
@@ -264,14 +278,13 @@ def overflows(rank: Rank, form: Form, root: Path) -> str:
         at_step(5, heal)
         at_step(STEPS + 3, spoil)
         at_step(STEPS + 5, heal)
-    return train(form, root, rank)
+    return train(sweep, root, rank)
 
 
-@pytest.mark.parametrize(("name", "world_size"), CASES)
-def test_an_overflow_on_one_rank(name: str, world_size: int, tmp_path: Path) -> None:
-    root = prepared(tmp_path, world_size)
+@pytest.mark.parametrize("name", FORMS)
+def test_an_overflow_on_one_rank(name: str, tmp_path: Path) -> None:
     form = replace(FORMS[name], workload=FORMS[name].workload | {"precision": "fp16"})
-    story = in_step(partial(overflows, form=form, root=root), world_size)
+    story = come_to_pass(overflows, form, 16, tmp_path)
     assert story.results == ["finished"] * 3
 
 
@@ -282,73 +295,75 @@ def no_memory(*_: object, **__: object) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def out_of_memory_at_step(rank: Rank, form: Form, root: Path) -> None:
+def out_of_memory_at_step(rank: Rank, sweep: SweepSpec, root: Path) -> None:
     if rank.rank == 1:
         at_step(5, no_memory)
-    train(form, root, rank)
+    train(sweep, root, rank)
 
 
-def out_of_memory_in_profile(rank: Rank, form: Form, root: Path) -> None:
+def out_of_memory_in_profile(rank: Rank, sweep: SweepSpec, root: Path) -> None:
     if rank.rank == 1:
         at_step(4, no_memory)
-    profile(form, rank)
+    profile(sweep, rank)
 
 
-@pytest.mark.parametrize(("name", "world_size"), CASES)
-@pytest.mark.parametrize("work", [out_of_memory_at_step, out_of_memory_in_profile])
-def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(
-    work: Any, name: str, world_size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("work", "name"),
+    [
+        *((out_of_memory_at_step, name) for name in FORMS),
+        *((out_of_memory_in_profile, name) for name in PROFILED),
+    ],
+)
+def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name: str, tmp_path: Path) -> None:
     """Its peers wait in the next collective until it is gone."""
-    story = in_step(partial(work, form=FORMS[name], root=prepared(tmp_path, world_size)), world_size)
+    story = come_to_pass(work, FORMS[name], 16, tmp_path)
     first, second, last = (end.error for end in story.ends)
     assert "out of memory" in second
     assert PeerLostError.__name__ in first
     assert PeerLostError.__name__ in last
 
 
-def probes_without_memory(rank: Rank, form: Form, root: Path) -> list[str]:
+def probes_without_memory(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]:
     """The second rank has none for a second gradient, a buffer to reduce, or an evaluation."""
     if rank.rank == 1:
         stand_in(worker_module, "local_gradient", no_memory)
         stand_in(drift_probe, "bare_all_reduce", no_memory)
         stand_in(forward_probe, "map_tensors", no_memory)
-    return [profile(form, rank), train(form, root, rank)]
+    return [profile(sweep, rank), train(sweep, root, rank)]
 
 
 @pytest.mark.parametrize("name", ["lbt", "ags, norms for free"])
 def test_a_rank_without_memory_for_a_probe_goes_on_with_its_peers(name: str, tmp_path: Path) -> None:
-    root = prepared(tmp_path, 16)
-    story = in_step(partial(probes_without_memory, form=FORMS[name], root=root), 16)
+    story = come_to_pass(probes_without_memory, FORMS[name], 16, tmp_path)
     assert story.results == [["ok", "finished"]] * 3
 
 
 # what ends a training
 
 
-def diverges(rank: Rank, form: Form, root: Path) -> str:
+def diverges(rank: Rank, sweep: SweepSpec, root: Path) -> str:
     if rank.rank == 1:
         at_step(5, lambda worker: worker.model[1].weight.data.fill_(torch.nan))
-    return train(form, root, rank)
+    return train(sweep, root, rank)
 
 
 def test_where_a_loss_that_is_not_finite_is_a_result_all_ranks_come_to_it(tmp_path: Path) -> None:
-    story = in_step(partial(diverges, form=FORMS["study"], root=prepared(tmp_path, 16)), 16)
+    story = come_to_pass(diverges, FORMS["study"], 16, tmp_path)
     assert story.results == ["finished"] * 3
 
 
-def cannot_save(rank: Rank, form: Form, root: Path) -> str:
+def cannot_save(rank: Rank, sweep: SweepSpec, root: Path) -> str:
     def refuse(*_: object, **__: object) -> None:
         raise CheckpointError("no space left on device")
 
     if rank.rank == 0:
         stand_in(CheckpointStore, "save", refuse)
-    return train(form, root, rank)
+    return train(sweep, root, rank)
 
 
 @pytest.mark.parametrize("name", ["lbt", "polo", "divided states"])
 def test_a_checkpoint_that_rank_0_cannot_save_ends_all_ranks(name: str, tmp_path: Path) -> None:
-    story = in_step(partial(cannot_save, form=FORMS[name], root=prepared(tmp_path, 16)), 16)
+    story = come_to_pass(cannot_save, FORMS[name], 16, tmp_path)
     for end in story.ends:
         assert CheckpointError.__name__ in end.error
 

@@ -65,7 +65,7 @@ def fill(disk: Path, left: int) -> Path:
 
 
 def one_candidate() -> Plan:
-    return plan([candidate(Configuration(2, 1, local_batch)) for local_batch in (8, 16, 32)])
+    return plan([candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)])
 
 
 def train(run: RunDirectory) -> TrainResult:

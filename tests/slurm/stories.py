@@ -45,11 +45,6 @@ HUNGRY = SweepSpec.model_validate(
 )
 
 
-def _late_sweep() -> SweepSpec:
-    """As short as it can be: memory runs out in the third epoch."""
-    return LATE_SWEEP.model_copy(update={"workload": LATE_SWEEP.workload.model_copy(update={"epochs": 3})})
-
-
 def _hungry_plan() -> Plan:
     """Two workers with 256 samples each, or 128: both are too much for one of them."""
     large, small = (fitting(Configuration(1, 2, local_batch)) for local_batch in (256, 128))
@@ -283,7 +278,7 @@ STORIES: dict[str, Story] = {
     "time limit": Story(time_limit, Settings(training={"max_requeues": 1}, pace_s=2.0), anytime=True),
     "memory, late": Story(
         memory_late,
-        Settings(Configuration(1, 1, 512), cluster={"memory_gb": 1.5}, spec=_late_sweep(), plan=late_plan()),
+        Settings(Configuration(1, 1, 512), cluster={"memory_gb": 1.5}, spec=LATE_SWEEP, plan=late_plan()),
         reference="",
     ),
     "two": Story(undisturbed, Settings(PAIR, pace_s=0.0), "two"),

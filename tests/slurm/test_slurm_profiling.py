@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,59 @@ def profile(folder: Path, cluster: MiniCluster, **search: object) -> Profiled:
     return Profiled(folder, sweep(QUICK, folder, cluster.environment, "--until", "profile", *settings))
 
 
-def test_a_job_goes_on_with_what_the_search_wants_next(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    found = profile(tmp_path, slurm_cluster, mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=512)
+def submitted(run: RunDirectory) -> list[str]:
+    """Ids of its jobs; none as long as there is no run."""
+    return [event.job_id for event in run.events() if event.event == "submitted"] if run.root.is_dir() else []
+
+
+def profile_that_has_to_leave(folder: Path, cluster: MiniCluster) -> Profiled:
+    """As in a preemption with the user signal, where Slurm refuses the requeue."""
+    pace, run = folder / "pace", RunDirectory(folder / "run")
+    pace.write_text("1")
+    text = QUICK.replace("tula_hpc.workloads.small_cnns:compact_cnn", "tests.examples.slow:build")
+    fields = ("search.cluster_sizes=[1]", "search.min_batch=64", "search.max_batch=64", "search.mode=full")
+    site = ("cluster.sbatch.requeue=false", "cluster.sbatch.no-requeue=true")
+    options = [word for field in (*fields, *site) for word in ("--set", field)]
+    environment = {**cluster.environment, PACE_FILE: str(pace)}
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(sweep, text, folder, environment, "--until", "profile", *options)
+
+        def measures() -> bool:
+            return any(note.configuration for note in run.job_notes()) if run.profile.is_dir() else command.done()
+
+        cluster.wait_for(measures, 180, "the first measurement to begin")
+        (first,) = submitted(run)
+        cluster.signal(first, "USR2")
+        pace.write_text("0")
+        return Profiled(folder, command.result())
+
+
+@pytest.fixture(scope="module")
+def begun(
+    slurm_cluster: MiniCluster, quick_nodes: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Profiled]]]:
+    """Profiles at the same time, since most of theirs goes by waiting; that which needs most nodes gets them first."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("nested", "adaptive", "array", "leaves")}
+    one_node = {"mode": "full", "cluster_sizes": [1], "min_batch": 64, "max_batch": 128}
+    with ThreadPoolExecutor() as pool:
+
+        def begin(name: str, **search: object) -> Future[Profiled]:
+            return pool.submit(profile, folders[name], slurm_cluster, **search)
+
+        sizes = {"mode": "full", "cluster_sizes": [1, 3], "min_batch": 48, "max_batch": 128}
+        nested = begin("nested", nest="true", **sizes)
+        run = RunDirectory(folders["nested"] / "run")
+        slurm_cluster.wait_for(lambda: submitted(run) or nested.done(), 120, "the first submission")
+        yield {
+            "nested": nested,
+            "leaves": pool.submit(profile_that_has_to_leave, folders["leaves"], slurm_cluster),
+            "adaptive": begin("adaptive", mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=512),
+            "array": begin("array", pack="never", **one_node),
+        }
+
+
+def test_a_job_goes_on_with_what_the_search_wants_next(begun: dict[str, Future[Profiled]]) -> None:
+    found = begun["adaptive"].result()
     (job,) = found.jobs
     records = found.run.measurements().records
     assert all(m.status == "ok" and m.job_id == job.job_id for m in records)
@@ -55,9 +107,8 @@ def test_a_job_goes_on_with_what_the_search_wants_next(slurm_cluster: MiniCluste
 
 
 @pytest.fixture(scope="module")
-def nested(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
-    sizes = {"mode": "full", "cluster_sizes": [1, 3], "min_batch": 48, "max_batch": 128}
-    return profile(tmp_path_factory.mktemp("nested"), slurm_cluster, nest="true", **sizes)
+def nested(begun: dict[str, Future[Profiled]]) -> Profiled:
+    return begun["nested"].result()
 
 
 def test_in_one_allocation_smaller_sizes_run_on_its_first_nodes(nested: Profiled) -> None:
@@ -81,37 +132,19 @@ def test_the_cost_counts_from_the_start_of_the_allocation(nested: Profiled) -> N
     assert "profiling cost: 4 configurations in 1 job" in nested.said
 
 
-def test_an_array_with_a_job_for_each_configuration(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    sizes = {"mode": "full", "cluster_sizes": [1], "min_batch": 64, "max_batch": 128}
-    found = profile(tmp_path, slurm_cluster, pack="never", **sizes)
+def test_an_array_with_a_job_for_each_configuration(begun: dict[str, Future[Profiled]]) -> None:
+    found = begun["array"].result()
     assert [job.job_id.partition("_")[2] for job in found.jobs] == ["0", "1"]
     assert len({job.job_id.partition("_")[0] for job in found.jobs}) == 1
     assert {m.job_id for m in found.run.measurements().records} == {job.job_id for job in found.jobs}
 
 
-def test_a_profile_whose_requeue_is_refused_is_followed_by_another(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    """It has to leave, as in a preemption with the user signal; that says nothing of what it measured."""
-    pace, run = tmp_path / "pace", RunDirectory(tmp_path / "run")
-    pace.write_text("1")
-    text = QUICK.replace("tula_hpc.workloads.small_cnns:compact_cnn", "tests.examples.slow:build")
-    fields = ("search.cluster_sizes=[1]", "search.min_batch=64", "search.max_batch=64", "search.mode=full")
-    site = ("cluster.sbatch.requeue=false", "cluster.sbatch.no-requeue=true")
-    options = [word for field in (*fields, *site) for word in ("--set", field)]
-    environment = {**slurm_cluster.environment, PACE_FILE: str(pace)}
-    with ThreadPoolExecutor() as pool:
-        command = pool.submit(sweep, text, tmp_path, environment, "--until", "profile", *options)
-
-        def measures() -> bool:
-            return any(note.configuration for note in run.job_notes()) if run.profile.is_dir() else command.done()
-
-        slurm_cluster.wait_for(measures, 120, "the first measurement to begin")
-        (first,) = [event.job_id for event in run.events() if event.event == "submitted"]
-        slurm_cluster.signal(first, "USR2")
-        pace.write_text("0")
-        done = command.result()
-    assert done.returncode == 0, done.stderr + done.stdout
-    ends = [event.failure for event in run.events() if event.event == "ended" and event.job_id]
+def test_a_profile_whose_requeue_is_refused_is_followed_by_another(begun: dict[str, Future[Profiled]]) -> None:
+    """That it had to leave says nothing of what it measured."""
+    found = begun["leaves"].result()
+    ends = [event.failure for event in found.run.events() if event.event == "ended" and event.job_id]
     assert ends == [Failure.PREEMPTED, None]
-    (measured,) = run.measurements().records
+    (measured,) = found.run.measurements().records
     assert measured.status == "ok"
-    assert measured.job_id != first
+    first, second = (job.job_id for job in found.jobs)
+    assert measured.job_id == second != first

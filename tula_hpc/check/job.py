@@ -10,7 +10,7 @@ from tula_hpc.check.reports import RankReport
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import join_job, restart_count
+from tula_hpc.env import join_job, loading_libraries, restart_count
 from tula_hpc.launch.job_specs import Requeueable
 from tula_hpc.records import read_document
 
@@ -54,7 +54,8 @@ def run(job: CheckJob) -> None:
         return
     stop = StopRequest().install()
     env = join_job()
-    from tula_hpc.check.probes import run_probes
+    with loading_libraries():
+        from tula_hpc.check.probes import run_probes
 
     with leaving_at_once():
         run_probes(job, env, stop)

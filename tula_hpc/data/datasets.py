@@ -7,6 +7,7 @@ under noise, made when it is read.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -236,11 +237,14 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
 # the file is text, and a profile asks for it at each configuration
 @functools.cache
 def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return images, (n, 8, 8), 0 to 16, and labels."""
-    from sklearn.datasets import load_digits
+    """Return images, (n, 8, 8), 0 to 16, and labels.
 
-    digits = load_digits()
-    return digits.images.astype(np.uint8), digits.target.astype(np.int64)
+    They are in a file of scikit-learn, which would itself take a second to import.
+    """
+    package = importlib.metadata.distribution("scikit-learn")
+    file = str(package.locate_file("sklearn/datasets/data/digits.csv.gz"))
+    table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
 def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import v2
 
 from tula_hpc.data.image_cache import decoded, fits
 from tula_hpc.data.image_tree import ImageTree
@@ -21,6 +20,9 @@ from tula_hpc.data.images import (
     Scaling,
     open_rgb,
 )
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 # mean and deviation of ImageNet's training images by channel (torchvision's documentation)
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -99,6 +101,8 @@ def folder_images(
 
 
 def _transform(image_size: int, augment: bool) -> v2.Transform:
+    from torchvision.transforms import v2
+
     if augment:
         crop: list[v2.Transform] = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     else:

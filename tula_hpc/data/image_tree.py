@@ -27,7 +27,6 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from tula_hpc.data.images import Indices
 from tula_hpc.errors import InputError
@@ -38,6 +37,8 @@ from tula_hpc.files import read_bounded
 SETTLED_S = 60.0
 MOST_BYTES = 2**32
 DATA_DIR_KEY = "workload.data_dir"
+# those of torchvision's `ImageFolder`; torchvision takes a while to import
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
     for name in classes:
         found = sorted(_images(root, name, folders, unread))
         if not found:
-            kinds = ", ".join(IMG_EXTENSIONS)
+            kinds = ", ".join(EXTENSIONS)
             raise data_error(root / name, f"expected images of this class ({kinds}), found none")
         names += found
         counts.append(len(found))
@@ -321,5 +322,5 @@ def _images(
             unread.append(error)
         for file in files:
             # ._x.jpg: macOS's shadow files
-            if file.lower().endswith(IMG_EXTENSIONS) and not file.startswith("."):
+            if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
                 yield os.fsencode(f"{below}/{file}")

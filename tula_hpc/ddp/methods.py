@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,12 +29,24 @@ from tula_hpc.optim import (
     StepObserver,
     TulaOptimizer,
 )
-from tula_hpc.optim.post_local_sgd import EpochAverager, NoAverager, PostLocalSGD
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, layers, norms_and_biases, shards
 
+if TYPE_CHECKING:
+    from tula_hpc.optim.post_local_sgd import EpochAverager
+
 # of post-local SGD, as in the paper
 SYNCHRONOUS_EPOCHS = 5
+
+
+class NoAverager:
+    """Null object of methods in which all steps use the gradients of all workers."""
+
+    local = False
+    begins = False
+
+    def set_position(self, start: float, end: float) -> None:
+        """Do nothing; see `EpochAverager`."""
 
 
 class Stepper(NamedTuple):
@@ -85,6 +97,9 @@ def build_stepper(
         return Stepper(scaling, scaling, NoAverager())
     observer = StepObserver(base, batch) if training.observe_gradients else NoObserver()
     if training.method == "polo" and configuration.world_size > 1:
+        # here, since few need it, and torch takes a while to import its own
+        from tula_hpc.optim.post_local_sgd import EpochAverager, PostLocalSGD
+
         averager = EpochAverager(model, synchronous_epochs(sweep.workload.epochs))
         return Stepper(PostLocalSGD(base, averager), observer, averager)
     return Stepper(base, observer, NoAverager())

@@ -21,16 +21,6 @@ from torch.optim import Optimizer
 AVERAGES_PER_EPOCH = 4
 
 
-class NoAverager:
-    """Null object of methods in which all steps use the gradients of all workers."""
-
-    local = False
-    begins = False
-
-    def set_position(self, start: float, end: float) -> None:
-        """Do nothing; see `EpochAverager`."""
-
-
 class EpochAverager(ModelAverager):
     """Average of parameters and buffers at equal parts of an epoch, the last at its end.
 

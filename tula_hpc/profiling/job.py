@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tula_hpc.ddp.exit_at_once import leaving_at_once
-from tula_hpc.env import join_job
+from tula_hpc.env import join_job, loading_libraries
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.work_queue import Agenda
 
@@ -13,9 +13,10 @@ def run(job: ProfileJob) -> int:
     env = join_job()
     # notes that the job began, before torch is imported, which takes seconds
     agenda = Agenda(job, env)
-    from tula_hpc.ddp.device_errors import telling_broken_devices
-    from tula_hpc.ddp.own_errors import telling_own_mistakes
-    from tula_hpc.profiling.session import run_profile
+    with loading_libraries():
+        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.own_errors import telling_own_mistakes
+        from tula_hpc.profiling.session import run_profile
 
     with (
         leaving_at_once(),

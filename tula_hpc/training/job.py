@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.env import loading_libraries
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import RunDirectory
 
@@ -19,9 +20,10 @@ def run(job: TrainJob) -> str:
     stop = StopRequest().install()
     # it may have been deleted while this job waited
     RunDirectory(job.root).make_train(job.label)
-    from tula_hpc.ddp.device_errors import telling_broken_devices
-    from tula_hpc.ddp.own_errors import telling_own_mistakes
-    from tula_hpc.training.loop import run_training
+    with loading_libraries():
+        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.own_errors import telling_own_mistakes
+        from tula_hpc.training.loop import run_training
 
     with (
         leaving_at_once(),

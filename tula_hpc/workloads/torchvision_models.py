@@ -15,9 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
-from torchvision.models.maxvit import MaxVit
 
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
@@ -90,7 +88,10 @@ def _small_image_model(name: str, classes: int, image_size: int) -> nn.Module:
 
 
 def _torchvision_model(name: str, classes: int, **arguments: Any) -> nn.Module:
-    model: nn.Module = torchvision.models.get_model(
+    # here, since a model of the user's own needs none of it
+    from torchvision.models import get_model
+
+    model: nn.Module = get_model(
         name, weights=None, num_classes=classes, **_ARGUMENTS.get(name, {}), **arguments
     )
     return model
@@ -232,6 +233,8 @@ def _maxvit(name: str, classes: int, image_size: int) -> nn.Module:
     It is 7, as published, if that fits (224 pixels), else the largest that does.
     torchvision.models.maxvit_t does not let its partition_size be chosen.
     """
+    from torchvision.models.maxvit import MaxVit
+
     last_grid = image_size // _MAXVIT_STRIDE
     windows = [window for window in _MAXVIT_PARTITIONS if last_grid and last_grid % window == 0]
     if image_size % _MAXVIT_STRIDE or not windows:
