@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -313,7 +313,7 @@ def test_what_a_worker_alone_pays_for_taking_its_batch_in_parts_is_not_believed_
     whole = np.where(NODES > 1, truth.compute(BATCH), np.nan)[cheap]
     parts = BATCH[cheap & (NODES == 1)] / 2
     none = np.full(len(parts), np.nan)
-    points: dict[str, Array] = {
+    points: dict[str, Any] = {
         "nodes": np.append(NODES[cheap], np.ones(len(parts))),
         "local_batch": np.append(BATCH[cheap], parts),
         "step_time_s": np.append(steps[cheap], none),
@@ -367,7 +367,7 @@ def test_the_collectives_shape_is_found_whatever_was_believed(form: FormName, ba
     truth = Truth(sync=0.3)
     noise = np.random.default_rng(1).lognormal(0, 0.005, SIZES.shape)
     steps = truth.step(form, SIZES, BATCHES) * noise
-    apart = {"compute_time_s": truth.compute(BATCHES), "allreduce_time_s": truth.allreduce(form, SIZES)}
+    apart: dict[str, Any] = {"compute_time_s": truth.compute(BATCHES), "allreduce_time_s": truth.allreduce(form, SIZES)}
     model = StepTimeModel("auto", backend).fit(SIZES, BATCHES, steps, **apart)
     assert error(model, SIZES, BATCHES, steps) < 0.02
     if form != "parameter_server":
@@ -476,7 +476,7 @@ def test_a_small_model_on_a_cpu_cluster_is_predicted_from_its_corners() -> None:
     compute, allreduce = np.tile(alone, 3), np.repeat([0.0, 0.144, 0.218], 4)
 
     def fit(rows: list[int]) -> StepTimeModel:
-        apart = {"compute_time_s": compute[rows], "allreduce_time_s": allreduce[rows]}
+        apart: dict[str, Any] = {"compute_time_s": compute[rows], "allreduce_time_s": allreduce[rows]}
         return StepTimeModel(backend="gloo").fit(nodes[rows], batch[rows], steps[rows], **apart)
 
     corners = [0, 3, 8, 11]
