@@ -138,7 +138,7 @@ class NamedItems(Dataset[Any]):
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         """Return the items of a batch, or the mistake alone."""
         try:
-            return self.items(indices)
+            return _Items(self.items(indices), self, indices)
         except InputError as error:
             return [error]
 
@@ -181,12 +181,33 @@ class NamedItems(Dataset[Any]):
         place = f"item {self._own(index)} of the {self.what} set"
         return InputError(f"{place} {words}", key="workload.dataset")
 
+    def pair(self, first: int, second: int) -> str:
+        """Name two items for a message."""
+        return f"has items {self._own(first)} and {self._own(second)} in the {self.what} set"
+
     def _own(self, index: int) -> int:
         """Return the index in the user's own data set, of which this may be a part."""
         dataset: Any = self.dataset
         while isinstance(dataset, Subset):
             dataset, index = dataset.dataset, int(dataset.indices[index])
         return index
+
+
+class _Items(list[Any]):
+    """Items of a batch that know which they are, until they are put together."""
+
+    def __init__(self, items: list[Any], source: NamedItems, indices: list[Any]) -> None:
+        super().__init__(items)
+        self.source, self.indices = source, indices
+
+    def named(self, mistake: InputError) -> InputError:
+        """Return the mistake of putting them together with the first two that do not fit."""
+        for index, item in zip(self.indices[1:], self[1:], strict=True):
+            try:
+                collate([self[0], item], self.source.pair(self.indices[0], index))
+            except InputError as error:
+                return error
+        return mistake
 
 
 class EpochDataset(NamedItems):
@@ -206,6 +227,10 @@ class EpochDataset(NamedItems):
             self._seeded_item(index, seed)
             for index, seed in zip(positions.tolist(), bits.tolist(), strict=True)
         ]
+
+    def pair(self, first: Any, second: Any) -> str:
+        """Name the items of two keys for a message."""
+        return super().pair(first[1], second[1])
 
     def _seeded_item(self, index: int, seed: int) -> Any:
         with _seeded(seed):
@@ -309,7 +334,7 @@ def _collated(make: Callable[[list[Any]], Batch], items: list[Any]) -> Batch | I
     try:
         return make(items)
     except InputError as error:
-        return error
+        return items.named(error) if isinstance(items, _Items) else error
 
 
 class TrainLoader(TellingLoader):
