@@ -393,6 +393,28 @@ def test_a_dry_run_where_the_data_are_not_warns(sweep_file: Path, capsys: pytest
     assert capsys.readouterr().err == f"warning: {words}"
 
 
+def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.cli.options import load_inputs
+    from tula_hpc.stages.rehearsal import ELSEWHERE
+    from tula_hpc.sweep import _parser
+
+    cluster_file = sweep_file.parent / "c.toml"
+    cluster_file.write_text('executor = "slurm"\n')
+    given = [str(sweep_file), "--set", "workload.dataset=imagenet", "--set", "workload.data_dir=/local/imagenet"]
+    on_slurm = [*given, "--cluster", str(cluster_file)]
+    assert main([*on_slurm, *TRIED]) == 2
+    refused = capsys.readouterr().err
+    assert "workload.data_dir: no such folder: " in refused
+    assert refused.endswith(f"; check the path\n{ELSEWHERE}\n")
+    spec, _ = load_inputs(_parser().parse_args(on_slurm))
+    assert spec.workload.data_dir == Path("/local/imagenet")
+    assert capsys.readouterr().err == f"warning: {refused.splitlines()[0]}\n"
+    # on this machine jobs find no more
+    assert main(given) == 2
+    assert ELSEWHERE not in capsys.readouterr().err
+    assert not (sweep_file.parent / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [

@@ -266,6 +266,18 @@ def test_a_label_of_no_class_is_told_with_its_item(loader_workers: int) -> None:
         list(make_test_loader(Noise(12), batch=4, classes=7, **options))
 
 
+class _Uneven(Noise):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(3 + (index == 5)), index
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_items_that_make_no_batch_are_named(loader_workers: int) -> None:
+    said = r"^workload\.dataset: has items (5 and \d+|\d+ and 5) in the training set that cannot be put into one batch"
+    with pytest.raises(InputError, match=said):
+        take(loader(_Uneven(12), loader_workers=loader_workers), 3)
+
+
 class _Absent(Noise):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         raise OSError(errno.ESTALE, "Stale file handle")

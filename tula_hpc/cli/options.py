@@ -99,7 +99,8 @@ def _load_without_paths(
         raise mistake from None
     if getattr(options, "dry_run", False):
         return spec, cluster
-    if not spec.workload.names_data:
+    # jobs on this machine find no more than this command
+    if not spec.workload.names_data or cluster.executor == "local":
         raise mistake from None
     if spec.search.estimate:
         raise InputError(with_remedy(str(mistake), cluster)) from None

@@ -1,8 +1,5 @@
 """Loaders: order of samples, loader processes, and batches on their way to a GPU.
 
-A mistake in a user's data set travels from a loader process as an `InputError` in the batch's
-place: it names the item, and a traceback of this package says nothing about it.
-
 The order of an epoch follows from (seed, epoch), a global batch from the order and its size, an
 augmentation from (seed, epoch, index). None of them depends on the number of workers or of loader
 processes, or on where a training was interrupted.
@@ -20,7 +17,7 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -28,12 +25,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.batches import Batch, map_tensors, tensors_of
 from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix
+from tula_hpc.data.named_items import NamedItems, TellingLoader, collated
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import collate, is_mistake, told
+from tula_hpc.user_code import collate
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 # batches that each loader process works ahead
@@ -115,80 +113,6 @@ class KeyedItems(Protocol):
         """Return items at these indices, augmented by these keys."""
 
 
-class NamedItems(Dataset[Any]):
-    """Items of a data set; one that cannot be had is named.
-
-    Args:
-        dataset: The items.
-        what: Of the set, for messages.
-        classes: Labels are checked against so many; None: they are no labels.
-    """
-
-    def __init__(self, dataset: Dataset[Any], what: str, classes: int | None = None) -> None:
-        self.dataset, self.what = dataset, what
-        # ours are right
-        self.classes = None if isinstance(dataset, ImageDataset) else classes
-
-    def __len__(self) -> int:
-        return _length(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.items([index])[0]
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the items of a batch, or the mistake alone."""
-        try:
-            return self.items(indices)
-        except InputError as error:
-            return [error]
-
-    def items(self, indices: list[Any]) -> list[Any]:
-        """Return items.
-
-        Raises:
-            InputError: One of them cannot be had, or has no label of a class.
-        """
-        several = getattr(self.dataset, "__getitems__", None)
-        if several is None or isinstance(self.dataset, Subset):
-            return [self.item(index) for index in indices]
-        try:
-            items = [*several(indices)]
-        except InputError:
-            raise
-        except Exception:  # noqa: BLE001 # which item it was shows below
-            return [self.item(index) for index in indices]
-        return [self._checked(*pair) for pair in zip(indices, items, strict=True)]
-
-    def item(self, index: int) -> Any:
-        """Return an item; see `items`."""
-        try:
-            return self._checked(index, self.dataset[index])
-        except InputError:
-            raise
-        except Exception as error:
-            if not is_mistake(error):
-                error.add_note(f"(item {self._own(index)} of the {self.what} set)")
-                raise
-            raise self._mistake(index, f"cannot be had: {told(error)}") from error
-
-    def _checked(self, index: int, item: Any) -> Any:
-        if self.classes is not None and not 0 <= int(item[1]) < self.classes:
-            expected = f"expected 0 to {self.classes - 1}"
-            raise self._mistake(index, f"has label {int(item[1])}; {expected}")
-        return item
-
-    def _mistake(self, index: int, words: str) -> InputError:
-        place = f"item {self._own(index)} of the {self.what} set"
-        return InputError(f"{place} {words}", key="workload.dataset")
-
-    def _own(self, index: int) -> int:
-        """Return the index in the user's own data set, of which this may be a part."""
-        dataset: Any = self.dataset
-        while isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, int(dataset.indices[index])
-        return index
-
-
 class EpochDataset(NamedItems):
     """Data set with items that follow from (epoch, index) and the augmentation's seed alone."""
 
@@ -206,6 +130,10 @@ class EpochDataset(NamedItems):
             self._seeded_item(index, seed)
             for index, seed in zip(positions.tolist(), bits.tolist(), strict=True)
         ]
+
+    def pair(self, first: Any, second: Any) -> str:
+        """Name the items of two keys for a message."""
+        return super().pair(first[1], second[1])
 
     def _seeded_item(self, index: int, seed: int) -> Any:
         with _seeded(seed):
@@ -287,29 +215,6 @@ class EndlessOrder(Sampler[Key]):
             yield from self.order
             self.order.set_epoch(self.order.epoch + 1)
             self.order.set_offset(0)
-
-
-class TellingLoader(DataLoader[Any]):
-    """A loader that raises the mistakes that came in the place of batches."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # nothing else is asked of it
-        # no generator function, which would hold a batch while it is used
-        return map(_raise_mistake, super().__iter__())
-
-
-def _raise_mistake(batch: Any) -> Any:
-    if isinstance(batch, InputError):
-        raise batch
-    return batch
-
-
-def _collated(make: Callable[[list[Any]], Batch], items: list[Any]) -> Batch | InputError:
-    if isinstance(items[0], InputError):
-        return items[0]
-    try:
-        return make(items)
-    except InputError as error:
-        return error
 
 
 class TrainLoader(TellingLoader):
@@ -411,13 +316,13 @@ def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> di
         "pin_memory": pin_memory,
         # A loader draws a seed whenever it starts, by default from the numbers that dropout uses.
         "generator": torch.Generator(),
-        "collate_fn": partial(_collated, collate),
+        "collate_fn": partial(collated, collate),
     }
     if isinstance(dataset, ImageDataset) and not pin_memory:
         # On a CPU the process that loads makes floats of bytes, while another trains; a GPU does so
         # by itself.
         make = partial(_collate_prepared, dataset.preprocessing)
-        options["collate_fn"] = partial(_collated, make)
+        options["collate_fn"] = partial(collated, make)
     return options | (_process_options(loader_workers) if loader_workers else {})
 
 

@@ -150,10 +150,15 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if before is not None and before.key == key_of(sweep.spec):
         _refuse_large_batches(sweep.spec, sweep.cluster, before.identity)
         return True
-    tried = _try_with_progress(sweep)
-    if tried is None:
-        return False
-    refuse_another_model(sweep, tried)
+    try:
+        tried = _try_with_progress(sweep)
+        if tried is None:
+            return False
+        refuse_another_model(sweep, tried)
+    except InputError as error:
+        # for `status`
+        sweep.run.log_event("failed", "profile", detail=str(error)[:2000])
+        raise
     kept = tried.model_copy(update={"footprints": {}})
     write_atomically(sweep.run.trial_file, kept.model_dump_json(indent=1))
     return True

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, default_collate
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, load_together
 from tula_hpc.data.datasets import Data, build_data
 from tula_hpc.data.images import prepared
-from tula_hpc.data.loader import NamedItems
+from tula_hpc.data.named_items import NamedItems
 from tula_hpc.env import begin_process
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out

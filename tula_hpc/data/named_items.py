@@ -1,0 +1,135 @@
+"""Items by name: a mistake in a data set is told with the item that shows it.
+
+A mistake travels from a loader process as an `InputError` in the batch's place, and is raised where
+the batch is asked for: a traceback of this package says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from tula_hpc.batches import Batch
+from tula_hpc.data.images import ImageDataset
+from tula_hpc.errors import InputError
+from tula_hpc.user_code import collate, is_mistake, told
+
+
+class NamedItems(Dataset[Any]):
+    """Items of a data set; one that cannot be had is named.
+
+    Args:
+        dataset: The items.
+        what: Of the set, for messages.
+        classes: Labels are checked against so many; None: they are no labels.
+    """
+
+    def __init__(self, dataset: Dataset[Any], what: str, classes: int | None = None) -> None:
+        self.dataset, self.what = dataset, what
+        # ours are right
+        self.classes = None if isinstance(dataset, ImageDataset) else classes
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items([index])[0]
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        """Return the items of a batch, or the mistake alone."""
+        try:
+            return _Items(self.items(indices), self, indices)
+        except InputError as error:
+            return [error]
+
+    def items(self, indices: list[Any]) -> list[Any]:
+        """Return items.
+
+        Raises:
+            InputError: One of them cannot be had, or has no label of a class.
+        """
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is None or isinstance(self.dataset, Subset):
+            return [self.item(index) for index in indices]
+        try:
+            return [self._checked(*pair) for pair in zip(indices, several(indices), strict=True)]
+        except InputError:
+            raise
+        except Exception:  # noqa: BLE001 # which item it was shows below
+            return [self.item(index) for index in indices]
+
+    def item(self, index: int) -> Any:
+        """Return an item; see `items`."""
+        try:
+            return self._checked(index, self.dataset[index])
+        except InputError:
+            raise
+        except Exception as error:
+            if not is_mistake(error):
+                error.add_note(f"(item {self._own(index)} of the {self.what} set)")
+                raise
+            raise self._mistake(index, f"cannot be had: {told(error)}") from error
+
+    def _checked(self, index: int, item: Any) -> Any:
+        if self.classes is not None and not 0 <= int(item[1]) < self.classes:
+            expected = f"expected 0 to {self.classes - 1}"
+            raise self._mistake(index, f"has label {int(item[1])}; {expected}")
+        return item
+
+    def _mistake(self, index: int, words: str) -> InputError:
+        place = f"item {self._own(index)} of the {self.what} set"
+        return InputError(f"{place} {words}", key="workload.dataset")
+
+    def pair(self, first: int, second: int) -> str:
+        """Name two items for a message."""
+        return f"has items {self._own(first)} and {self._own(second)} in the {self.what} set"
+
+    def _own(self, index: int) -> int:
+        """Return the index in the user's own data set, of which this may be a part."""
+        dataset: Any = self.dataset
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, int(dataset.indices[index])
+        return index
+
+
+class _Items(list[Any]):
+    """Items of a batch that know which they are, until they are put together."""
+
+    def __init__(self, items: list[Any], source: NamedItems, indices: list[Any]) -> None:
+        super().__init__(items)
+        self.source, self.indices = source, indices
+
+    def named(self, mistake: InputError) -> InputError:
+        """Return the mistake of putting them together with the first two that do not fit."""
+        for index, item in zip(self.indices[1:], self[1:], strict=True):
+            try:
+                collate([self[0], item], self.source.pair(self.indices[0], index))
+            except InputError as error:
+                return error
+        return mistake
+
+
+class TellingLoader(DataLoader[Any]):
+    """A loader that raises the mistakes that came in the place of batches."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # nothing else is asked of it
+        # no generator function, which would hold a batch while it is used
+        return map(_raise_mistake, super().__iter__())
+
+
+def _raise_mistake(batch: Any) -> Any:
+    if isinstance(batch, InputError):
+        raise batch
+    return batch
+
+
+def collated(make: Callable[[list[Any]], Batch], items: list[Any]) -> Batch | InputError:
+    """Put items together into a batch; return the mistake if that cannot be done."""
+    if isinstance(items[0], InputError):
+        return items[0]
+    try:
+        return make(items)
+    except InputError as error:
+        return items.named(error) if isinstance(items, _Items) else error
