@@ -1,6 +1,6 @@
 """Rehearsal: the workload is tried on this machine before anything is submitted.
 
-It needs torch, so it takes place in a process of its own, see `tula_hpc.workloads.trial`. What is
+It needs torch, so it takes place in a process of its own, see `tula_hpc.profiling.trial`. What is
 wrong is refused here, as is another model or other data than the run has measured. What was tried
 is kept in the run directory: the next command tries again only where code, keys of the workload or
 libraries have changed since.
@@ -63,7 +63,7 @@ def rehearse(
     Raises:
         InputError: Something is wrong with the workload; the message says what.
     """
-    command = [*start_of_python(), "-m", "tula_hpc.workloads.trial", *map(str, files)]
+    command = [*start_of_python(), "-m", "tula_hpc.profiling.trial", *map(str, files)]
     command += [word for name in memory for word in ("--memory", name)]
     variables = with_variables(cluster.parts()[0].environment)
     # of the code as it is now

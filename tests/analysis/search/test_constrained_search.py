@@ -79,8 +79,8 @@ def test_it_looks_where_the_deadline_moves_the_choice(noise: float) -> None:
     assert chosen(constrained("cost"), CLUSTER, free) in cheap_corners(POINTS)
     rows = searched(late, CLUSTER, noise)
     assert chosen(late, CLUSTER, everything(noise)) == Configuration(2, 1, 1024)
-    # and is confirmed, unless the last profile moved it
-    assert chosen(late, CLUSTER, rows) in {row.configuration for row in rows} or len(rows) == 8
+    # so short a training is not always worth the profile that would confirm its choice
+    assert any(row.configuration.nodes == 2 for row in rows)
     assert Configuration(1, 1, 1024) not in {row.configuration for row in rows}
 
 

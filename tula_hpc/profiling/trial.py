@@ -1,6 +1,6 @@
 """Trial of a workload on the machine of a command, before it submits anything.
 
-`python -m tula_hpc.workloads.trial SWEEP.toml CLUSTER.toml [--memory PARTITION ...]` prints a
+`python -m tula_hpc.profiling.trial SWEEP.toml CLUSTER.toml [--memory PARTITION ...]` prints a
 `Trial` as JSON, in a process of its own, as it imports torch. What a job would find in its first
 minute is found here: data that are not as they should be, images that cannot be decoded, labels of
 no class, a function that fails or returns something else, an import that is missing.
@@ -161,7 +161,7 @@ def _trains_in_parallel(sweep: SweepSpec, cluster: ClusterSpec) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tula_hpc.workloads.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tula_hpc.profiling.trial", description=__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("cluster", type=Path)
     parser.add_argument("--memory", action="append", default=[], metavar="PARTITION")

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from tula_hpc.config import WorkloadSpec
+from tula_hpc.profiling import trial
 from tula_hpc.records import Trial
-from tula_hpc.workloads import trial
 from tula_hpc.workloads.workload import build_workload
 
 OWN = """
