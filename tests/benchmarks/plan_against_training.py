@@ -1,0 +1,83 @@
+"""The plan against the training that follows it, for three CIFAR-100 workloads on the test cluster, as JSON.
+
+    python -m tests.benchmarks.plan_against_training DATA WORK OUT.json [NAME=CHECKOUT ...]
+
+DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
+root, Slurm and a machine that is otherwise idle. The workloads are those of `cluster_prediction`. Each is profiled by
+the adaptive search, planned for the knee and trained where the plan says, in rounds: by this checkout, and by others
+that are named (each with its own `.venv`), in turn, so that what disturbs the machine disturbs all of them.
+
+- predicted_s, training_s: of an epoch's steps by the plan, and as the training took it, the mean over its epochs but
+  the first, which begins with a start.
+- error: predicted over taken, less 1; `median` and `worst` are of |error| over workloads and rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tests.benchmarks.cluster_prediction import CLUSTER_FILE, ROOT, SWEEP, WORKLOADS
+from tests.slurm.testcluster import MiniCluster
+
+ROUNDS = 2
+EPOCHS = 3
+
+
+def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """Run one sweep to its end if that has not been done, and say what it predicted and took."""
+    if not (run / "train" / "main" / "result.json").exists():
+        file = run.with_name(f"{run.name}.toml")
+        file.write_text(SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict()))
+        python = checkout / ".venv" / "bin" / "python"
+        command = [python, "-m", "tula_hpc.sweep", file, "--cluster", CLUSTER_FILE, "--run-dir", run]
+        command += ["--set", f"workload.epochs={EPOCHS}"]
+        subprocess.run(command, check=True, cwd=checkout, env=environment, stdout=subprocess.DEVNULL)
+    # as JSON: other checkouts have other records
+    chosen = json.loads((run / "plan.json").read_text())["chosen"]
+    lines = [json.loads(line) for line in (run / "train" / "main" / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line["epoch_time_s"] for line in lines if line["kind"] == "epoch"]
+    training_s = fmean(epochs[1:])
+    return {
+        "nodes": chosen["nodes"],
+        "global_batch": chosen["global_batch"],
+        "predicted_s": chosen["epoch_time_s"],
+        "training_s": training_s,
+        "epochs_s": epochs,
+        "error": chosen["epoch_time_s"] / training_s - 1,
+    }
+
+
+def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
+    """Run the sweeps in rounds, and write what they gave."""
+    checkouts = {"this": ROOT, **{name: Path(path) for name, _, path in (text.partition("=") for text in others)}}
+    work.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    with MiniCluster() as cluster:
+        environment = {**os.environ, **cluster.environment}
+        for number, workload in itertools.product(range(ROUNDS), WORKLOADS):
+            # every other round in the other order
+            for name in list(checkouts)[:: -1 if number % 2 else 1]:
+                run = work / f"{workload}-{name}-{number}"
+                row = run_sweep(workload, checkouts[name], run, data, environment)
+                found[name].append({"workload": workload, "round": number, **row})
+                print(name, json.dumps(found[name][-1]), flush=True)
+    summary = {
+        name: {
+            "median": median(abs(row["error"]) for row in rows),
+            "worst": max(abs(row["error"]) for row in rows),
+            "sweeps": rows,
+        }
+        for name, rows in found.items()
+    }
+    output.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*(Path(argument).absolute() for argument in sys.argv[1:4]), sys.argv[4:])
