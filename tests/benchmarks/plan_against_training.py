@@ -36,8 +36,8 @@ def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dic
         file = run.with_name(f"{run.name}.toml")
         file.write_text(SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict()))
         python = checkout / ".venv" / "bin" / "python"
-        command = [python, "-m", "tula_hpc.sweep", file, "--cluster", CLUSTER_FILE, "--run-dir", run]
-        command += ["--set", f"workload.epochs={EPOCHS}"]
+        command = [str(python), "-m", "tula_hpc.sweep", str(file), "--cluster", str(CLUSTER_FILE)]
+        command += ["--run-dir", str(run), "--set", f"workload.epochs={EPOCHS}"]
         subprocess.run(command, check=True, cwd=checkout, env=environment, stdout=subprocess.DEVNULL)
     # as JSON: other checkouts have other records
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
@@ -80,4 +80,5 @@ def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(argument).absolute() for argument in sys.argv[1:4]), sys.argv[4:])
+    data_folder, work_folder, output_file = (Path(argument).absolute() for argument in sys.argv[1:4])
+    main(data_folder, work_folder, output_file, sys.argv[4:])
