@@ -234,6 +234,10 @@ class StepTimeModel:
     ) -> Array:
         """Draw models from the fit's uncertainty and predict seconds per step, without noise.
 
+        A cluster size that was not measured departs from the law as a whole, in each model by a
+        draw of its own. Departures of single batches are left out, so that curves over the batch
+        stay smooth.
+
         Returns:
             (count, *shape), shape as the arguments broadcast. The same seed draws the same models
             for all points.
@@ -245,16 +249,13 @@ class StepTimeModel:
         drawn[:, SYNC] *= np.exp(fitted.network_spread * network)
         seconds = np.stack([fitted.law.seconds(coefficients, rows) for coefficients in drawn])
         found = fitted.law.evaluate(fitted.fit.coefficients, rows)
-        of_batch, of_size = (self.spread_ * np.sqrt(each) for each in self._unseen(rows, found))
-        # a batch or size departs from the law as a whole: one draw for all its points
-        for index, (count_, per_node, batch) in enumerate(zip(*rows[1:4], strict=True)):
-            if of_batch[index] > 0.0:
-                departure = np.random.default_rng([seed, 1, int(batch)]).standard_normal(count)
-                seconds[:, index] *= np.exp(of_batch[index] * departure)
-            if of_size[index] > 0.0:
-                key = [seed, 2, int(count_), int(per_node)]
-                departure = np.random.default_rng(key).standard_normal(count)
-                seconds[:, index] *= np.exp(of_size[index] * departure)
+        of_size = self.spread_ * np.sqrt(self._unseen(rows, found)[1])
+        sizes = np.stack([rows.nodes, rows.per_node], axis=1)
+        for size in np.unique(sizes[of_size > 0.0], axis=0):
+            key = [seed, 1, *(int(1000 * part) for part in size)]
+            departure = np.random.default_rng(key).standard_normal(count)
+            points = np.all(sizes == size, axis=1)
+            seconds[:, points] *= np.exp(np.outer(departure, of_size[points]))
         return seconds.reshape((count, *shape))
 
 
