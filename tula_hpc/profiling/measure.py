@@ -105,18 +105,12 @@ def measure(
         on_built: Is told what is measured, before memory may run out.
     """
     suspensions = Suspensions().install()
+    attempt = partial(_measure, sweep, cluster, configuration, env)
     for left in reversed(range(MOST_ATTEMPTS)):
         known = (shared or SharedTimes.none()).copy()
         with suspensions.blamed():
-            measured, suspended = _measure(
-                sweep,
-                cluster,
-                configuration,
-                env,
-                known,
-                job_began_at=job_began_at,
-                suspensions=suspensions,
-                on_built=on_built,
+            measured, suspended = attempt(
+                known, job_began_at=job_began_at, suspensions=suspensions, on_built=on_built
             )
         if not suspended:
             break
@@ -166,13 +160,17 @@ def _measure(
     (suspended,) = worker.agree(float(suspensions.take()))
     worker.release()
     del worker, profile, power
-    gc.collect()
-    if cluster.device == "cuda":
-        torch.cuda.empty_cache()
+    _free(cluster)
     record = Measurement(
         status="ok", elapsed_s=time.monotonic() - started, finished_at=unix_time(), **facts
     )
     return record, bool(suspended)
+
+
+def _free(cluster: ClusterSpec) -> None:
+    gc.collect()
+    if cluster.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _measured(profile: StepProfile) -> dict[str, Any]:

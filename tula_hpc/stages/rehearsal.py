@@ -63,19 +63,14 @@ def rehearse(
     Raises:
         InputError: Something is wrong with the workload; the message says what.
     """
-    command = [*start_of_python(), "-m", "tula_hpc.profiling.trial", *map(str, files)]
+    # a dry run leaves nothing behind, compiled files of the user's own included
+    command = [*start_of_python(), "-B", "-m", "tula_hpc.profiling.trial", *map(str, files)]
     command += [word for name in memory for word in ("--memory", name)]
-    variables = with_variables(cluster.parts()[0].environment)
     # of the code as it is now
     key = key_of(spec)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {timeout_s:.0f} s"
-    except OSError as error:
-        return f"it could not be started: {error.strerror or error}"
+    done = _run(command, with_variables(cluster.parts()[0].environment), timeout_s)
+    if isinstance(done, str):
+        return done
     said = last_line(done.stderr)
     if done.returncode == 2:
         raise InputError(f"{with_remedy(said, cluster)}\nNothing was submitted.")
@@ -87,6 +82,19 @@ def rehearse(
         return f"its answer is damaged: {error}"
     _refuse_large_batches(spec, cluster, trial.identity)
     return trial.model_copy(update={"key": key})
+
+
+def _run(
+    command: list[str], variables: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str] | str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {timeout_s:.0f} s"
+    except OSError as error:
+        return f"it could not be started: {error.strerror or error}"
 
 
 def with_remedy(said: str, cluster: ClusterSpec) -> str:

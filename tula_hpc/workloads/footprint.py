@@ -100,11 +100,6 @@ def estimate_footprint(
     world = min(sweep.search.cluster_sizes) * cluster.workers_per_node
     counts, method = _count(sweep.workload, world, cluster.device, data)
     counts = counts.with_step_copies(sweep.step_copies)
-    # under ZeRO the counted states are this worker's share
-    state_copies = 2 * world if shards(sweep.workload, world) else 1
-    # a single worker runs reference passes even with free_reference if its model turns out to have
-    # BatchNorm
-    copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
     found = Footprint(
         parameter_bytes=counts.parameters,
         gradient_bytes=counts.gradients,
@@ -112,9 +107,8 @@ def estimate_footprint(
         activation_bytes_per_sample=round(counts.per_sample),
         fixed_bytes=round(counts.fixed),
         host_baseline_bytes=host,
-        scaling_bytes=counts.gradients * copies,
-        # as `analysis.memory.checkpoint_copy_bytes`
-        checkpoint_bytes=counts.parameters + counts.optimizer * state_copies,
+        scaling_bytes=_scaling_bytes(sweep, world, counts),
+        checkpoint_bytes=_checkpoint_bytes(sweep, world, counts),
         peaks=_peaks(sweep, cluster, counts, host),
         limit_bytes=None,
         largest_local_batch=None,
@@ -125,6 +119,20 @@ def estimate_footprint(
         seconds=time.monotonic() - started,
     )
     return _with_limit(found, cluster)
+
+
+def _scaling_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
+    # a single worker runs reference passes even with free_reference if its model turns out to have
+    # BatchNorm
+    copies = sweep.training.gradient_copies or int(sweep.training.free_reference and world == 1)
+    return counts.gradients * copies
+
+
+def _checkpoint_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
+    # as `analysis.memory.checkpoint_copy_bytes`; under ZeRO the counted states are this worker's
+    # share
+    state_copies = 2 * world if shards(sweep.workload, world) else 1
+    return counts.parameters + counts.optimizer * state_copies
 
 
 def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:

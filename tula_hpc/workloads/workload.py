@@ -183,10 +183,7 @@ def _check_fits(
     Raises:
         InputError: One of them fails, or returns something else than the protocol asks for.
     """
-    count = len(data.test)  # type: ignore[arg-type] # checked when the data was built
-    items = [data.test[index] for index in spread(count, tried)]
-    inputs, targets = default_collate(items)
-    inputs = prepared(data.test, inputs)
+    count, inputs, targets = _test_batch(data.test, tried)
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
     with blamed("workload.model", f"{spec.model} cannot be moved to {device}"):
         model.to(device)
@@ -195,7 +192,7 @@ def _check_fits(
     with torch.random.fork_rng(gpus), autocast_on(spec, device):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
-            _check_scores(spec, outputs, (len(items), data.classes))
+            _check_scores(spec, outputs, (count, data.classes))
         else:
             losses = _of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets)
             _check_loss(spec.loss, losses, model)
@@ -208,6 +205,14 @@ def _check_fits(
                 raise InputError(f"{found}; expected shares from 0 to 1", key=key)
     for module, training in modes:
         module.training = training
+
+
+def _test_batch(test: Dataset[Any], tried: int) -> tuple[int, Any, Any]:
+    """Return the number of samples, and inputs and targets of a batch of them."""
+    count = len(test)  # type: ignore[arg-type] # checked when the data was built
+    items = [test[index] for index in spread(count, tried)]
+    inputs, targets = default_collate(items)
+    return len(items), prepared(test, inputs), targets
 
 
 def refuse_unused(model: nn.Module) -> None:
