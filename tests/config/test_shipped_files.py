@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -229,16 +230,24 @@ def test_whatever_is_installed_is_pinned_with_its_hashes() -> None:
     extras = project["project"]["optional-dependencies"]["dev"]
     asked = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"]]
     locked = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
-    pinned = {}
+    pinned: dict[str, str] = {}
+    with_extras: dict[str, set[str]] = {}
     for line in locked.splitlines():
         requirement, *hashes = line.split(" --hash=sha256:")
         name, _, version = requirement.partition(";")[0].strip().partition("==")
+        name, _, extra = name.partition("[")
         pinned[canonicalize_name(name)] = version
+        with_extras[canonicalize_name(name)] = set(filter(None, extra.rstrip("]").split(",")))
         assert version, line
         assert hashes, line
         assert all(re.fullmatch(r"[0-9a-f]{64} *", each) for each in hashes), line
     for each in map(Requirement, asked):
         assert pinned[canonicalize_name(each.name)] in each.specifier, each
+    # pip would ask for the newest of a package with an extra that is pinned without it, and then refuse it
+    for each in (Requirement(text) for found in distributions() for text in found.requires or ()):
+        name = canonicalize_name(each.name)
+        if name in pinned and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            assert each.extras <= with_extras[name], each
     # what is built on the spot would be built with a setuptools of the day
     assert "--only-binary :all: --require-hashes --requirement constraints.txt" in (ROOT / "Makefile").read_text()
 
