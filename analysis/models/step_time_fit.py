@@ -239,7 +239,9 @@ def choose_form(
     if len(sizes) > 1:
         others.append(fit(noise=found.noise, near=stored))
     best = min([found, *others], key=lambda fitted: fitted.criterion)
-    return best if best.criterion < found.criterion - BETTER_BY else found
+    if best.criterion < found.criterion - BETTER_BY:
+        return best
+    return found
 
 
 def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
@@ -276,8 +278,10 @@ def _fit_form(
     """Fit one form, from an earlier fit's coefficients or from least squares of the plain sum."""
     if form == "paper":
         law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
+    elif form == "auto":
+        law = Law(FITTED[belief.library], _knots(rows))
     else:
-        law = Law(FITTED[belief.library] if form == "auto" else FORMS[form], _knots(rows))
+        law = Law(FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
     free = _free(law, rows, linear)
@@ -294,7 +298,10 @@ def _fit_form(
 
     scale = _scale(law, rows, linear)
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
-    starts = _starts(linear, weights, free, believed) if near is None else [near]
+    if near is None:
+        starts = _starts(linear, weights, free, believed)
+    else:
+        starts = [near]
     fit = fit_relative(problem, starts, free)
     return Fitted(form, law, fit, free, (lower, upper), noise, belief)
 
@@ -340,7 +347,8 @@ def _scale(law: Law, rows: Rows, linear: Array) -> Array:
     scale[terms.FLOOR] = scale[terms.FIXED]
     steps = rows.kind == STEP
     rates = rows.seconds[steps] / (rows.workers[steps] * rows.batch[steps])
-    scale[terms.STORAGE] = np.min(rates, initial=np.inf) if np.any(steps) else 1.0
+    if np.any(steps):
+        scale[terms.STORAGE] = np.min(rates)
     return scale
 
 

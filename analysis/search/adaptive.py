@@ -125,7 +125,9 @@ class AdaptiveSearch:
         if not summary.profiles:
             raise ValueError("measurements: expected at least one with times and memory")
         predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
-        return predictions.choices[-1].configuration if predictions.choices else None
+        if not predictions.choices:
+            return None
+        return predictions.choices[-1].configuration
 
     def _by_uncertainty(
         self, summary: Summary, usable: Sequence[Measurement], open_: Sequence[Configuration]
@@ -230,10 +232,11 @@ class _Predictions:
         """True if the draws agree and step times are known, or nothing can be chosen."""
         decision = self.decision
         known = self.spread * np.sqrt(self.covariance[decision.chosen, decision.chosen])
-        variances = np.diag(self.covariance)[self.eligible]
-        typical = self.spread * np.sqrt(np.median(variances)) if len(variances) else 0.0
+        if self.hopeless or not np.any(self.eligible):
+            return self.hopeless
+        typical = self.spread * np.sqrt(np.median(np.diag(self.covariance)[self.eligible]))
         is_known = known <= KNOWN and typical <= MEDIAN_KNOWN
-        return self.hopeless or bool(decision.regret <= decision.enough and is_known)
+        return bool(decision.regret <= decision.enough and is_known)
 
     def gains(self, latest_nodes: float | None, steps: float) -> Array:
         """Return the gain of each candidate (m,), see the module's equation."""
