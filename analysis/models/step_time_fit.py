@@ -298,10 +298,7 @@ def _fit_form(
 
     scale = _scale(law, rows, linear)
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
-    if near is None:
-        starts = _starts(linear, weights, free, believed)
-    else:
-        starts = [near]
+    starts = _starts(linear, weights, free, believed) if near is None else [near]
     fit = fit_relative(problem, starts, free)
     return Fitted(form, law, fit, free, (lower, upper), noise, belief)
 

@@ -358,21 +358,25 @@ def as_records(
         mine = table.part == index
         if mine.any():
             rows = table.take(mine)
-            columns = rows.nodes, rows.local_batch, rows.workers_per_node
-            predicted_s[mine] = part.models.step_time.predict(*columns)
+            points = rows.nodes, rows.local_batch, rows.workers_per_node
+            predicted_s[mine] = part.models.step_time.predict(*points)
             with np.errstate(over="ignore"):
-                ends = part.models.step_time.interval(*columns)
+                ends = part.models.step_time.interval(*points)
             lows[mine], highs[mine] = ends
     relative = np.clip(np.stack([lows, highs]) / predicted_s, 0.0, WIDEST)
-    plain = zip(*(column.tolist() for column in (*table, front, *relative)), strict=True)
+    columns = (*table, front, predicted_s, *relative)
     return [
-        _record(CandidateTable(*row), parts, pareto, (low, high))
-        for *row, pareto, low, high in plain
+        _record(CandidateTable(*row), parts, pareto, model_s, (low, high))
+        for *row, pareto, model_s, low, high in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
 
 def _record(
-    row: CandidateTable, parts: Sequence[Part], pareto: bool, ends: tuple[float, float]
+    row: CandidateTable,
+    parts: Sequence[Part],
+    pareto: bool,
+    model_s: float,
+    ends: tuple[float, float],
 ) -> Candidate:
     """Return one row as a record; its columns hold plain numbers here."""
     part = parts[int(row.part)]
@@ -395,6 +399,7 @@ def _record(
         local_batch=int(row.local_batch),
         global_batch=int(row.global_batch),
         **numbers,
+        model_step_time_s=model_s,
         currency=part.cluster.pricing.currency,
         energy_kwh=None if np.isnan(kwh) else kwh,
         checkpoint_minutes=float(row.checkpoint_s) / 60.0,

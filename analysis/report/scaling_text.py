@@ -147,7 +147,8 @@ def _definitions(scaling: Scaling, curve: Curve) -> Iterator[str]:
     yield (
         f"Node-hours are those of the whole training ({plural(scaling.epochs, 'epoch')}) with "
         "evaluation, checkpoints, starts and interruptions as they are expected. "
-        'All numbers but those under "measured" are the model\'s; ranges are 90 % intervals.'
+        "Measured configurations count as measured; all other numbers are the model's, and ranges "
+        "are 90 % intervals."
     )
     if scaling.emulated:
         yield "The nodes shared one machine when they were measured; real nodes will differ."

@@ -114,7 +114,7 @@ def _summary_row(
         feasible=item.feasible,
         predicted_epoch_s=predicted(item, "epoch_time_s"),
         measured_epoch_s=epoch,
-        relative_error=item.epoch_time_s / epoch - 1 if epoch else None,
+        relative_error=item.epoch_time_s * item.model_ratio / epoch - 1 if epoch else None,
         train_time_s=item.train_time_s,
         cost=item.cost,
         currency=item.currency,

@@ -787,3 +787,17 @@ def test_factors_that_adam_cancels_out_are_warned_of(optimizer: str, training: d
     spec = SweepSpec.model_validate({"name": "s", "workload": {"optimizer": optimizer}, "training": training})
     plan = make_plan(spec, cluster(), grid())
     assert any("AdamW divides" in text for text in plan.warnings) is warned
+
+
+def test_a_measured_step_counts_as_measured_and_the_model_keeps_its_own_word() -> None:
+    rows = grid()
+    odd = rows[7]
+    assert odd.times is not None
+    slower = odd.times.model_copy(update={"step_time_s": 1.1 * odd.times.step_time_s})
+    rows[7] = odd.model_copy(update={"times": slower})
+    plan = make_plan(sweep(), cluster(), rows)
+    candidate = next(c for c in plan.candidates if c.configuration == odd.configuration)
+    assert candidate.step_time_s == slower.step_time_s
+    assert 0.9 < candidate.model_ratio < 0.99
+    older = candidate.model_copy(update={"model_step_time_s": None})
+    assert older.model_ratio == 1.0

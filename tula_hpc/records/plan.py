@@ -18,7 +18,10 @@ class Candidate(Record):
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
+    # as measured, where it was
     step_time_s: float
+    # of the fitted model, measured or not; None in older plans, where step_time_s is that
+    model_step_time_s: float | None = None
     epoch_time_s: float
     # steps alone
     train_time_s: float
@@ -49,6 +52,13 @@ class Candidate(Record):
     def configuration(self) -> Configuration:
         """Return the configuration alone."""
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
+
+    @property
+    def model_ratio(self) -> float:
+        """Return what the fitted model alone says of a step, over `step_time_s`."""
+        if self.model_step_time_s is None:
+            return 1.0
+        return self.model_step_time_s / self.step_time_s
 
     @property
     def expected_time_s(self) -> float:
