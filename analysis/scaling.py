@@ -9,10 +9,10 @@ that was profiled and can run the batch:
     node-hours = N · T                  T: the whole training as the plan expects it, with
                                         evaluation, checkpoints, starts and interruptions
 
-Steps are those of the model that is fitted to all measurements, so that the noise of a single one
-does not count. Intervals hold the truth with 90 % probability: those of times and node-hours are the plan's,
-those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of which
-predicts both steps, and from the covariance of both: what they share cancels.
+Steps are the plan's: as measured where they were, else those of the model that is fitted to all
+measurements. Intervals hold the truth with 90 % probability: those of times and node-hours are the
+plan's, those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of
+which predicts both steps, and from the covariance of both: what they share cancels.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Scaling(NamedTuple):
 
     @property
     def curves(self) -> tuple[Curve, ...]:
-        """Those that have rows."""
+        """Return the curves that have rows."""
         return tuple(curve for curve in (self.strong, self.weak) if not curve.why)
 
 
@@ -287,7 +287,7 @@ def _rows(table: CandidateTable, part: Part) -> list[ScalingRow]:
 def _ends(table: CandidateTable, part: Part, value: Array) -> tuple[Array, Array]:
     """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
 
-    Drawn models do not know how far batches and sizes that nobody measured depart from the law; the
+    Drawn models do not know how far batches that were not measured depart from the law; the
     covariance of the predictions does. The wider of the two counts, at each end.
     """
     model = part.models.step_time

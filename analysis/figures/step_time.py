@@ -287,8 +287,7 @@ def _step_errors(run: RunContents) -> Iterable[Error]:
     for item in run.ok:
         candidate = find_candidate(run.plan, item.configuration)
         if candidate is not None and item.times is not None and item.times.step_time_s > 0:
-            model_s = candidate.step_time_s * candidate.model_ratio
-            yield Error(item.configuration, model_s, item.times.step_time_s)
+            yield Error(item.configuration, candidate.model_s, item.times.step_time_s)
 
 
 def _training_errors(run: RunContents) -> Iterable[Error]:

@@ -243,8 +243,16 @@ def _scales(problem: Problem, start: Array) -> Array:
     """Return the size of each coefficient that alone would explain a typical row."""
     if problem.scale is not None:
         return problem.scale
-    gradients = problem.evaluate(start)[1]
-    largest = np.max(np.abs(gradients) / problem.observed[:, None], axis=0)
+    return explaining_a_row(problem.evaluate(start)[1] / problem.observed[:, None])
+
+
+def explaining_a_row(relative: Array) -> Array:
+    """Return the size (p,) of each coefficient that alone explains a row; 1 where no row shows it.
+
+    Args:
+        relative: (n, p), gradients of the predictions over what was observed.
+    """
+    largest = np.max(np.abs(relative), axis=0, initial=0.0)
     return np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
 
 

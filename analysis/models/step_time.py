@@ -169,10 +169,12 @@ class StepTimeModel:
             unseen=sum(self._unseen(rows, found)),
             prior=SCATTER,
         )
-        slower, faster = self._by_network(rows, float(ndtri(0.5 + level / 2.0)))
-        low = seconds * np.exp(-np.hypot(width, np.log(seconds / faster)))
-        high = seconds * np.exp(np.hypot(width, np.log(slower / seconds)))
-        return low.reshape(shape), high.reshape(shape)
+        below = above = width
+        if self._fitted.network_spread:
+            slower, faster = self._by_network(rows, float(ndtri(0.5 + level / 2.0)))
+            below = np.hypot(width, np.log(seconds / faster))
+            above = np.hypot(width, np.log(slower / seconds))
+        return (seconds * np.exp(-below)).reshape(shape), (seconds * np.exp(above)).reshape(shape)
 
     def covariance(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
@@ -197,9 +199,12 @@ class StepTimeModel:
         together = relative @ fitted.fit.covariance @ relative.T
         of_batch = same_batch * np.sqrt(np.outer(unseen_batch, unseen_batch))
         of_size = same_size * np.sqrt(np.outer(unseen_size, unseen_size))
-        slower, faster = self._by_network(rows, 1.0)
-        of_network = 0.5 * np.log(slower / faster) / self.spread_
-        return np.asarray(together + of_batch + of_size + np.outer(of_network, of_network))
+        together += of_batch + of_size
+        if self._fitted.network_spread:
+            slower, faster = self._by_network(rows, 1.0)
+            of_network = 0.5 * np.log(slower / faster) / self.spread_
+            together += np.outer(of_network, of_network)
+        return np.asarray(together)
 
     def _unseen(self, rows: Rows, found: Evaluation) -> tuple[Array, Array]:
         """Return variances (m,) from the departures of unmeasured batches, and of sizes."""

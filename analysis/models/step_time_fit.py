@@ -38,6 +38,7 @@ from tula_hpc.analysis.models.regression import (
     Fit,
     Problem,
     Scatter,
+    explaining_a_row,
     fit_relative,
     identified,
     spread,
@@ -147,13 +148,14 @@ class Fitted(NamedTuple):
         if self.law.additive or np.any(rows.nodes[rows.kind != COMPUTE] > 1.0):
             return self
         node_s = self.fit.coefficients[terms.NODE_SYNC] * self.law.form.bandwidth(np.array(2.0))
+        network_spread = NETWORK_SPREAD
         if gradient_bytes:
-            median_s, network_spread = gradient_bytes / NETWORK_BYTES_PER_S, NETWORK_SPREAD
+            median_s = gradient_bytes / NETWORK_BYTES_PER_S
         elif node_s > 0.0:
-            median_s, network_spread = NETWORK_OVER_NODE * float(node_s), NETWORK_OVER_NODE_SPREAD
+            median_s = NETWORK_OVER_NODE * float(node_s)
+            network_spread = NETWORK_OVER_NODE_SPREAD
         else:
             median_s = NETWORK_OVER_STEP * float(np.median(rows.seconds))
-            network_spread = NETWORK_SPREAD
         coefficients = self.fit.coefficients.copy()
         coefficients[terms.SYNC] = median_s / float(self.law.form.bandwidth(np.array(2.0)))
         fit = self.fit._replace(coefficients=coefficients)
@@ -339,8 +341,7 @@ def _free(law: Law, rows: Rows, linear: Array) -> NDArray[np.bool_]:
 
 def _scale(law: Law, rows: Rows, linear: Array) -> Array:
     """Return the size of each coefficient that alone would explain a row of the plain sum."""
-    largest = np.max(np.abs(linear), axis=0, initial=0.0)
-    scale = np.where(largest > 0.0, 1.0 / np.where(largest > 0.0, largest, 1.0), 1.0)
+    scale = explaining_a_row(linear)
     scale[terms.FLOOR] = scale[terms.FIXED]
     steps = rows.kind == STEP
     rates = rows.seconds[steps] / (rows.workers[steps] * rows.batch[steps])

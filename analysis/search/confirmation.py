@@ -109,7 +109,7 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, share: float, profiles: int) -> st
 
 
 class Before(NamedTuple):
-    """What a configuration was predicted to be before it was measured."""
+    """Prediction of a configuration from the measurements before its own, and its measurement."""
 
     # of the measurements before
     summary: Summary

@@ -79,7 +79,7 @@ class Evaluated(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What the plan would choose."""
+    """Configuration that the plan would choose."""
 
     configuration: Configuration
     step_time_s: float

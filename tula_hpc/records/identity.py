@@ -27,7 +27,7 @@ SHOWN = 3
 
 
 class Identity(Record):
-    """What is trained: a model, the code that defines it, and data."""
+    """Model that is trained, the code that defines it, and its data."""
 
     parameters: Count
     # of one worker; frozen parameters have none

@@ -54,11 +54,14 @@ class Candidate(Record):
         return Configuration(self.nodes, self.workers_per_node, self.local_batch)
 
     @property
+    def model_s(self) -> float:
+        """Return the seconds of a step by the fitted model alone."""
+        return self.step_time_s if self.model_step_time_s is None else self.model_step_time_s
+
+    @property
     def model_ratio(self) -> float:
-        """Return what the fitted model alone says of a step, over `step_time_s`."""
-        if self.model_step_time_s is None:
-            return 1.0
-        return self.model_step_time_s / self.step_time_s
+        """Return the step of the fitted model alone over `step_time_s`."""
+        return self.model_s / self.step_time_s
 
     @property
     def expected_time_s(self) -> float:

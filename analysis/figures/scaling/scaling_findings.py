@@ -1,4 +1,4 @@
-"""What a figure of scaling says: its title, its caption, and its numbers."""
+"""Title, caption and numbers of a figure of scaling."""
 
 from __future__ import annotations
 
