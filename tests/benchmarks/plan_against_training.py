@@ -3,13 +3,15 @@
     python -m tests.benchmarks.plan_against_training DATA WORK OUT.json [NAME=CHECKOUT ...]
 
 DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
-root, Slurm and a machine that is otherwise idle. The workloads are those of `cluster_prediction`. Each is profiled by
-the adaptive search, planned for the knee and trained where the plan says, in rounds: by this checkout, and by others
-that are named (each with its own `.venv`), in turn, so that what disturbs the machine disturbs all of them.
+root, Slurm and a machine that is otherwise idle. The workloads are those of `cluster_prediction`, each where the knee
+search chose. A sweep profiles that configuration, plans and trains there. This is done in rounds: by this checkout, and
+by others that are named (each with its own `.venv`), in turn and as soon after each other as can be, so that what
+disturbs the machine disturbs all of them.
 
 - predicted_s, training_s: of an epoch's steps by the plan, and as the training took it, the mean over its epochs but
   the first, which begins with a start.
-- error: predicted over taken, less 1; `median` and `worst` are of |error| over workloads and rounds.
+- error: predicted over taken, less 1; `median` and `worst` are of |error| over workloads and rounds, `by_workload` has
+  the median error of each with its sign.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from typing import Any
 from tests.benchmarks.cluster_prediction import CLUSTER_FILE, ROOT, SWEEP, WORKLOADS
 from tests.slurm.testcluster import MiniCluster
 
-ROUNDS = 2
-EPOCHS = 3
+ROUNDS = 3
+EPOCHS = 2
+# nodes and global batch
+CHOSEN = {"vgg_like": (1, 64), "shufflenet": (4, 32), "mobilenet": (4, 32)}
 
 
 def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -38,6 +42,9 @@ def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dic
         python = checkout / ".venv" / "bin" / "python"
         command = [str(python), "-m", "tula_hpc.sweep", str(file), "--cluster", str(CLUSTER_FILE)]
         command += ["--run-dir", str(run), "--set", f"workload.epochs={EPOCHS}"]
+        nodes, batch = CHOSEN[name]
+        command += ["--set", f"search.cluster_sizes=[{nodes}]"]
+        command += ["--set", f"search.min_batch={batch}", "--set", f"search.max_batch={batch}"]
         subprocess.run(command, check=True, cwd=checkout, env=environment, stdout=subprocess.DEVNULL)
     # as JSON: other checkouts have other records
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
@@ -61,7 +68,7 @@ def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     with MiniCluster() as cluster:
         environment = {**os.environ, **cluster.environment}
-        for number, workload in itertools.product(range(ROUNDS), WORKLOADS):
+        for number, workload in itertools.product(range(ROUNDS), CHOSEN):
             # every other round in the other order
             for name in list(checkouts)[:: -1 if number % 2 else 1]:
                 run = work / f"{workload}-{name}-{number}"
@@ -72,6 +79,10 @@ def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
         name: {
             "median": median(abs(row["error"]) for row in rows),
             "worst": max(abs(row["error"]) for row in rows),
+            "by_workload": {
+                workload: median(row["error"] for row in rows if row["workload"] == workload)
+                for workload in CHOSEN
+            },
             "sweeps": rows,
         }
         for name, rows in found.items()
