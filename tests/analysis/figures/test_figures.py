@@ -695,7 +695,7 @@ def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
                 "strong_scaling",
                 "training",
                 "weak_scaling",
-            },  # fmt: skip
+            },
         ),
         ("plan", {"training", "sensitivity"}),
     ],
