@@ -237,7 +237,8 @@ def _grid(
     """Return the configurations of all sizes; those without equal shares go to `left_out`."""
     kept = []
     for nodes in sizes:
-        local, rest = chosen.local_batch, 0
+        local = chosen.local_batch
+        rest = 0
         if kind == "strong":
             local, rest = divmod(chosen.global_batch, nodes * chosen.workers_per_node)
         if rest:

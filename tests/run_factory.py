@@ -173,6 +173,7 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
         step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,
+        progress_time_s=train * (1 + configuration.global_batch / 4000),
         cost=train / 3600 * configuration.nodes * USD_PER_NODE_HOUR,
         peak_memory_bytes=peak,
         interval_90={"train_time_s": (train * 0.93, train * 1.08)},

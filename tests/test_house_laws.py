@@ -39,7 +39,7 @@ SMALL = {
 }  # fmt: skip
 # may only shrink
 LARGE = {
-    "analysis/figures/study.py", "analysis/figures/time_and_cost.py", "analysis/models/memory.py", "check/probes.py",
+    "analysis/figures/study.py", "analysis/models/memory.py", "check/probes.py",
     "check/rank_verdicts.py", "optim/optimizer.py", "records/events.py", "status/state.py",
 }  # fmt: skip
 DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|fmt:)")

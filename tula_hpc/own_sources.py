@@ -78,12 +78,11 @@ class _Module(NamedTuple):
 
 def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
     """Return the user's own files behind these functions, by path below their folder."""
-    todo = [
-        module
-        for name in dict.fromkeys(name.partition(":")[0] for name in entry_points)
-        if (found := find_module(name)) is not None
-        for module in _with_parents(found[0], name)
-    ]
+    todo = []
+    for name in dict.fromkeys(name.partition(":")[0] for name in entry_points):
+        found = find_module(name)
+        if found is not None:
+            todo += _with_parents(found[0], name)
     sources: dict[str, Path] = {}
     while todo and len(sources) < MOST_FILES:
         module = todo.pop()

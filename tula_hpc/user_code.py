@@ -69,8 +69,10 @@ from tula_hpc.own_sources import is_own
 from tula_hpc.process_memory import out_of_memory
 
 # items of each set that a job tries, and that a command tries before
-TRIED_BY_JOBS, TRIED_BEFORE = 2, 8
-_MODEL_KEY, _DATASET_KEY = "workload.model", "workload.dataset"
+TRIED_BY_JOBS = 2
+TRIED_BEFORE = 8
+_MODEL_KEY = "workload.model"
+_DATASET_KEY = "workload.dataset"
 # modules that call the user's code: an error is traced to the code that they call
 _CALLERS = (Path(__file__), Path(__file__).parent / "workloads" / "workload.py")
 

@@ -28,7 +28,12 @@ from tula_hpc.analysis.figures.study import (
     draw_study_scale_elements,
     draw_study_table,
 )
-from tula_hpc.analysis.figures.time_and_cost import draw_cost, draw_epoch_time, draw_pareto
+from tula_hpc.analysis.figures.time_and_cost.over_batch import (
+    draw_cost,
+    draw_epoch_time,
+    draw_progress,
+)
+from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
 from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.scaling import Scaling, no_scaling, scaling_of
@@ -37,6 +42,7 @@ from tula_hpc.analysis.study_results import StudyContents, StudyTable
 # by the stem of their files
 FIGURES = {
     "epoch_time": draw_epoch_time,
+    "progress": draw_progress,
     "cost": draw_cost,
     "pareto": draw_pareto,
     "strong_scaling": draw_strong_scaling,

@@ -80,16 +80,18 @@ def _from_metrics(metrics: Metrics) -> CriticalBatch | None:
 
 
 def _from_measurements(measurements: Iterable[Measurement]) -> CriticalBatch | None:
-    terms: list[tuple[float, float]] = []
-    weights: list[float] = []
+    # |G|², tr(Σ) and weight of each pass
+    passes: list[tuple[float, float, float]] = []
     samples = 0
     for row in measurements:
         if row.status == "ok" and row.noise_samples > 0 and row.noise_terms:
-            terms += row.noise_terms
             # passes over more samples scatter less
-            weights += [row.noise_samples / len(row.noise_terms)] * len(row.noise_terms)
+            weight = row.noise_samples / len(row.noise_terms)
+            passes += [(*terms, weight) for terms in row.noise_terms]
             samples += row.noise_samples
-    return _estimate(np.array(terms).reshape(-1, 2), np.array(weights), "profile", samples)
+    # in one order, whatever that of the measurements is: sums of floats depend on it
+    table = np.array(sorted(passes)).reshape(-1, 3)
+    return _estimate(table[:, :2], table[:, 2], "profile", samples)
 
 
 def _estimate(

@@ -152,16 +152,16 @@ def _check_enough(summary: Summary, possible: Collection[int] | None) -> None:
     if not summary.profiles:
         if possible is not None and not possible:
             remedy = MORE_MEMORY
-        raise NotEnoughDataError(f"plan: no usable measurement{because}; {remedy}")
+        raise NotEnoughDataError(f"no usable measurement{because}; {remedy}")
     seen = {row.configuration.local_batch for row in summary.profiles}
     if len(seen) < MIN_LOCAL_BATCHES and (possible is None or not seen.issuperset(possible)):
         raise NotEnoughDataError(
-            f"plan: only local batch {min(seen)} was measured{because}, "
+            f"only local batch {min(seen)} was measured{because}, "
             f"and the models need {MIN_LOCAL_BATCHES} different ones; {remedy}"
         )
     if summary.dataset_samples < 1:
         raise NotEnoughDataError(
-            "plan: no measurement says how many training samples the data set has; profile again"
+            "no measurement says how many training samples the data set has; profile again"
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
+from tula_hpc.analysis.models.critical_batch import critical_batch
 from tula_hpc.records import (
     CREDIBLE_S,
     Configuration,
@@ -67,6 +68,8 @@ class Summary(NamedTuple):
     test_samples: int = 0
     # from the start of a job to its first step, median over the jobs that measured it
     start_s: float | None = None
+    # samples, at the weights that were profiled; None: it was not measured
+    critical_batch: float | None = None
 
     @property
     def parts(self) -> int:
@@ -144,6 +147,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)
     starts_s = [row.start_s for row in rows if 0.0 < row.start_s < CREDIBLE_S]
+    noise = critical_batch(rows)
     failed = {}
     for configuration in sorted(other):
         if configuration not in usable and configuration not in out:
@@ -157,6 +161,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         warnings=tuple(_mixed(samples, parameters)),
         test_samples=_most_common(_counts(row.test_samples for row in rows)),
         start_s=median(starts_s) if starts_s else None,
+        critical_batch=noise.batch if noise else None,
     )
     return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
 

@@ -6,6 +6,7 @@ become records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
-    ObjectiveSpec,
     PricingSpec,
     SearchSpec,
     SweepSpec,
@@ -120,6 +120,8 @@ class Part(NamedTuple):
     evaluation: Evaluation
     # measured by a training
     save: SaveCost | None = None
+    # samples; None: the gradient's noise was not measured
+    critical_batch: float | None = None
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -148,6 +150,8 @@ class CandidateTable(NamedTuple):
     evaluation_s: Array
     # of wall_time_s: all checkpoints
     saving_s: Array
+    # samples to the same progress over those with `training.base_batch`; NaN: unknown
+    progress: Array
     peak_bytes: Array
     why: Integers
     measured: NDArray[np.bool_]
@@ -240,10 +244,19 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
         checkpoint_s=paid.checkpoint_s,
         evaluation_s=evaluation,
         saving_s=paid.saving_s,
+        progress=_progress(part, grid, sweep),
         peak_bytes=peak,
         why=_why_not(part, grid, peak, on_top, paid.wall_time_s),
         measured=_measured(part.summary, grid),
     )
+
+
+def _progress(part: Part, grid: Grid, sweep: SweepSpec) -> Array:
+    """Return (1 + B/B_noise) / (1 + base/B_noise), see `models.critical_batch`."""
+    if part.critical_batch is None:
+        return np.full(grid.global_batch.shape, np.nan)
+    base = sweep.training.base_batch
+    return np.asarray((part.critical_batch + grid.global_batch) / (part.critical_batch + base))
 
 
 def _why_not(part: Part, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array) -> Integers:
@@ -392,6 +405,12 @@ def _record(
             low = fixed + (1.0 - fixed) * low
             high = fixed + (1.0 - fixed) * high
         intervals[name] = (value * low, value * high)
+    progress_s = None
+    if not math.isnan(float(row.progress)):
+        progress = float(row.progress)
+        progress_s = numbers["wall_time_s"] * progress
+        earliest, latest = intervals["wall_time_s"]
+        intervals["progress_time_s"] = (earliest * progress, latest * progress)
     return Candidate(
         partition=part.name,
         nodes=int(row.nodes),
@@ -403,6 +422,7 @@ def _record(
         currency=part.cluster.pricing.currency,
         energy_kwh=None if np.isnan(kwh) else kwh,
         checkpoint_minutes=float(row.checkpoint_s) / 60.0,
+        progress_time_s=progress_s,
         peak_memory_bytes=int(row.peak_bytes),
         wall_parts_s=parts_s,
         interval_90=intervals,
@@ -465,28 +485,3 @@ def _allowed_memory(part: Part) -> str:
     share = part.cluster.memory_margin
     margin = f"limit {limit / GIB:.3g} GiB less a margin of {100 * share:.3g} %"
     return f"{allowed_bytes(limit, share) / GIB:.3g} GiB ({margin})"
-
-
-def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
-    """Return the rows that no other row beats: none is smaller in one and at most as large in both.
-
-    Args:
-        first: (n,) finite numbers.
-        second: (n,) finite numbers.
-
-    Returns: Indices, ascending in `first`, so that `second` falls. Of equal points the one that
-        comes first.
-    """
-    order = np.argsort(first)
-    improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
-    # equal values of `first` may still be in the wrong order here
-    few = np.sort(order[improves])
-    few = few[np.lexsort((second[few], first[few]))]
-    return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]
-
-
-def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which batches the constraints allow without measurements; all where they allow none."""
-    most = np.inf if objective.max_global_batch is None else objective.max_global_batch
-    allowed = global_batch <= most
-    return np.asarray(allowed | ~allowed.any())

@@ -115,3 +115,10 @@ def nearest_outside(table: CandidateTable, objective: ObjectiveSpec) -> int | No
     if not len(possible):
         return None
     return int(possible[np.argmin(excess(table.take(possible), objective))])
+
+
+def conceivable(objective: ObjectiveSpec, global_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell which batches the constraints allow without measurements; all where they allow none."""
+    most = np.inf if objective.max_global_batch is None else objective.max_global_batch
+    allowed = global_batch <= most
+    return np.asarray(allowed | ~allowed.any())

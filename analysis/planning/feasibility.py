@@ -18,7 +18,7 @@ from tula_hpc.analysis.planning.constraints import (
     nearest_outside,
     unconstrained,
 )
-from tula_hpc.analysis.planning.knee import TrainTime
+from tula_hpc.analysis.planning.knee import TimeCurves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, name_of
 from tula_hpc.config import ClusterSpec, ObjectiveSpec
@@ -75,7 +75,7 @@ def _advice(why: Why, cluster: ClusterSpec) -> str:
     return f"{FEWER_PREEMPTIONS}, or {advice}" if cluster.pricing.basis == "spot" else advice
 
 
-def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -> list[str]:
+def binding(fitted: Fitted, objective: ObjectiveSpec, curves: TimeCurves | None) -> list[str]:
     """Name constraints that rule out a better choice, with that choice.
 
     Each is dropped alone; all together only where none of them decides alone.
@@ -85,20 +85,23 @@ def binding(fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime) -
     every = constraints_of(objective)
     found: list[str] = []
     for one in every:
-        found += _without([one], fitted, objective, train_time_s)
+        found += _without([one], fitted, objective, curves)
     if found or len(every) == 1:
         return found
-    return _without(every, fitted, objective, train_time_s)
+    return _without(every, fitted, objective, curves)
 
 
 def _without(
-    dropped: Sequence[Constraint], fitted: Fitted, objective: ObjectiveSpec, train_time_s: TrainTime
+    dropped: Sequence[Constraint],
+    fitted: Fitted,
+    objective: ObjectiveSpec,
+    curves: TimeCurves | None,
 ) -> list[str]:
     """Return a sentence on the choice without some constraints; none if it keeps them anyway."""
     unset = {one.key.removeprefix("objective."): None for one in dropped}
     others = objective.model_copy(update=unset)
     free = constrain(unconstrained(fitted.table), others)
-    row = int(choose(others, free, train_time_s).ranking[0])
+    row = int(choose(others, free, curves).ranking[0])
     if fitted.table.why[row] == FEASIBLE:
         return []
     candidate = _record(fitted, row)

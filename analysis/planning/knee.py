@@ -1,14 +1,14 @@
-"""Knee of the curve of training time against global batch, and its interval by the fit.
+"""Knee of the least training time over the global batch, and its interval by the fit.
 
 Larger batches shorten training ever less, while they cost memory and generalization. The knee is
-the batch beyond which more batch buys little time: with both axes normalized to 0 … 1, the point of
-the falling curve that lies farthest below the straight line between its ends (V. Satopää et al.,
-"Finding a Kneedle in a Haystack", 2011). Axes are linear. Where several cluster sizes take turns
-the curve has several bends; the one farthest from the line is the knee.
+the largest batch whose last doubling still saves `SAVED` = 20 % of the training time. For steps
+with a fixed cost, T = α/B + β, it is 3 α/β: fixed costs take a quarter of the time there.
 
-The package kneed finds the knee of the fitted curve. Its interval needs hundreds of curves, dense
-and without noise: on those the farthest point is the one that kneed finds (tests/analysis/planning/test_knee.py), and
-NumPy finds it in all of them at once.
+It is a property of the training and the nodes, not of the search: the curve goes on beyond
+`search.max_batch`, to where memory or samples end. Kneedle, which the paper uses, finds the point
+of the curve farthest below the line between its ends (V. Satopää et al., "Finding a Kneedle in a
+Haystack", 2011): for the same curve √(B_min · B_max), whatever α and β are. `kind = "kneedle"`
+takes that, over the search's own range.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.analysis.planning.candidates import CandidateTable, Part
+from tula_hpc.analysis.planning.candidates import (
+    FEASIBLE,
+    CandidateTable,
+    Part,
+    Why,
+    predict,
+    stacked,
+)
+from tula_hpc.analysis.planning.partitions import plannable
+from tula_hpc.config import SweepSpec
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Knee
 
@@ -31,30 +40,38 @@ Array = NDArray[np.float64]
 # fit's uncertainty.
 TrainTime = Callable[[int, Array, Array, Array], Array]
 
-CURVE_POINTS = 2001
-# of the curves drawn from the fit's uncertainty: over 7 octaves one point every 1.6 %
-DRAWN_POINTS = 301
+# share of the time that a doubling of the batch has to save
+SAVED = 0.2
+# of the curve to an octave; and of those drawn from the fit's uncertainty
+POINTS = 64
+DRAWN_POINTS = 16
 # cluster sizes in the curve; of more, those that are fastest somewhere
 MAX_LINES = 64
-# a curve through fewer global batches has no bend
+# Kneedle: a curve through fewer global batches has no bend
 MIN_BATCHES = 3
-# the least time must be this share below the time of the smallest batch
+# Kneedle: the least time must be this share below the time of the smallest batch
 MIN_FALL = 0.05
-# distance from the straight line between the curve's ends, in units of its normalized axes
+# Kneedle: distance from the straight line between the curve's ends, in units of normalized axes
 MIN_BEND = 0.05
+# models drawn from the fit's uncertainty
+DRAWS = 200
+# the same measurements give the same plan
+SEED = 0
 
 
 class Curve(NamedTuple):
     """Least training time over the global batch."""
 
-    # (n,), ascending
+    # (n,), ascending in equal ratios
     global_batch: Array
     # (n,) or (draws, n), never rising: the least time with this batch or a smaller one
     train_time_s: Array
+    # of `global_batch` to an octave
+    points: int
 
 
 class Lines(NamedTuple):
-    """Cluster sizes as columns, each between its smallest and its largest feasible global batch."""
+    """Cluster sizes as columns, each between its smallest and its largest possible global batch."""
 
     part: Array
     nodes: Array
@@ -63,11 +80,58 @@ class Lines(NamedTuple):
     largest: Array
 
 
-def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_POINTS) -> Curve:
+class TimeCurves(NamedTuple):
+    """The training time of every cluster size over its batches, by the fit and around it."""
+
+    lines: Lines
+    nominal: TrainTime
+    # None: no interval is wanted
+    drawn: TrainTime | None = None
+
+
+def knee_curves(
+    parts: Sequence[Part], sweep: SweepSpec, *, with_draws: bool = True
+) -> TimeCurves | None:
+    """Return what the objective's knee is found in; None for objectives without one.
+
+    Args:
+        parts: Fitted partitions; each has a batch that is possible.
+        sweep: Objective, search and epochs.
+        with_draws: Also draw models from the uncertainty of each fit, for the interval.
+    """
+    if not sweep.objective.has_knee:
+        return None
+    epochs = sweep.workload.epochs
+    tables = []
+    for index, part in enumerate(parts):
+        largest = sweep.search.max_batch
+        if sweep.objective.kind == "knee":
+            largest = max(largest, part.summary.dataset_samples)
+        search = sweep.search.model_copy(update={"max_batch": largest})
+        wide = sweep.model_copy(update={"search": search})
+        table = predict(index, part, plannable(wide, part)[0], wide)
+        # a profile can show that memory suffices
+        tables.append(table.take(np.isin(table.why, [FEASIBLE, Why.UNSEEN])))
+    drawn = _drawn_time(parts, epochs) if with_draws else None
+    return TimeCurves(lines_of(stacked(tables)), _fitted_time(parts, epochs), drawn)
+
+
+def _batches_between(low: float, high: float, points: int) -> Array:
+    """Return batches from the lowest on, so many to an octave: a higher end adds to them alone."""
+    count = math.floor(math.log2(high / low) * points + 1e-6) + 1
+    return np.asarray(low * 2.0 ** (np.arange(count) / points))
+
+
+def curve_through(batches: Array, times: Array) -> Curve:
+    """Return the least time through single points, (n,) each, interpolated between them."""
+    dense = _batches_between(batches[0], batches[-1], POINTS)
+    curve = np.exp(np.interp(np.log(dense), np.log(batches), np.log(times)))
+    return Curve(dense, np.minimum.accumulate(curve), POINTS)
+
+
+def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) -> Curve:
     """Return the least training time over the global batch, of all cluster sizes."""
-    low = lines.smallest.min()
-    high = lines.largest.max()
-    grid = np.geomspace(low, high, points if low < high else 1)
+    grid = _batches_between(lines.smallest.min(), lines.largest.max(), points)
     line, point = np.nonzero(
         (grid >= lines.smallest[:, None] * (1 - 1e-9))
         & (grid <= lines.largest[:, None] * (1 + 1e-9))
@@ -77,8 +141,7 @@ def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = CURVE_PO
     for index in range(len(lines.nodes)):
         mine = line == index
         least[..., point[mine]] = np.minimum(least[..., point[mine]], times[..., mine])
-    covered = np.bincount(point, minlength=len(grid)) > 0
-    return Curve(grid[covered], np.minimum.accumulate(least[..., covered], axis=-1))
+    return Curve(grid, np.minimum.accumulate(least, axis=-1), points)
 
 
 def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: TrainTime) -> Array:
@@ -96,10 +159,47 @@ def _evaluate(lines: Lines, line: NDArray[np.intp], batch: Array, train_time_s: 
     return times
 
 
-def find_knee(curve: Curve) -> float | None:
-    """Return the global batch at the knee of a curve, by kneed; None if it hardly bends."""
-    batches, times = curve
-    if np.isnan(find_knees(curve)):
+def doubling_knees(curve: Curve) -> Array:
+    """Return the largest batch of each curve whose last doubling saves `SAVED`, (draws,).
+
+    Where none does it is the smallest batch.
+    """
+    batches, times, octave = curve
+    saves = times[..., octave:] <= (1.0 - SAVED) * times[..., :-octave]
+    if not saves.shape[-1]:
+        return np.full(times.shape[:-1], batches[0])
+    last = len(batches) - 1 - np.argmax(saves[..., ::-1], axis=-1)
+    return np.asarray(np.where(saves.any(axis=-1), batches[last], batches[0]))
+
+
+def kneedle_knees(curve: Curve) -> Array:
+    """Return the batch of each curve farthest below its chord, (draws,); NaN if it hardly bends."""
+    batches, times, _ = curve
+    first = times[..., :1]
+    last = times[..., -1:]
+    if len(batches) < MIN_BATCHES:
+        return np.full(times.shape[:-1], np.nan)
+    along = (batches - batches[0]) / (batches[-1] - batches[0])
+    height = (times - last) / np.where(first > last, first - last, 1.0)
+    bend = 1.0 - along - height
+    found = (first - last)[..., 0] >= MIN_FALL * first[..., 0]
+    found &= bend.max(axis=-1) >= MIN_BEND
+    return np.where(found, batches[np.argmax(bend, axis=-1)], np.nan)
+
+
+def knees(kind: str, curve: Curve) -> Array:
+    """Return the knee of each curve by the objective's law, (draws,); NaN for none."""
+    return kneedle_knees(curve) if kind == "kneedle" else doubling_knees(curve)
+
+
+def find_kneedle(curve: Curve) -> float | None:
+    """Return the knee of one curve by the package kneed; None if it hardly bends.
+
+    Of several it is the one farthest below the chord, which `kneedle_knees` finds in hundreds of
+    curves at once.
+    """
+    batches, times, _ = curve
+    if np.isnan(kneedle_knees(curve)):
         return None
     locator = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True)
     height = (times - times[-1]) / (times[0] - times[-1])
@@ -119,29 +219,64 @@ def _knee_locator() -> Any:
     return KneeLocator
 
 
-def find_knees(curve: Curve) -> Array:
-    """Return the global batch at the knee of each curve, (draws,); NaN if it hardly bends."""
-    batches, times = curve
-    first = times[..., :1]
-    last = times[..., -1:]
-    if len(batches) < MIN_BATCHES:
-        return np.full(times.shape[:-1], np.nan)
-    along = (batches - batches[0]) / (batches[-1] - batches[0])
-    height = (times - last) / np.where(first > last, first - last, 1.0)
-    bend = 1.0 - along - height
-    found = (first - last)[..., 0] >= MIN_FALL * first[..., 0]
-    found &= bend.max(axis=-1) >= MIN_BEND
-    return np.where(found, batches[np.argmax(bend, axis=-1)], np.nan)
+def batches_up_to(kind: str, knee: float | Array) -> Array:
+    """Return the largest batch that is taken with a knee: itself; for Kneedle the nearest octave."""
+    return np.asarray(knee * (1.0 if kind == "knee" else math.sqrt(2.0)) * (1.0 + 1e-9))
 
 
-def lines_of(feasible: CandidateTable) -> Lines:
-    """Return the cluster sizes of feasible candidates, or of very many the fastest."""
-    key = (feasible.part << 25) | (feasible.nodes << 7) | feasible.workers_per_node
+def sampled_knees(kind: str, curves: TimeCurves) -> Array:
+    """Return the knee of the fitted curve, then of each drawn one, (1 + draws,); NaN for none."""
+    found = []
+    for train_time_s in filter(None, (curves.nominal, curves.drawn)):
+        found.append(np.atleast_1d(knees(kind, _sampled(curves.lines, train_time_s))))
+    return np.concatenate(found)
+
+
+def _sampled(lines: Lines, train_time_s: TrainTime) -> Curve:
+    return lower_envelope(lines, train_time_s, DRAWN_POINTS)
+
+
+def knee_of(kind: str, curves: TimeCurves) -> Knee:
+    """Return the knee of the fitted curve, with its 90 % interval where models were drawn.
+
+    Args:
+        kind: "knee", or "kneedle", which may find none.
+        curves: By the fit and around it.
+    """
+    nominal = lower_envelope(curves.lines, curves.nominal)
+    knee = find_kneedle(nominal) if kind == "kneedle" else float(doubling_knees(nominal))
+    if curves.drawn is None:
+        return Knee(global_batch=knee)
+    drawn = _sampled(curves.lines, curves.drawn)
+    found = knees(kind, drawn)
+    share = float(np.mean(np.isnan(found)))
+    if share == 1.0:
+        return Knee(global_batch=knee, share_without_knee=share)
+    interval = _interval(drawn.global_batch, found, knee)
+    return Knee(global_batch=knee, interval_90=interval, share_without_knee=share)
+
+
+def _interval(grid: Array, found: Array, knee: float | None) -> tuple[float, float]:
+    """Return the interval of the drawn knees, wide enough to hold the fitted curve's knee.
+
+    It is a step of their grid wider, as that is coarser than the fitted curve's. Drawn coefficients
+    stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
+    """
+    step = 2.0 ** (1.0 / DRAWN_POINTS)
+    low, high = np.nanquantile(found, [0.05, 0.95])
+    low = max(grid[0], low / step)
+    high = min(grid[-1], high * step)
+    return float(min(low, knee or math.inf)), float(max(high, knee or 0.0))
+
+
+def lines_of(possible: CandidateTable) -> Lines:
+    """Return the cluster sizes of possible candidates, or of very many the fastest."""
+    key = (possible.part << 25) | (possible.nodes << 7) | possible.workers_per_node
     # stable: fast where they are in order already
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
-    batches = feasible.global_batch[order]
-    first = feasible.take(order[starts])
+    batches = possible.global_batch[order]
+    first = possible.take(order[starts])
     lines = Lines(
         part=first.part.astype(np.float64),
         nodes=first.nodes.astype(np.float64),
@@ -151,64 +286,21 @@ def lines_of(feasible: CandidateTable) -> Lines:
     )
     if len(starts) <= MAX_LINES:
         return lines
-    kept = np.isin(key[order][starts], key[_fastest_rows(feasible)])
+    kept = np.isin(key[order][starts], key[_fastest_rows(possible)])
     return Lines(*(column[kept] for column in lines))
 
 
-def _fastest_rows(feasible: CandidateTable) -> NDArray[np.intp]:
+def _fastest_rows(possible: CandidateTable) -> NDArray[np.intp]:
     """Return the fastest candidate of each of `MAX_LINES` ranges of batches."""
-    octaves = np.log2(feasible.global_batch)
+    octaves = np.log2(possible.global_batch)
     width = (octaves.max() - octaves.min()) / (MAX_LINES - 1) or 1.0
     range_of = ((octaves - octaves.min()) / width).astype(np.int64)
     least = np.full(MAX_LINES, np.inf)
-    np.minimum.at(least, range_of, feasible.train_time_s)
-    return np.flatnonzero(feasible.train_time_s == least[range_of])
+    np.minimum.at(least, range_of, possible.train_time_s)
+    return np.flatnonzero(possible.train_time_s == least[range_of])
 
 
-def knee_of(feasible: CandidateTable, nominal: TrainTime, drawn: TrainTime | None) -> Knee | None:
-    """Return the knee of the fitted curve with its 90 % interval; None for too few global batches.
-
-    Args:
-        feasible: Feasible candidates.
-        nominal: The fitted model.
-        drawn: Models drawn from the fit's uncertainty; None leaves the interval out.
-    """
-    batches = feasible.global_batch
-    if not np.any((batches > batches.min()) & (batches < batches.max())):
-        return None
-    lines = lines_of(feasible)
-    knee = find_knee(lower_envelope(lines, nominal))
-    if drawn is None:
-        return Knee(global_batch=knee)
-    curves = lower_envelope(lines, drawn, DRAWN_POINTS)
-    knees = find_knees(curves)
-    share = float(np.mean(np.isnan(knees)))
-    if share == 1.0:
-        return Knee(global_batch=knee, share_without_knee=share)
-    interval = _interval(curves.global_batch, knees, knee)
-    return Knee(global_batch=knee, interval_90=interval, share_without_knee=share)
-
-
-def _interval(grid: Array, knees: Array, knee: float | None) -> tuple[float, float]:
-    """Return the interval of the drawn knees, wide enough to hold the fitted curve's knee.
-
-    It is a step of their grid wider, as that is coarser than the fitted curve's. Drawn coefficients
-    stay within their bounds: where one is fitted at a bound, all draws lie on the same side of it.
-    """
-    step = float(grid[-1] / grid[0]) ** (1.0 / (DRAWN_POINTS - 1))
-    low, high = np.nanquantile(knees, [0.05, 0.95])
-    low = max(grid[0], low / step)
-    high = min(grid[-1], high * step)
-    return float(min(low, knee or math.inf)), float(max(high, knee or 0.0))
-
-
-# models drawn from the fit's uncertainty
-DRAWS = 200
-# the same measurements give the same plan
-SEED = 0
-
-
-def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
+def _fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
     """Return the seconds of training by the fitted models, as a function."""
 
     def train_time_s(
@@ -222,7 +314,7 @@ def fitted_time(parts: Sequence[Part], epochs: int) -> TrainTime:
     return train_time_s
 
 
-def drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
+def _drawn_time(parts: Sequence[Part], epochs: int) -> TrainTime:
     """Return the seconds of training by models drawn from the uncertainty of each fit."""
 
     def train_time_s(

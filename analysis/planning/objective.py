@@ -1,9 +1,12 @@
-"""Choice among the feasible candidates: least time, least cost, both weighed, or the knee.
+"""Choice among the feasible candidates: the knee, least time, progress or cost, or both weighed.
 
 "weighted" makes `a · log T + b · log C` least, that is the product `T^a × C^b`, T the expected wall
 time, C the cost. Units and sizes of both do not matter: a candidate that takes twice as long must
 cost less than `2^(−a/b)` times as much to be preferred. a = b = 1 makes time × cost least, b = 0 is
 "time", a = 0 is "cost".
+
+"progress" makes the time to the same progress least: a batch B needs (1 + B/B_noise) / (1 +
+base/B_noise) times the samples of `training.base_batch` (see `models.critical_batch`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable
-from tula_hpc.analysis.planning.constraints import unconstrained
-from tula_hpc.analysis.planning.knee import MIN_BATCHES, TrainTime, knee_of
+from tula_hpc.analysis.planning.knee import MIN_BATCHES, SAVED, TimeCurves, batches_up_to, knee_of
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Knee
 
@@ -36,54 +38,61 @@ class Choice(NamedTuple):
     ranking: NDArray[np.intp]
     # one sentence
     reason: str
-    # None for other objectives and with too few batches
+    # None for objectives without one
     knee: Knee | None
     warnings: tuple[str, ...]
 
 
 def choose(
-    objective: ObjectiveSpec,
-    table: CandidateTable,
-    train_time_s: TrainTime,
-    drawn: TrainTime | None = None,
+    objective: ObjectiveSpec, table: CandidateTable, curves: TimeCurves | None = None
 ) -> Choice:
     """Rank the feasible candidates.
 
-    "time", "cost" and "weighted" take the least. Of equal times the cheapest is taken, of equal
-    costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the smaller
-    batch.
+    "time", "progress", "cost" and "weighted" take the least. Of equal times the cheapest is taken,
+    of equal costs, as where all is free, the fastest; ties in both go to fewer nodes, then to the
+    smaller batch.
 
-    "knee" takes the candidate whose global batch is nearest, in octaves, to the knee of the fitted
-    curve; of equal batches the fastest, then the cheapest, then the one with fewer nodes. Where a
-    smaller batch is as fast and as cheap as that, or better, it is taken instead. The curve is the
-    workload's: constraints decide which candidate is nearest to its knee, not where that lies.
-    Without a knee the smallest global batch within 10 % of the least expected time is taken, on as
-    few nodes as possible, of those the fastest, then the cheapest.
+    "knee" takes the fastest candidate with a global batch up to the knee of the fitted curves; of
+    equal times the cheapest. Where constraints leave none there, it is the smallest batch beyond.
+    "kneedle" has its own knee, of the search's range, and counts batches up to half an octave
+    beyond it. Without one the smallest global batch within 10 % of the least expected time is
+    taken, on as few nodes as possible, of those the fastest, then the cheapest.
 
     Args:
         objective: Kind and weights.
         table: At least one row is feasible.
-        train_time_s: The fitted model, for the curve between the candidates.
-        drawn: Models drawn from the fit's uncertainty, for the knee's interval.
+        curves: That have the knee; needed for "knee" and "kneedle".
     """
     feasible = table.why == FEASIBLE
-    if objective.kind == "knee":
-        return _by_knee(table, feasible, train_time_s, drawn)
-    ranking = ranked(table, feasible, least_keys(objective, table.wall_time_s, table.cost))
+    if objective.has_knee:
+        if curves is None:
+            raise ValueError(f"curves: {objective.kind} needs them")
+        return _by_knee(objective.kind, table, feasible, curves)
+    keys = least_keys(objective, objective_time_s(objective, table), table.cost)
     least = f"expected {objective.kind}"
+    if objective.kind == "progress":
+        least = "expected time to the same progress"
     if objective.kind == "weighted":
         time = _power("time", objective.time_weight)
         least = f"{time} × {_power('cost', objective.cost_weight)}"
-    return Choice(ranking, f"it has the least {least} of all feasible candidates", None, ())
+    reason = f"it has the least {least} of all feasible candidates"
+    return Choice(ranked(table, feasible, keys), reason, None, ())
 
 
-def least_keys(objective: ObjectiveSpec, wall_time_s: Array, cost: Array) -> tuple[Array, ...]:
+def objective_time_s(objective: ObjectiveSpec, table: CandidateTable) -> Array:
+    """Return the expected time that the objective weighs."""
+    if objective.kind == "progress":
+        return table.wall_time_s * table.progress
+    return table.wall_time_s
+
+
+def least_keys(objective: ObjectiveSpec, time_s: Array, cost: Array) -> tuple[Array, ...]:
     """Return the quantities to be least, the first first; later ones decide between equals."""
-    if objective.kind == "time":
-        return wall_time_s, cost
     if objective.kind == "cost":
-        return cost, wall_time_s
-    return _weighted(objective, wall_time_s, cost), wall_time_s, cost
+        return cost, time_s
+    if objective.kind == "weighted":
+        return _weighted(objective, time_s, cost), time_s, cost
+    return time_s, cost
 
 
 def weighted_score(objective: ObjectiveSpec, table: CandidateTable) -> Array:
@@ -114,51 +123,28 @@ def ranked(
 
 
 def _by_knee(
-    table: CandidateTable, feasible: NDArray[np.bool_], nominal: TrainTime, drawn: TrainTime | None
+    kind: str, table: CandidateTable, feasible: NDArray[np.bool_], curves: TimeCurves
 ) -> Choice:
-    possible = np.flatnonzero(unconstrained(table).why == FEASIBLE)
-    knee = knee_of(table.take(possible), nominal, drawn)
-    if knee is None:
-        why = f"no knee: it needs {MIN_BATCHES} feasible global batches"
-        return _near_least_time(table, feasible, None, why)
+    knee = knee_of(kind, curves)
     if knee.global_batch is None:
-        return _near_least_time(table, feasible, knee, "the curve has no knee")
-    octaves = np.abs(np.log2(table.global_batch / knee.global_batch))
-    octaves = np.round(octaves, 9).astype(np.float64)
-    keys = (octaves, table.global_batch.astype(np.float64), table.wall_time_s, table.cost)
-    ranking = ranked(table, feasible, keys)
-    nearest = int(ranking[0])
-    where = f"nearest to the knee of the training-time curve at {knee.global_batch:,.0f}"
-    taken = _unbeaten(table, feasible, nearest, keys)
-    if taken == nearest:
-        reason = f"its global batch is {where}, and it is the fastest there"
-        return Choice(ranking, reason, knee, ())
-    ranking = np.concatenate([[taken], ranking[ranking != taken]])
-    below = f"its global batch is below B={table.global_batch[nearest]:,}, the {where}"
-    reason = f"{below}, and it is neither slower nor dearer than the fastest there"
-    return Choice(ranking, reason, knee, ())
+        return _near_least_time(table, feasible, knee)
+    batch = table.global_batch.astype(np.float64)
+    within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
+    time_s = table.wall_time_s
+    # up to the knee by time, which is at most 1 here; then by batch
+    slowest_s = time_s[within].max(initial=1e-300)
+    first = np.where(within, time_s / slowest_s, 1.0 + batch)
+    ranking = ranked(table, feasible, (first, time_s, table.cost))
+    place = f"the knee, B={knee.global_batch:,.0f}"
+    if not within.any():
+        return Choice(ranking, f"no candidate is below {place}; it is the next above", knee, ())
+    law = "where the curve of the time bends most"
+    if kind == "knee":
+        law = f"the largest batch whose last doubling still saves {100 * SAVED:.0f} % of the time"
+    return Choice(ranking, f"it is the fastest up to {place}: {law}", knee, ())
 
 
-def _unbeaten(
-    table: CandidateTable, feasible: NDArray[np.bool_], row: int, keys: tuple[Array, ...]
-) -> int:
-    """Return the row, or the first feasible one that beats it, and so on.
-
-    One beats another where it is smaller in global batch, expected time or cost, and larger in
-    none.
-    """
-    columns = np.stack([table.global_batch, table.wall_time_s, table.cost])
-    while True:
-        own = columns[:, row][:, None]
-        beating = feasible & np.all(columns <= own, axis=0) & np.any(columns < own, axis=0)
-        if not beating.any():
-            return row
-        row = int(ranked(table, beating, keys)[0])
-
-
-def _near_least_time(
-    table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee | None, why: str
-) -> Choice:
+def _near_least_time(table: CandidateTable, feasible: NDArray[np.bool_], knee: Knee) -> Choice:
     time = table.wall_time_s
     near = time <= NEAR_LEAST_TIME * time[feasible].min()
     batch = table.global_batch.astype(np.float64)
@@ -166,4 +152,23 @@ def _near_least_time(
     ranking = ranked(table, feasible & near, (batch, nodes, time, table.cost))
     ranking = np.concatenate([ranking, ranked(table, feasible & ~near, (time, table.cost))])
     rule = "the smallest global batch whose training time is within 10 % of the least"
+    why = f"the curve has no knee, which needs {MIN_BATCHES} batches and a bend"
     return Choice(ranking, f"it has {rule}", knee, (f"{why}; the plan takes {rule}",))
+
+
+def pareto_front(first: Array, second: Array) -> NDArray[np.intp]:
+    """Return the rows that no other row beats: none is smaller in one and at most as large in both.
+
+    Args:
+        first: (n,) finite numbers.
+        second: (n,) finite numbers.
+
+    Returns: Indices, ascending in `first`, so that `second` falls. Of equal points the one that
+        comes first.
+    """
+    order = np.argsort(first)
+    improves = second[order] < np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
+    # equal values of `first` may still be in the wrong order here
+    few = np.sort(order[improves])
+    few = few[np.lexsort((second[few], first[few]))]
+    return few[second[few] < np.concatenate([[np.inf], np.minimum.accumulate(second[few])[:-1]])]

@@ -10,6 +10,7 @@ import numpy as np
 from tula_hpc.analysis.costs.evaluation import evaluation_of, with_start
 from tula_hpc.analysis.costs.interruptions import measured_cost
 from tula_hpc.analysis.costs.pricing import node_power
+from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.planning.candidates import (
@@ -18,10 +19,10 @@ from tula_hpc.analysis.planning.candidates import (
     Part,
     allowed_bytes,
     candidate_grid,
-    conceivable,
     predict,
     stacked,
 )
+from tula_hpc.analysis.planning.constraints import conceivable
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
@@ -34,6 +35,8 @@ class Fitted(NamedTuple):
     parts: tuple[Part, ...]
     table: CandidateTable
     warnings: tuple[str, ...]
+    # by the training's metrics, or by all profiles; None: too little was measured
+    critical: CriticalBatch | None = None
 
 
 class Trained(NamedTuple):
@@ -70,17 +73,28 @@ def fit_parts(
             grid, left_out = plannable(sweep, part)
         except NotEnoughDataError as error:
             errors.append(error)
-            warnings.append(f"partition {name} is left out: {_lack(error)}")
+            warnings.append(f"partition {name} is left out: {error}")
             continue
         parts.append(part)
         grids.append(grid)
         warnings += [prefixed(name, text) for text in left_out]
     if not parts:
-        lacks = [prefixed(name, _lack(e)) for name, e in zip(names, errors, strict=True)]
+        lacks = [prefixed(name, str(e)) for name, e in zip(names, errors, strict=True)]
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
-    parts = _corrected(parts, trained)
+    critical = critical_batch(measurements, trained.metrics)
+    _require_noise(sweep, critical)
+    noise = critical.batch if critical else None
+    parts = [part._replace(critical_batch=noise) for part in _corrected(parts, trained)]
     tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
-    return Fitted(tuple(parts), stacked(tables), tuple(warnings))
+    return Fitted(tuple(parts), stacked(tables), tuple(warnings), critical)
+
+
+def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:
+    if sweep.objective.kind == "progress" and critical is None:
+        raise NotEnoughDataError(
+            'plan: objective.kind = "progress" needs the noise of the gradient, and no profile '
+            "could measure it; choose another kind"
+        )
 
 
 def _predict(index: int, part: Part, grid: Grid, sweep: SweepSpec) -> CandidateTable:
@@ -99,10 +113,6 @@ def _corrected(parts: list[Part], trained: Trained) -> list[Part]:
         return parts
     found = where[0].evaluation.corrected(trained.metrics.epochs)
     return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
-
-
-def _lack(error: NotEnoughDataError) -> str:
-    return str(error).removeprefix("plan: ")
 
 
 def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
@@ -146,7 +156,7 @@ def _fit(
     grid = candidate_grid(sweep.search, cluster)
     wanted = grid.local_batch[conceivable(sweep.objective, grid.global_batch)].tolist()
     if not wanted:
-        raise NotEnoughDataError(f"plan: no candidate: {_no_candidate(sweep.search, cluster)}")
+        raise NotEnoughDataError(f"no candidate: {_no_candidate(sweep.search, cluster)}")
     bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     possible = {batch for batch in wanted if batch < bound}
     models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
@@ -178,7 +188,8 @@ def part_of(
     )
     priced = with_start(cluster, summary.start_s)
     power = node_power(summary.profiles, cluster.pricing)
-    return Part(name, priced, summary, models, power, evaluation)
+    noise = summary.critical_batch
+    return Part(name, priced, summary, models, power, evaluation, critical_batch=noise)
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
@@ -202,7 +213,7 @@ def plannable(sweep: SweepSpec, part: Part) -> tuple[Grid, list[str]]:
     if not len(kept.nodes):
         why = _not_planned(only, sweep.search, part.cluster)
         raise NotEnoughDataError(
-            f"plan: only N={only} was measured, {why}; "
+            f"only N={only} was measured, {why}; "
             "a sweep with a new --run-dir profiles the cluster sizes that can be planned"
         )
     left = sorted(set(np.unique(wanted.nodes).tolist()) - sizes)

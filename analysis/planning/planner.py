@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs import evaluation, interruptions
 from tula_hpc.analysis.costs.pricing import assumptions
-from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.planning import warnings
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
@@ -22,7 +21,6 @@ from tula_hpc.analysis.planning.candidates import (
     Part,
     as_records,
     checkpoint_copy,
-    pareto_front,
 )
 from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.feasibility import (
@@ -31,9 +29,9 @@ from tula_hpc.analysis.planning.feasibility import (
     narrowly_kept,
     require_feasible,
 )
-from tula_hpc.analysis.planning.knee import TrainTime, drawn_time, fitted_time
+from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.memory_limit import describe_limit
-from tula_hpc.analysis.planning.objective import Choice, choose
+from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
 from tula_hpc.analysis.planning.partitions import (
     Fitted,
     Trained,
@@ -74,30 +72,27 @@ def plan_candidates(
     fitted = fit_parts(sweep, cluster, measurements, trained)
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
     require_feasible(fitted, sweep.objective)
-    nominal = fitted_time(fitted.parts, sweep.workload.epochs)
-    drawn = drawn_time(fitted.parts, sweep.workload.epochs)
-    choice = choose(sweep.objective, fitted.table, nominal, drawn)
+    curves = knee_curves(fitted.parts, sweep)
+    choice = choose(sweep.objective, fitted.table, curves)
     plan = _without_warnings(sweep, fitted, choice)
-    critical = critical_batch(measurements, trained.metrics)
-    doubts = _doubts(plan, sweep, fitted, choice, critical)
+    doubts = _doubts(plan, sweep, fitted, choice)
     for part in fitted.parts:
         pending = profiling.pending(part.cluster, of_partition(measurements, part.name))
         doubts += warnings.about_partition(part, sweep, pending, profiling.how)
     if skipped_lines:
         doubts.append(f"{plural(skipped_lines, 'damaged line')} of the measurements skipped")
-    remarks = _remarks(sweep, fitted, critical, nominal)
+    remarks = _remarks(sweep, fitted, curves)
     remarks["warnings"] = [*choice.warnings, *fitted.warnings, *doubts]
     return warnings.with_estimates(plan.model_copy(update=remarks), fitted, footprints)
 
 
-def _doubts(
-    plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice, critical: CriticalBatch | None
-) -> list[str]:
+def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> list[str]:
     row = int(choice.ranking[0])
     return [
         *warnings.about_choice(row, fitted),
+        *warnings.about_range(plan, sweep.search),
         *warnings.about_unseen_memory(fitted),
-        *warnings.about_batch(plan.chosen, critical),
+        *warnings.about_batch(plan.chosen, fitted.critical),
         *warnings.about_method(sweep),
         *warnings.about_interruptions(row, fitted, sweep),
         *warnings.about_checkpoints(row, fitted, sweep),
@@ -106,11 +101,10 @@ def _doubts(
     ]
 
 
-def _remarks(
-    sweep: SweepSpec, fitted: Fitted, critical: CriticalBatch | None, train_time_s: TrainTime
-) -> dict[str, Any]:
+def _remarks(sweep: SweepSpec, fitted: Fitted, curves: TimeCurves | None) -> dict[str, Any]:
+    critical = fitted.critical
     remarks: dict[str, Any] = {
-        "binding": binding(fitted, sweep.objective, train_time_s),
+        "binding": binding(fitted, sweep.objective, curves),
         "notes": _all_notes(fitted.parts),
     }
     if critical:

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tula_hpc.analysis.planning.knee import MIN_BATCHES, Curve, find_knees
+from tula_hpc.analysis.planning.knee import MIN_BATCHES, curve_through, knees
 from tula_hpc.analysis.planning.objective import NEAR_LEAST_TIME, least_keys
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.records import Candidate, Configuration, Drift, Plan, StepParts
-
-CURVE_POINTS = 401
 
 # profiled parts of the step at a configuration
 Parts = Callable[[Configuration], StepParts]
@@ -61,10 +59,10 @@ def _batch_factor(
     objective: ObjectiveSpec, before: Sequence[Candidate], after: Sequence[Candidate]
 ) -> float:
     """Return the factor from the best batch before the drift to the best one after it."""
-    if objective.kind == "knee":
+    if objective.has_knee:
         # their own knees: by single candidates a hair could move the batch by an octave
-        then = knee_batch(before)
-        now = knee_batch(after)
+        then = knee_batch(objective.kind, before)
+        now = knee_batch(objective.kind, after)
         if then is not None and now is not None:
             return now / then
     return _best(objective, after).global_batch / _best(objective, before).global_batch
@@ -141,7 +139,7 @@ def slowed(candidate: Candidate, factor: float, evaluation: float = 1.0) -> Cand
     before_s = sum(candidate.wall_parts_s.values())
     whole = sum(parts.values()) / before_s if before_s > 0 else factor
     factors = dict.fromkeys(("step_time_s", "epoch_time_s", "train_time_s"), factor)
-    factors |= dict.fromkeys(("wall_time_s", "cost", "energy_kwh"), whole)
+    factors |= dict.fromkeys(("wall_time_s", "progress_time_s", "cost", "energy_kwh"), whole)
     changes: dict[str, Any] = {}
     intervals = dict(candidate.interval_90)
     for name, own_factor in factors.items():
@@ -168,30 +166,32 @@ def _score(
     objective: ObjectiveSpec, candidates: Sequence[Candidate]
 ) -> Callable[[Candidate], tuple[float, ...]]:
     """Return the function that the objective makes least, as in the plan."""
-    if objective.kind != "knee":
+    if not objective.has_knee:
 
         def keys(candidate: Candidate) -> tuple[float, ...]:
-            time_s = np.array(candidate.expected_time_s)
-            return tuple(map(float, least_keys(objective, time_s, np.array(candidate.cost))))
+            time_s = candidate.expected_time_s
+            if objective.kind == "progress" and candidate.progress_time_s is not None:
+                time_s = candidate.progress_time_s
+            return tuple(
+                map(float, least_keys(objective, np.array(time_s), np.array(candidate.cost)))
+            )
 
         return keys
-    knee = knee_batch(candidates)
+    knee = knee_batch(objective.kind, candidates)
     if knee is not None:
         return lambda c: (abs(math.log2(c.global_batch / knee)),)
     limit_s = NEAR_LEAST_TIME * min(c.expected_time_s for c in candidates)
     return lambda c: (float(c.global_batch) if c.expected_time_s <= limit_s else math.inf,)
 
 
-def knee_batch(candidates: Iterable[Candidate]) -> float | None:
+def knee_batch(kind: str, candidates: Iterable[Candidate]) -> float | None:
     """Return the global batch at the knee of training time over batch; None without a knee.
 
-    The time is interpolated between candidates.
+    The time of a sample is interpolated between candidates: that of an epoch has full batches only.
     """
-    points = sorted({c.global_batch: c.train_time_s for c in candidates}.items())
+    points = sorted({c.global_batch: c.step_time_s / c.global_batch for c in candidates}.items())
     if len(points) < MIN_BATCHES:
         return None
     batches, times = np.array(points, dtype=np.float64).T
-    dense = np.geomspace(batches[0], batches[-1], CURVE_POINTS)
-    curve = np.exp(np.interp(np.log(dense), np.log(batches), np.log(times)))
-    knee = float(find_knees(Curve(dense, np.minimum.accumulate(curve))))
+    knee = float(knees(kind, curve_through(batches, times)))
     return None if math.isnan(knee) else knee

@@ -136,6 +136,18 @@ def about_choice(chosen: int, fitted: Fitted) -> list[str]:
     return found
 
 
+def about_range(plan: Plan, search: SearchSpec) -> list[str]:
+    """Say that the search ends below the knee, so that its largest batch had to do."""
+    knee = plan.knee.global_batch if plan.knee else None
+    largest = max(candidate.global_batch for candidate in plan.candidates)
+    if plan.objective != "knee" or knee is None or knee < 2 * largest:
+        return []
+    return [
+        f"the knee, by the model at B={knee:,.0f}, lies beyond search.max_batch = "
+        f"{search.max_batch:,}; a new sweep with a larger one profiles there"
+    ]
+
+
 def about_unseen_memory(fitted: Fitted) -> list[str]:
     """Say which batches are left out as their memory was not measured and may not suffice."""
     found = []

@@ -23,6 +23,7 @@ from tula_hpc.formatting import (
     format_number,
     format_percent,
     in_samples,
+    plural,
     printable,
 )
 from tula_hpc.records import Candidate, Plan
@@ -145,6 +146,7 @@ def sentences(plan: Plan, profiling: str = "") -> list[str]:
         _expectation(plan),
         *_where_time_goes(plan.chosen),
         f"Chosen by {plan.objective}: {plan.reason}.",
+        *why_not_better(plan),
         *background(plan),
     ]
     if profiling:
@@ -161,6 +163,26 @@ def background(plan: Plan) -> list[str]:
         *_critical_batch(plan),
         *(f"Note: {note}." for note in plan.notes),
     ]
+
+
+def why_not_better(plan: Plan) -> list[str]:
+    """Say why a candidate that is faster and no dearer was not chosen; empty without one."""
+    chosen = plan.chosen
+    better = [c for c in plan.candidates if c.feasible and _beats(c, chosen)]
+    if not better:
+        return []
+    best = min(better, key=lambda c: (c.expected_time_s, c.cost))
+    why = "its batch lies beyond the knee, and the larger a batch the less a training may learn"
+    if plan.objective == "progress":
+        why = "with its batch a training needs more samples to the same progress"
+    return [
+        f"{name_of(best)} would be {_against(best, chosen)}, but {why}; "
+        'objective.kind = "time" takes it.'
+    ]
+
+
+def _beats(candidate: Candidate, chosen: Candidate) -> bool:
+    return candidate.expected_time_s < chosen.expected_time_s and candidate.cost <= chosen.cost
 
 
 def _expectation(plan: Plan) -> str:
@@ -251,8 +273,19 @@ def _critical_batch(plan: Plan) -> list[str]:
         "training": "in the later half of the training so far",
     }.get(plan.critical_batch_source or "", "as it was measured")
     batch = in_samples(plan.critical_batch)
-    meaning = "Beyond it a larger batch saves few steps; it grows in training."
-    return [f"Critical batch: {batch}, the gradient's noise scale {source}. {meaning}"]
+    found = [
+        f"Critical batch: {batch}, the gradient's noise scale {source}. Beyond it a larger batch "
+        "saves few steps; it grows in training."
+    ]
+    chosen = plan.chosen
+    if chosen.progress_time_s is not None:
+        factor = format_number(chosen.progress_time_s / chosen.expected_time_s, 2)
+        found.append(
+            f"To the progress of {plural(plan.epochs, 'epoch')} at training.base_batch this batch "
+            f"needs {factor} times the samples and {format_duration(chosen.progress_time_s)}, if "
+            "nothing scales its gradients."
+        )
+    return found
 
 
 def _table(plan: Plan, width: int) -> Table:
@@ -301,6 +334,11 @@ def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
         numbers("cost", lambda c: format_money(c.cost, c.currency)),
         numbers("memory", lambda c: format_bytes(c.peak_memory_bytes), spare=2),
     ]
+    if plan.chosen.progress_time_s is not None:
+        columns.insert(
+            7,
+            numbers("same progress", lambda c: format_duration(c.progress_time_s or 0.0), spare=4),
+        )
     if plan.chosen.partition:
         columns.append(TextColumn("partition", [item.partition for item in shown]))
     remarks = ["measured" if item.measured and not item.why else item.why for item in shown]

@@ -205,7 +205,8 @@ def latex(scaling: Scaling, curve: Curve) -> str:
 
 
 def _latex_lines(row: Sequence[str]) -> Iterator[str]:
-    values, ranges = [], []
+    values = []
+    ranges = []
     for cell in row:
         value, _, ends = cell.partition("\n")
         values.append(latex_escaped(value))

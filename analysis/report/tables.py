@@ -223,6 +223,11 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
     )
     ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
     rows = [_candidate_cells(item, measured[item.partition]) for item in ordered]
+    if any(item.progress_time_s is not None for item in ordered):
+        after = columns.index("steps") + 1
+        columns = (*columns[:after], "same progress", *columns[after:])
+        times = [format_duration(item.progress_time_s) for item in ordered]
+        rows = [(*r[:after], time, *r[after:]) for r, time in zip(rows, times, strict=True)]
     if any(names):
         columns = ("partition", *columns)
         rows = [(item.partition, *row) for item, row in zip(ordered, rows, strict=True)]

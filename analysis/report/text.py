@@ -11,7 +11,7 @@ from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.analysis.planning import warnings as plan_warnings
 from tula_hpc.analysis.planning.partitions import name_of, of_partition, prefixed
 from tula_hpc.analysis.planning.planner import AGAIN
-from tula_hpc.analysis.report.plan_text import background
+from tula_hpc.analysis.report.plan_text import background, why_not_better
 from tula_hpc.analysis.report.tables import format_time
 from tula_hpc.analysis.run_contents import (
     SMALLER_STEPS,
@@ -103,6 +103,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     )
     if plan.reason:
         yield _sentence(plan.reason.removeprefix(f"{name_of(chosen)}: "))
+    yield from why_not_better(plan)
 
 
 def about_plan(run: RunContents) -> list[str]:

@@ -38,6 +38,7 @@ from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.analysis.planning.knee import DRAWS, SEED, batches_up_to
 from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
@@ -49,8 +50,6 @@ from tula_hpc.analysis.search.confirmation import (
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.records import Configuration, Measurement, is_usable
 
-DRAWS = 200
-SEED = 0
 # the last profiles, which confirm the choice first: a first one that contradicts its prediction
 # leaves two for the choices that follow
 RESERVED = 3
@@ -203,7 +202,7 @@ class _Predictions:
         self.step_s = model.predict(self.nodes, self.batch, self.per_node)
         self.covariance = model.covariance(self.nodes, self.batch, self.per_node)
         # the knee is that of a smooth curve
-        if decision.kind != "knee":
+        if not decision.has_knee:
             measured = {profile.configuration for profile in summary.profiles}
             unseen = np.array([point not in measured for point in points])
             self.covariance[unseen, unseen] += INTERACTION
@@ -216,9 +215,10 @@ class _Predictions:
         planned = None
         if choices and choices[0].configuration in points:
             planned = points.index(choices[0].configuration)
-        if decision.kind == "knee":
+        if decision.has_knee:
             global_batch = self.nodes * self.per_node * self.batch
-            self.decision = _knee_decision(evaluated, global_batch, planned)
+            most = batches_up_to(decision.kind, decision.knees(points, model, summary))
+            self.decision = _knee_decision(evaluated, global_batch, most, planned)
         else:
             enough = max(LEAST_REGRET, REGRET * self.spread)
             self.decision = _least_decision(evaluated, enough, planned)
@@ -267,24 +267,26 @@ def _least_decision(evaluated: Evaluated, enough: float, planned: int | None) ->
     return _Decision(chosen, regret, enough, np.mean(near, axis=0))
 
 
-def _knee_decision(evaluated: Evaluated, global_batch: Array, planned: int | None) -> _Decision:
-    """Compare the planned choice with the allowed batch nearest to the knee of each draw's curve.
+def _knee_decision(
+    evaluated: Evaluated, global_batch: Array, most: Array, planned: int | None
+) -> _Decision:
+    """Compare the planned choice with the largest allowed batch up to the knee of each draw.
 
-    Without a plan the choice is that of the nominal curve.
+    Without a plan the choice is the fastest there by the nominal curve. `most` are the largest
+    batches up to the nominal knee and those of the draws, (1 + draws,); NaN for none.
     """
     batches, column = np.unique(global_batch, return_inverse=True)
     columns = [column == index for index in range(len(batches))]
-    # where nothing can run, the curve is that of all
-    possible = evaluated.possible | ~evaluated.possible.any(axis=1, keepdims=True)
-    knees = knee_columns(batches, _fastest(evaluated.value, possible, columns))
     time_s = evaluated.eligible_value
     fastest = _fastest(evaluated.value, evaluated.eligible, columns)
-    away = np.abs(np.log2(batches / batches[knees][:, None]))
-    nearest = np.argmin(np.where(np.isfinite(fastest), away, np.inf), axis=1)
-    at_nearest = np.flatnonzero(columns[nearest[0]])
-    chosen = int(at_nearest[np.argmin(time_s[0, at_nearest])]) if planned is None else planned
-    octaves = np.abs(np.log2(batches[nearest[1:]] / global_batch[chosen]))
-    share = np.bincount(nearest[1:], minlength=len(batches)) / len(octaves)
+    allowed = np.isfinite(fastest)
+    within = allowed & ~(batches > most[:, None])
+    last_within = len(batches) - 1 - np.argmax(within[:, ::-1], axis=1)
+    best = np.where(within.any(axis=1), last_within, np.argmax(allowed, axis=1))
+    at_best = np.flatnonzero(columns[best[0]])
+    chosen = int(at_best[np.argmin(time_s[0, at_best])]) if planned is None else planned
+    octaves = np.abs(np.log2(batches[best[1:]] / global_batch[chosen]))
+    share = np.bincount(best[1:], minlength=len(batches)) / len(octaves)
     front = evaluated.eligible[1:] & (time_s[1:] <= fastest[1:, column] * (1.0 + NEAR))
     return _Decision(
         chosen=chosen,
@@ -298,24 +300,6 @@ def _fastest(time_s: Array, of: NDArray[np.bool_], columns: Sequence[NDArray[np.
     """Return the least time (k, batches) of the candidates in each column, infinite without any."""
     among = np.where(of, time_s, np.inf)
     return np.stack([among[:, inside].min(axis=1) for inside in columns], axis=1)
-
-
-def knee_columns(batches: Array, times: Array) -> NDArray[np.intp]:
-    """Find the column farthest below the chord of each row's envelope.
-
-    Times (n, m) over ascending batches (m,). Infinite ones are of batches that cannot be chosen:
-    the chord joins the first and the last of the others.
-    """
-    finite = np.isfinite(times)
-    rows = np.arange(len(times))
-    first = np.argmax(finite, axis=1)
-    last = len(batches) - 1 - np.argmax(finite[:, ::-1], axis=1)
-    envelope = np.minimum.accumulate(np.where(finite, times, np.inf), axis=1)
-    high, low = envelope[rows, first][:, None], envelope[rows, last][:, None]
-    start, end = batches[first][:, None], batches[last][:, None]
-    height = (np.minimum(envelope, high) - low) / np.maximum(high - low, 1e-300)
-    along = (batches - start) / np.maximum(end - start, 1e-300)
-    return np.asarray(np.argmax(np.where(finite, 1.0 - along - height, -np.inf), axis=1))
 
 
 def _draws(covariance: Array) -> Array:

@@ -22,13 +22,19 @@ from tula_hpc.analysis.planning.candidates import (
     Part,
     Why,
     as_measured,
-    conceivable,
     predict,
     priced,
 )
-from tula_hpc.analysis.planning.constraints import CONSTRAINED, constrain, excess
-from tula_hpc.analysis.planning.knee import fitted_time
-from tula_hpc.analysis.planning.objective import choose, weighted_score
+from tula_hpc.analysis.planning.constraints import CONSTRAINED, conceivable, constrain, excess
+from tula_hpc.analysis.planning.knee import (
+    DRAWS,
+    SEED,
+    Lines,
+    TimeCurves,
+    knee_curves,
+    sampled_knees,
+)
+from tula_hpc.analysis.planning.objective import choose, objective_time_s, weighted_score
 from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.errors import NotEnoughDataError
@@ -40,12 +46,14 @@ Array = NDArray[np.float64]
 IMPOSSIBLE = 1.0
 # energies can be compared without knowing the power
 SOME_POWER = NodePower(1.0, False)
+# critical batch until the noise is measured: every batch then learns as much from a sample
+NO_NOISE = 1e18
 
 
 class Evaluated(NamedTuple):
     """Candidates (m,) under several predictions (k, m); the first is the nominal one."""
 
-    # the objective, to be minimized; for "knee" the time of an epoch, up to a factor
+    # the objective, to be minimized; for a knee the time of an epoch, up to a factor
     value: Array
     # share of a limit by which constraints are broken; 0 or less: allowed
     excess: Array
@@ -92,12 +100,17 @@ class Chosen(NamedTuple):
 class DecisionModel(NamedTuple):
     """Objective and constraints of the plan."""
 
-    # knee, time, cost or weighted
+    # as in `[objective]`
     kind: str = "knee"
     # with the constraints; None: there are none, and cost is node-seconds
     sweep: SweepSpec | None = None
     # with prices and limits; None: likewise
     cluster: ClusterSpec | None = None
+
+    @property
+    def has_knee(self) -> bool:
+        """True if the choice follows a knee of the curve of time over batch."""
+        return self.kind in {"knee", "kneedle"}
 
     def conceivable(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """Return the candidates with a batch that the constraints allow; all if they allow none."""
@@ -113,11 +126,12 @@ class DecisionModel(NamedTuple):
         """Evaluate the points (m,) under predicted step times (k, m), as the plan would."""
         grid = Grid(*np.array(points, dtype=np.int64).T)
         # the knee is that of the model's smooth curve
-        if self.kind != "knee":
+        if not self.has_knee:
             step_s = as_measured(step_s, grid, summary, model)
         per_sample_s = step_s / grid.global_batch
         if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
-            workers = 1 if self.kind in {"knee", "time"} else grid.nodes * grid.workers_per_node
+            counts = self.kind in {"cost", "weighted"}
+            workers = grid.nodes * grid.workers_per_node if counts else 1
             power = 0.5 if self.kind == "weighted" else 1.0
             return Evaluated(
                 per_sample_s * workers**power,
@@ -126,7 +140,20 @@ class DecisionModel(NamedTuple):
             )
         part = _part(self.sweep, self.cluster, summary, model)
         evaluated = _as_planned(self.sweep, part, grid, step_s)
-        return evaluated._replace(value=per_sample_s) if self.kind == "knee" else evaluated
+        return evaluated._replace(value=per_sample_s) if self.has_knee else evaluated
+
+    def knees(
+        self, points: Sequence[Configuration], model: StepTimeModel, summary: Summary
+    ) -> Array:
+        """Return the knee of the fitted curve, then of each drawn one, (1 + draws,); NaN: none."""
+        if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
+            return sampled_knees(self.kind, _curves_through(points, model))
+        part = _part(self.sweep, self.cluster, summary, model)
+        try:
+            curves = knee_curves((part,), self.sweep)
+        except NotEnoughDataError:
+            curves = None
+        return sampled_knees(self.kind, curves or _curves_through(points, model))
 
     def choices(self, summary: Summary, model: StepTimeModel) -> list[Chosen] | None:
         """Return what the plan would choose from these measurements, by the plan's own code.
@@ -150,10 +177,28 @@ class DecisionModel(NamedTuple):
         return [one for one in found if one is not None]
 
 
+def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> TimeCurves:
+    """Return the time of a sample over the batches of these configurations alone."""
+    ends: dict[tuple[int, int], list[int]] = {}
+    for point in points:
+        ends.setdefault(point[:2], []).append(point.global_batch)
+    columns = [(0, *size, min(found), max(found)) for size, found in ends.items()]
+
+    def nominal(_: int, nodes: Array, per_node: Array, batch: Array) -> Array:
+        return model.predict(nodes, batch, per_node) / (nodes * per_node * batch)
+
+    def drawn(_: int, nodes: Array, per_node: Array, batch: Array) -> Array:
+        samples = model.samples(nodes, batch, per_node, count=DRAWS, seed=SEED)
+        return samples / (nodes * per_node * batch)
+
+    return TimeCurves(Lines(*np.array(columns, dtype=np.float64).T), nominal, drawn)
+
+
 def _part(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel) -> Part:
     models = with_step_time(summary, fitting_limit(cluster, summary), model)
     part = part_of("", sweep, cluster, summary, models)
-    return part._replace(power=part.power or SOME_POWER)
+    noise = part.critical_batch or NO_NOISE
+    return part._replace(power=part.power or SOME_POWER, critical_batch=noise)
 
 
 def _chosen(
@@ -162,8 +207,8 @@ def _chosen(
     table = constrain(table, sweep.objective)
     if not np.any(table.why == FEASIBLE):
         return None
-    nominal = fitted_time((part,), sweep.workload.epochs)
-    row = int(choose(sweep.objective, table, nominal).ranking[0])
+    curves = knee_curves((part,), sweep, with_draws=False)
+    row = int(choose(sweep.objective, table, curves).ranking[0])
     return Chosen(
         Configuration(
             int(table.nodes[row]), int(table.workers_per_node[row]), int(table.local_batch[row])
@@ -192,4 +237,4 @@ def _value(objective: ObjectiveSpec, table: CandidateTable) -> Array:
     # where nothing costs anything the plan takes the fastest
     if objective.kind == "cost" and table.cost.any():
         return table.cost
-    return table.wall_time_s
+    return objective_time_s(objective, table)

@@ -330,11 +330,11 @@ def test_a_slow_network_never_makes_the_batch_smaller(kind: str) -> None:
 
 
 def test_a_slow_network_makes_larger_batches_pay_that_did_not_pay_before() -> None:
-    """While computing prevails, time hardly falls with the batch: there is no knee, and a small batch will do."""
+    """While computing prevails, time hardly falls with the batch: the knee is the smallest batch."""
     listed = [candidate(c) for c in configurations(cluster_sizes=(2,), batches=(256, 512, 1024))]
     there = [slowed(c, compute_time_s(c.local_batch) / c.step_time_s) for c in listed]
     made = plan(there, chosen=there[0])
-    assert knee_batch(there) is None
+    assert knee_batch("knee", there) == 256
     found = choose_again(
         made,
         ObjectiveSpec(kind="knee"),

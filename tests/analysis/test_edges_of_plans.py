@@ -226,11 +226,12 @@ def test_a_weight_of_a_hundred_decides_as_if_it_were_alone(kind: str, factor: fl
     assert chosen_again(heavy, "network", factor, plan) == alone
 
 
-@pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("factor", [1.02, 1.1, 1.2])
 def test_a_knee_that_hardly_moves_leaves_the_batch_alone(factor: float) -> None:
-    """It lies between 128 and 256 in octaves: what moves it by a hundredth once doubled the batch."""
-    plan = make_plan(sweep("knee"), cluster(), grid())
-    assert knee_batch([c for c in plan.candidates if c.nodes == plan.chosen.nodes]) == pytest.approx(181, rel=0.01)
+    """It moves by less than half an octave."""
+    plan = make_plan(sweep("knee", max_batch=4096), cluster(), grid())
+    there = [c for c in plan.candidates if c.nodes == plan.chosen.nodes]
+    assert knee_batch("knee", there) == pytest.approx(1200, rel=0.05)
     assert chosen_again(ObjectiveSpec(kind="knee"), "compute", factor, plan).configuration == plan.chosen.configuration
 
 

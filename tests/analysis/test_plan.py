@@ -29,7 +29,7 @@ from tests.planning_data import (
     times,
 )
 from tests.study_factory import SWEEP as STUDY
-from tests.table_factory import Row, hyperbola, table_of
+from tests.table_factory import Row, table_of
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning import feasibility
@@ -260,15 +260,18 @@ def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
 
 
 def test_the_knee_is_that_of_the_fitted_curve() -> None:
-    rows = [ok(1, 32), ok(1, 2048)]
-    plan = make_plan(sweep(cluster_sizes=[1], max_batch=2048), cluster(), rows)
-    assert plan.chosen.global_batch == 256  # √(32 · 2048)
-    assert "at 256" in plan.reason
+    rows = [ok(4, 8), ok(4, 2048)]
+    plan = make_plan(sweep(cluster_sizes=[4], max_batch=8192), cluster(), rows)
+    assert plan.knee is not None
+    # 3 α/β of a step that takes 0.1 s and 0.25 ms for each sample of the global batch
+    assert plan.knee.global_batch == pytest.approx(1200, rel=0.1)
+    assert plan.chosen.global_batch == 1024
+    assert "up to the knee, B=1,2" in plan.reason
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
     flat = [ok(1, b, times=times(1, b, step_time_s=0.001 * b, compute_time_s=0.001 * b)) for b in (32, 128, 1024)]
-    plan = make_plan(sweep("knee", cluster_sizes=[1]), cluster(), flat)
+    plan = make_plan(sweep("kneedle", cluster_sizes=[1]), cluster(), flat)
     said = " ".join(sentences(plan))
     assert said.count("the curve has no knee") == 1
     assert "no knee: " not in said
@@ -329,7 +332,7 @@ def test_constraints_that_decide_only_together_are_named_together(monkeypatch: p
     monkeypatch.setattr(feasibility, "_record", lambda _, row: {0: named}[row])
     limits = ObjectiveSpec(kind="time", budget=5.0, max_global_batch=4)
     fitted = Fitted((), constrain(table_of([best, kept]), limits), ())
-    (text,) = feasibility.binding(fitted, limits, hyperbola(1.0))
+    (text,) = feasibility.binding(fitted, limits, None)
     assert text.startswith("without objective.budget and objective.max_global_batch, ")
     assert "over objective.budget" in text
     assert "over objective.max_global_batch" in text
@@ -533,7 +536,7 @@ def test_an_interval_without_end_can_be_written_down(monkeypatch: pytest.MonkeyP
 
 def test_of_very_many_candidates_those_that_matter_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     every = planned("knee", grid())
-    for name, count in (("WRITTEN", 5), ("BEST", 2), ("FALLBACKS", 2), ("FRONT", 2)):
+    for name, count in (("WRITTEN", 5), ("BEST", 4), ("FALLBACKS", 2), ("FRONT", 2)):
         monkeypatch.setattr(writing, name, count)
     few = planned("knee", grid())
     assert few.candidates_total == len(every.candidates) > len(few.candidates)
@@ -594,9 +597,17 @@ def test_the_command_plans_under_other_constraints_and_prices(
 def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     best = make_plan(sweep("cost"), cluster(), CORNERS).chosen
     limit = f"objective.deadline_hours={0.99 * wall_s(best) / 3600:.6f}"
-    assert main([str(run.root), "--objective", "knee", "--set", limit, "--set", "pricing.watts_per_node=300"]) == 0
+    more = ["--set", "pricing.watts_per_node=300", "--set", "search.max_batch=8192"]
+    assert main([str(run.root), "--objective", "knee", "--set", limit, *more]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for words in ("Next best: N=", "Fastest: N=", "Cheapest: N=", "The knee lies at B=", "kWh", "◆ Pareto front"):
+    for words in (
+        "Next best: N=",
+        "Fastest: N=",
+        "Cheapest: N=",
+        "The knee lies at B=",
+        "kWh",
+        "◆ Pareto front",
+    ):
         assert words in printed
     assert main([str(run.root), "--objective", "cost", "--set", limit]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -27,7 +27,7 @@ from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import candidate_grid, predict
 from tula_hpc.analysis.planning.constraints import constrain
-from tula_hpc.analysis.planning.knee import drawn_time, fitted_time
+from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import Fitted, fit_parts
 from tula_hpc.analysis.planning.planner import fallback_rows, written_records
@@ -55,11 +55,10 @@ def planning() -> dict[str, float]:
     measured = [row.model_copy(update={"dataset_samples": 2**40}) for row in grid()]
     small = fit_parts(million("time"), wide(), measured)
     part = small.parts[0]
-    nominal, drawn = fitted_time([part], EPOCHS), drawn_time([part], EPOCHS)
 
     def decide(spec: SweepSpec) -> Fitted:
         table = constrain(predict(0, part, candidate_grid(spec.search, part.cluster), spec), spec.objective)
-        choice = choose(spec.objective, table, nominal, drawn)
+        choice = choose(spec.objective, table, knee_curves((part,), spec))
         fitted = Fitted((part,), table, ())
         written_records(fitted, choice, fallback_rows(table, choice))
         return fitted

@@ -110,7 +110,7 @@ def batches_timed_apart(
 class ObjectiveSpec(Spec):
     """`[objective]`: goal and constraints of the chosen configuration."""
 
-    kind: Literal["knee", "time", "cost", "weighted"] = "knee"
+    kind: Literal["knee", "kneedle", "time", "progress", "cost", "weighted"] = "knee"
     # exponents of kind = "weighted": least time^a × cost^b
     time_weight: float = Field(default=1.0, ge=0, le=100)
     cost_weight: float = Field(default=1.0, ge=0, le=100)
@@ -119,6 +119,11 @@ class ObjectiveSpec(Spec):
     # in the unit of the prices: USD, or SU
     budget: float | None = Field(default=None, gt=0)
     max_global_batch: int | None = Field(default=None, ge=1, le=2**44)
+
+    @property
+    def has_knee(self) -> bool:
+        """True if the choice follows a knee of the curve of time over batch."""
+        return self.kind in {"knee", "kneedle"}
 
     @field_validator("deadline_hours", mode="before")
     @classmethod

@@ -27,7 +27,8 @@ class NamedItems(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], what: str, classes: int | None = None) -> None:
-        self.dataset, self.what = dataset, what
+        self.dataset = dataset
+        self.what = what
         # ours are right
         self.classes = None if isinstance(dataset, ImageDataset) else classes
 
@@ -90,7 +91,8 @@ class NamedItems(Dataset[Any]):
         """Return the index in the user's own data set, of which this may be a part."""
         dataset: Any = self.dataset
         while isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, int(dataset.indices[index])
+            index = int(dataset.indices[index])
+            dataset = dataset.dataset
         return index
 
 
@@ -99,7 +101,8 @@ class _Items(list[Any]):
 
     def __init__(self, items: list[Any], source: NamedItems, indices: list[Any]) -> None:
         super().__init__(items)
-        self.source, self.indices = source, indices
+        self.source = source
+        self.indices = indices
 
     def named(self, mistake: InputError) -> InputError:
         """Return the mistake of putting them together with the first two that do not fit."""

@@ -97,7 +97,7 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
     Raises:
         InputError: It fails.
     """
-    train, model, criterion = workload.train, workload.model, workload.criterion
+    train = workload.train
     positions = spread(len(train), TRIED_BEFORE)  # type: ignore[arg-type] # checked before
     # BatchNorm cannot train on one sample
     if len(positions) == 1:
@@ -106,14 +106,14 @@ def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
     with torch.random.fork_rng(devices=[]), autocast_on(spec, CPU):
         inputs, targets = default_collate([train[position] for position in positions])
         with blamed("workload.model", words):
-            outputs = model.train()(prepared(train, inputs))
+            outputs = workload.model.train()(prepared(train, inputs))
         key = "workload.loss" if spec.loss else "workload.model"
         with blamed(key, f"{spec.loss or spec.model} fails in training"):
-            loss = criterion.loss(outputs, targets)
+            loss = workload.criterion.loss(outputs, targets)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
     if several:
-        refuse_unused(model)
+        refuse_unused(workload.model)
 
 
 def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str]) -> Trial:

@@ -30,6 +30,9 @@ class Candidate(Record):
         # for
         None
     )
+    # expected, to the progress of as many epochs with `training.base_batch`: a larger batch needs
+    # more samples; None: the gradient's noise was not measured
+    progress_time_s: float | None = None
     cost: float
     # SU: service units, that is billing units times hours
     currency: Literal["USD", "SU"] = "USD"

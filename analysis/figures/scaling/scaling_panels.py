@@ -142,7 +142,8 @@ def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
     measured = quantity.measured(row)
     if measured is not None:
         # the prediction is the line that passes by
-        value, key = measured, PREDICTED._replace(hollow=False)
+        value = measured
+        key = PREDICTED._replace(hollow=False)
     (mark,) = axes.plot([row.nodes], [value], key.marker, color=COLOUR, zorder=4)
     mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
 

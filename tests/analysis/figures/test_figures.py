@@ -686,7 +686,16 @@ def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
     [
         (
             "profile",
-            {"cost", "pareto", "strong_scaling", "weak_scaling", "prediction_error", "training", "sensitivity"},
+            {
+                "cost",
+                "pareto",
+                "prediction_error",
+                "progress",
+                "sensitivity",
+                "strong_scaling",
+                "training",
+                "weak_scaling",
+            },
         ),
         ("plan", {"training", "sensitivity"}),
     ],
@@ -699,7 +708,7 @@ def test_figures_without_data_are_named_with_the_reason(tmp_path: Path, stage: s
 
 def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
     result = draw_all(run._replace(measurements=[], trainings=[]))
-    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "cost", "pareto", "memory"}
+    assert {drawing.name for drawing in result.drawings} == {"epoch_time", "progress", "cost", "pareto", "memory"}
 
 
 @pytest.mark.parametrize("name", list(FIGURES))

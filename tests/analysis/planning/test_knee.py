@@ -12,9 +12,12 @@ from tula_hpc.analysis.planning.knee import (
     Array,
     Curve,
     Lines,
+    TimeCurves,
     TrainTime,
-    find_knees,
+    doubling_knees,
     knee_of,
+    kneedle_knees,
+    knees,
     lines_of,
     lower_envelope,
 )
@@ -27,12 +30,33 @@ def envelope(rows: list[Row], law: TrainTime) -> Curve:
     return lower_envelope(lines_of(table_of(rows)), law)
 
 
+def curve(times: Array, octaves: float = 7.0) -> Curve:
+    """Batches from 32 on, in equal ratios."""
+    return Curve(32 * 2.0 ** np.linspace(0, octaves, len(times)), times, round((len(times) - 1) / octaves))
+
+
+BATCHES = 32 * 2.0 ** np.linspace(0, 7, 449)
+
+
+@laws
+@given(st.floats(0.001, 100.0), st.floats(40.0, 4000.0))
+def test_a_doubling_saves_a_fifth_up_to_three_times_the_fixed_cost_over_that_of_a_sample(
+    fixed: float, knee: float
+) -> None:
+    """T = α/B + β, T(B) = 0.8 T(B/2) where B = 3 α/β."""
+    times = fixed / BATCHES + 3 * fixed / knee
+    found = float(doubling_knees(curve(times)))
+    assert found == pytest.approx(knee if knee >= 64 else 32, rel=0.02)
+
+
 @laws
 @given(st.floats(0.001, 100.0), st.floats(0.0, 1.0), st.integers(4, 10))
-def test_the_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(fixed: float, share: float, octaves: int) -> None:
+def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
+    fixed: float, share: float, octaves: int
+) -> None:
     """T = α/B + β has slope −1 on axes normalized to its ends exactly where B² = B_min · B_max."""
     batches = np.geomspace(32, 32 * 2**octaves, 3001)
-    knee = float(find_knees(Curve(batches, fixed / batches + share * fixed / 4096)))
+    knee = float(kneedle_knees(Curve(batches, fixed / batches + share * fixed / 4096, 1)))
     assert knee == pytest.approx(32 * 2 ** (octaves / 2), rel=0.01)
 
 
@@ -42,25 +66,23 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
     """Envelopes of several cluster sizes have several knees; ours is the one of theirs that bends most."""
     batches = np.geomspace(32, 32 * 2**octaves, 1001)
     each = [(fixed + slope * batches / 2**k) / batches for k, (fixed, slope) in enumerate(steps)]
-    curve = Curve(batches, np.minimum.accumulate(np.min(each, axis=0)))
-    mine = float(find_knees(curve))
-    theirs = KneeLocator(*curve, curve="convex", direction="decreasing", online=True).all_knees
+    times = np.minimum.accumulate(np.min(each, axis=0))
+    mine = float(kneedle_knees(Curve(batches, times, 1)))
+    theirs = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True).all_knees
     if np.isnan(mine):
         return
     along = (batches - batches[0]) / (batches[-1] - batches[0])
-    times = curve.train_time_s
     bend = 1 - along - (times - times[-1]) / (times[0] - times[-1])
     best = max(theirs, key=lambda knee: bend[np.searchsorted(batches, knee)])
     assert mine == pytest.approx(best)
 
 
-def test_many_curves_give_what_each_gives() -> None:
-    batches = np.geomspace(32, 4096, 301)
-    curves = np.stack([1 / batches + share for share in (0.0, 0.001)] + [np.full_like(batches, 2.0)])
-    together = find_knees(Curve(batches, curves))
-    each = [float(find_knees(Curve(batches, curve))) for curve in curves]
+@pytest.mark.parametrize("kind", ["knee", "kneedle"])
+def test_many_curves_give_what_each_gives(kind: str) -> None:
+    many = np.stack([1 / BATCHES + share for share in (0.0, 0.001)] + [np.full_like(BATCHES, 2.0)])
+    together = knees(kind, Curve(BATCHES, many, 64))
+    each = [float(knees(kind, Curve(BATCHES, times, 64))) for times in many]
     np.testing.assert_array_equal(together, each)
-    assert np.isnan(together[2])
 
 
 @pytest.mark.parametrize(
@@ -74,13 +96,13 @@ def test_many_curves_give_what_each_gives() -> None:
     ],
     ids=["flat", "rising", "straight", "concave", "nearly flat"],
 )
-def test_a_curve_that_does_not_bend_has_no_knee(times: Array) -> None:
-    assert np.isnan(find_knees(Curve(np.linspace(32, 4096, 100), np.minimum.accumulate(times))))
+def test_a_curve_that_does_not_bend_has_no_knee_of_kneedle(times: Array) -> None:
+    assert np.isnan(kneedle_knees(Curve(np.linspace(32, 4096, 100), np.minimum.accumulate(times), 1)))
 
 
 def test_the_envelope_takes_the_fastest_cluster_size_at_every_batch_and_never_rises() -> None:
     law = hyperbola(1.0, 0.01)
-    batches, times = envelope([*rows_of(law, 1, [32, 1024]), *rows_of(law, 4, [8, 64])], law)
+    batches, times, _ = envelope([*rows_of(law, 1, [32, 1024]), *rows_of(law, 4, [8, 64])], law)
     assert (batches[0], batches[-1]) == (pytest.approx(32), pytest.approx(1024))
     assert np.all(np.diff(times) <= 0)
     one, four = (law(0, np.full_like(batches, n), np.ones_like(batches), batches / n) for n in (1.0, 4.0))
@@ -89,10 +111,20 @@ def test_the_envelope_takes_the_fastest_cluster_size_at_every_batch_and_never_ri
     assert np.all(times <= one + 1e-12)
 
 
-def test_a_gap_between_the_sizes_is_no_candidate_area() -> None:
+def test_in_a_gap_between_the_sizes_the_smaller_batch_has_to_do() -> None:
     law = hyperbola(1.0)
-    batches, _ = envelope([*rows_of(law, 1, [32, 64]), *rows_of(law, 4, [256, 512])], law)
-    assert not np.any((batches > 65) & (batches < 1023))
+    batches, times, _ = envelope([*rows_of(law, 1, [32, 64]), *rows_of(law, 4, [256, 512])], law)
+    np.testing.assert_allclose(times[(batches > 65) & (batches < 1023)], 1 / 64)
+
+
+@laws
+@given(st.floats(0.01, 10.0), st.floats(1e-4, 1e-2), st.integers(8, 12))
+def test_a_longer_curve_begins_with_the_shorter_one(fixed: float, slope: float, octaves: int) -> None:
+    law = hyperbola(fixed, slope)
+    short, long = (envelope(rows_of(law, 1, [32, 32 * 2**k]), law) for k in (octaves - 1, octaves))
+    count = len(short.global_batch)
+    np.testing.assert_array_equal(long.global_batch[:count], short.global_batch)
+    np.testing.assert_allclose(long.train_time_s[:count], short.train_time_s)
 
 
 def test_each_kind_of_nodes_follows_its_own_law() -> None:
@@ -100,7 +132,7 @@ def test_each_kind_of_nodes_follows_its_own_law() -> None:
         return hyperbola(1.0 if part == 0 else 0.1)(0, nodes, workers, batch)
 
     lines = Lines(*np.array([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [32.0, 64.0], [512.0, 256.0]]))
-    batches, times = lower_envelope(lines, law)
+    batches, times, _ = lower_envelope(lines, law)
     before, after = batches < 63, batches > 65
     np.testing.assert_allclose(times[before], 1.0 / batches[before])
     np.testing.assert_allclose(times[after], np.maximum(0.1 / batches[after], 0.1 / 256), rtol=0.02)
@@ -114,7 +146,7 @@ def test_of_very_many_sizes_those_that_are_fastest_make_the_curve() -> None:
     assert 200.0 in lines.nodes
     full = lines_of(table_of(many[: 8 * MAX_LINES]))
     assert len(full.nodes) == MAX_LINES
-    knee = float(find_knees(lower_envelope(lines, law)))
+    knee = float(doubling_knees(lower_envelope(lines, law)))
     every = [lower_envelope(Lines(*np.array([[0.0], [n], [1.0], [32.0 * n], [4096.0 * n]])), law) for n in (1.0, 200.0)]
     assert every[0].global_batch[0] <= knee <= every[1].global_batch[-1]
 
@@ -130,25 +162,26 @@ def drawn(spread: float) -> TrainTime:
     return train_time_s
 
 
-def test_the_interval_holds_the_knee_and_grows_with_the_uncertainty() -> None:
-    """Several sizes: with one the knee of a hyperbola does not depend on its coefficients."""
+@pytest.mark.parametrize("kind", ["knee", "kneedle"])
+def test_the_interval_holds_the_knee_and_grows_with_the_uncertainty(kind: str) -> None:
     sure, unsure, nominal = drawn(0.01), drawn(0.5), drawn(0.0)
     law: TrainTime = lambda *args: nominal(*args)[0]  # noqa: E731 - the first of equal curves
     feasible = table_of([row for nodes in (1, 2, 4) for row in rows_of(law, nodes, POWERS)])
-    narrow, wide = knee_of(feasible, law, sure), knee_of(feasible, law, unsure)
-    assert narrow is not None
-    assert wide is not None
+    lines = lines_of(feasible)
+    narrow, wide = (knee_of(kind, TimeCurves(lines, law, draws)) for draws in (sure, unsure))
+    assert narrow.global_batch is not None
     assert narrow.global_batch == wide.global_batch
     assert narrow.interval_90 is not None
     assert wide.interval_90 is not None
     low, high = narrow.interval_90
     assert narrow.global_batch == pytest.approx((low + high) / 2, rel=0.1)
     assert wide.interval_90[1] - wide.interval_90[0] > high - low
-    assert knee_of(feasible, law, unsure) == wide
+    assert knee_of(kind, TimeCurves(lines, law, unsure)) == wide
 
 
+@pytest.mark.parametrize("kind", ["knee", "kneedle"])
 @pytest.mark.parametrize("sync_s", [0.0, 0.05, 0.4])
-def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_s: float) -> None:
+def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_s: float, kind: str) -> None:
     """As where a coefficient is fitted at its bound: the drawn ones are clipped there."""
 
     def law(extra_s: Array) -> TrainTime:
@@ -161,8 +194,7 @@ def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_
     feasible = table_of([row for nodes in (1, 2, 4) for row in rows_of(law(np.array(0.0)), nodes, POWERS)])
     draws = law(sync_s * np.linspace(1.0, 2.0, 200)[:, None])
     for at_bound in (0.0, 3.0 * sync_s):
-        knee = knee_of(feasible, law(np.array(at_bound)), draws)
-        assert knee is not None
+        knee = knee_of(kind, TimeCurves(lines_of(feasible), law(np.array(at_bound)), draws))
         assert knee.global_batch is not None
         assert knee.interval_90 is not None
         low, high = knee.interval_90
@@ -175,14 +207,16 @@ def test_curves_without_a_knee_are_counted() -> None:
         bent = hyperbola(1.0)(0, nodes, workers, batch)
         return np.stack([bent, np.full_like(bent, 5.0)])
 
-    feasible = table_of(rows_of(hyperbola(1.0), 1, POWERS))
-    knee = knee_of(feasible, hyperbola(1.0), half)
-    assert knee is not None
+    lines = lines_of(table_of(rows_of(hyperbola(1.0), 1, POWERS)))
+    knee = knee_of("kneedle", TimeCurves(lines, hyperbola(1.0), half))
     assert knee.share_without_knee == 0.5
     assert knee.interval_90 is not None
+    of_doublings = knee_of("knee", TimeCurves(lines, hyperbola(1.0), half))
+    assert of_doublings.share_without_knee == 0.0
 
 
-def test_two_batches_make_no_knee() -> None:
+def test_two_batches_make_no_knee_of_kneedle() -> None:
     law = hyperbola(1.0)
-    assert knee_of(table_of(rows_of(law, 1, [32, 4096])), law, None) is None
-    assert knee_of(table_of(rows_of(law, 1, [64])), law, None) is None
+    lines = lines_of(table_of(rows_of(law, 1, [64])))
+    assert knee_of("kneedle", TimeCurves(lines, law)).global_batch is None
+    assert knee_of("knee", TimeCurves(lines, law)).global_batch == 64

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.planning import objective
-from tula_hpc.analysis.planning.candidates import pareto_front
-from tula_hpc.analysis.planning.knee import TrainTime
-from tula_hpc.analysis.planning.objective import Choice, choose, weighted_score
+from tula_hpc.analysis.planning.knee import TimeCurves, TrainTime, lines_of
+from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front, weighted_score
 from tula_hpc.config import ObjectiveSpec
 
 laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
-KINDS = ["knee", "time", "cost", "weighted"]
+KINDS = ["knee", "kneedle", "time", "progress", "cost", "weighted"]
 
 
 def spec(kind: str, **more: Any) -> ObjectiveSpec:
@@ -24,53 +23,55 @@ def spec(kind: str, **more: Any) -> ObjectiveSpec:
 
 
 def ranked(kind: str, rows: list[Row], law: TrainTime, **more: Any) -> tuple[list[Row], Choice]:
-    choice = choose(spec(kind, **more), table_of(rows), law)
+    table = table_of(rows)
+    choice = choose(spec(kind, **more), table, TimeCurves(lines_of(table.take(table.why == 0)), law))
     return [rows[index] for index in choice.ranking], choice
 
 
-def test_the_candidate_nearest_to_the_knee_is_chosen() -> None:
-    law = hyperbola(1.0)
+def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
+    """Of a hyperbola α/B + β the knee is 3 α/β."""
+    law = hyperbola(1.0, 0.01)
     ranking, choice = ranked("knee", rows_of(law, 1, POWERS), law)
     assert choice.knee is not None
-    assert choice.knee.global_batch is not None
-    assert choice.knee.global_batch == pytest.approx(np.sqrt(32 * 4096), rel=0.01)
-    assert ranking[0].global_batch in (256, 512)
+    assert choice.knee.global_batch == pytest.approx(300, rel=0.02)
+    assert ranking[0].global_batch == 256
     assert choice.warnings == ()
-    assert "knee" in choice.reason
-    distances = [abs(np.log2(row.global_batch / choice.knee.global_batch)) for row in ranking]
-    assert distances == sorted(distances)
+    assert choice.reason.endswith("the largest batch whose last doubling still saves 20 % of the time")
+    assert [row.global_batch for row in ranking] == [256, 128, 64, 32, 512, 1024, 2048, 4096]
 
 
-def test_of_equal_batches_the_fastest_is_chosen_then_the_one_with_fewer_nodes() -> None:
-    law = hyperbola(1.0)
+def test_kneedle_takes_the_candidate_nearest_to_its_own_knee() -> None:
+    law = hyperbola(1.0, 0.01)
+    ranking, choice = ranked("kneedle", rows_of(law, 1, POWERS), law)
+    assert choice.knee is not None
+    assert choice.knee.global_batch == pytest.approx(np.sqrt(32 * 4096), rel=0.02)
+    assert ranking[0].global_batch == 512
+    assert "bends most" in choice.reason
+
+
+def test_up_to_the_knee_the_fastest_is_chosen_then_the_one_with_fewer_nodes() -> None:
+    law = hyperbola(1.0, 0.01)
     feasible = rows_of(law, 1, POWERS)
     at_knee = ranked("knee", feasible, law)[0][0]
-    faster = Row(4, at_knee.local_batch // 4, at_knee.time_s / 2)
+    faster = Row(4, at_knee.local_batch // 8, at_knee.time_s / 2)
     assert ranked("knee", [*feasible, faster], law)[0][0] == faster
     as_fast = Row(2, at_knee.local_batch // 2, at_knee.time_s)
     assert ranked("knee", [as_fast, *feasible], law)[0][0] == at_knee
+    assert ranked("knee", [*feasible, faster._replace(why=3)], law)[0][0] == at_knee
 
 
-def test_a_candidate_that_a_smaller_batch_beats_in_time_and_cost_gives_way_to_it() -> None:
-    law = hyperbola(1.0)
-    feasible = rows_of(law, 1, POWERS)
-    at_knee = ranked("knee", feasible, law)[0][0]
-    time_s = 0.9 * at_knee.time_s
-    better, dearer, best = Row(1, 200, time_s), Row(1, 205, time_s, 1.1), Row(1, 190, 0.8 * time_s, 0.9)
-    assert ranked("knee", [*feasible, dearer], law)[0][0] == at_knee
-    found, choice = ranked("knee", [*feasible, dearer, better], law)
-    assert found[:2] == [better, at_knee]
-    assert sorted(found) == sorted([*feasible, dearer, better])
-    assert choice.reason.startswith(f"its global batch is below B={at_knee.global_batch}, the nearest to the knee")
-    assert choice.reason.endswith(", and it is neither slower nor dearer than the fastest there")
-    assert ranked("knee", [*feasible, dearer, better, best], law)[0][0] == best
-    assert ranked("knee", [*feasible, better._replace(why=3)], law)[0][0] == at_knee
+def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_taken() -> None:
+    law = hyperbola(1.0, 0.01)
+    rows = [row._replace(why=5 if row.global_batch <= 256 else 0) for row in rows_of(law, 1, POWERS)]
+    choice = choose(spec("knee"), table_of(rows), TimeCurves(lines_of(table_of(rows)), law))
+    assert rows[choice.ranking[0]].global_batch == 512
+    assert choice.reason.startswith("no candidate is below the knee, B=29")
 
 
 @laws
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=8, max_size=8))
 def test_no_feasible_candidate_beats_the_one_at_the_knee_in_batch_time_and_cost(pairs: list[tuple[int, int]]) -> None:
-    law = hyperbola(1.0)
+    law = hyperbola(1.0, 0.01)
     table = [Row(1, batch, float(time), float(cost)) for batch, (time, cost) in zip(POWERS, pairs, strict=True)]
     first = ranked("knee", table, law)[0][0]
     own = (first.global_batch, first.time_s, first.cost)
@@ -79,25 +80,36 @@ def test_no_feasible_candidate_beats_the_one_at_the_knee_in_batch_time_and_cost(
         assert other == own or any(theirs > mine for theirs, mine in zip(other, own, strict=True))
 
 
-def test_without_a_knee_the_smallest_batch_near_the_least_time_is_taken_and_said() -> None:
+def test_without_kneedles_knee_the_smallest_batch_near_the_least_time_is_taken_and_said() -> None:
     law = hyperbola(0.0001, 1.0)
     feasible = rows_of(law, 1, POWERS)
-    ranking, choice = ranked("knee", feasible, law)
+    ranking, choice = ranked("kneedle", feasible, law)
     assert choice.knee is not None
     assert choice.knee.global_batch is None
-    assert choice.warnings[0].startswith("the curve has no knee; ")
+    assert choice.warnings[0].startswith("the curve has no knee, ")
     assert "within 10 %" in choice.reason
     assert ranking[0].global_batch == 32
     assert len(ranking) == len(feasible)
     slow = Row(1, 16, 1.2 * min(row.time_s for row in feasible))
-    assert ranked("knee", [slow, *feasible], law)[0][0].global_batch == 32
+    assert ranked("kneedle", [slow, *feasible], law)[0][0].global_batch == 32
 
 
-def test_two_batches_make_no_knee() -> None:
-    law = hyperbola(1.0)
-    ranking, choice = ranked("knee", rows_of(law, 1, [32, 4096]), law)
-    assert "needs 3 feasible global batches" in choice.warnings[0]
-    assert ranking[0].global_batch == 4096
+@pytest.mark.parametrize(("law", "batch"), [(hyperbola(0.0001, 1.0), 32), (hyperbola(1.0), 4096)])
+def test_a_flat_curve_asks_for_the_smallest_batch_and_one_that_falls_to_its_end_for_the_largest(
+    law: TrainTime, batch: int
+) -> None:
+    assert ranked("knee", rows_of(law, 1, POWERS), law)[0][0].global_batch == batch
+    assert ranked("knee", rows_of(law, 1, [32, 4096]), law)[0][0].global_batch == batch
+
+
+def test_progress_counts_the_samples_that_a_larger_batch_needs() -> None:
+    law = hyperbola(1.0, 0.01)
+    rows = rows_of(law, 1, POWERS)
+    table = table_of(rows)
+    progress = 1.0 + table.global_batch / 200.0
+    choice = choose(spec("progress"), table._replace(progress=progress))
+    assert choice.ranking[0] == np.argmin(table.wall_time_s * progress)
+    assert 32 < rows[choice.ranking[0]].global_batch < 4096
 
 
 one = st.tuples(st.integers(1, 4), st.sampled_from(POWERS), st.floats(1, 9), st.floats(1, 9)).map(lambda row: Row(*row))
@@ -119,7 +131,7 @@ def test_weighing_does_not_depend_on_units(feasible: list[Row], weight: float, h
     other = [row._replace(time_s=row.time_s * hour, cost=row.cost * coin) for row in feasible]
     least = min(row.time_s**weight * row.cost for row in feasible)
     for table in (feasible, other):
-        best = choose(spec("weighted", time_weight=weight), table_of(table), hyperbola(1.0)).ranking[0]
+        best = choose(spec("weighted", time_weight=weight), table_of(table)).ranking[0]
         assert feasible[best].time_s ** weight * feasible[best].cost == pytest.approx(least)
 
 
@@ -136,7 +148,7 @@ def test_weights_of_one_side_alone_are_time_and_cost(feasible: list[Row]) -> Non
 def test_what_is_free_can_be_weighed() -> None:
     free = table_of([Row(1, 8, 2.0, 0.0), Row(2, 8, 1.0, 0.0)])
     assert np.all(np.isfinite(weighted_score(spec("weighted"), free)))
-    assert choose(spec("weighted"), free, hyperbola(1.0)).ranking[0] == 1
+    assert choose(spec("weighted"), free).ranking[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["time", "cost", "weighted"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.analysis.search.test_adaptive import POINTS, measure
 from tests.planning_data import cluster, peak_bytes, sweep
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.search.adaptive import cheap_corners, knee_columns
+from tula_hpc.analysis.search.adaptive import cheap_corners
 from tula_hpc.analysis.search.decision import Evaluated
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB, ClusterSpec, SweepSpec
@@ -145,17 +145,12 @@ def test_what_limits_leave_of_the_knee_is_what_is_nearest_to_it() -> None:
     rows = everything(0.0)
     free = make_plan(constrained("knee"), CLUSTER, rows)
     assert free.chosen.wall_time_s is not None
+    most = free.chosen.global_batch
     for factor in (1.01, 1.5, 2.0, 3.0):
-        late = constrained("knee", deadline_hours=factor * free.chosen.wall_time_s / 3600, max_global_batch=512)
+        late = constrained("knee", deadline_hours=factor * free.chosen.wall_time_s / 3600, max_global_batch=most)
         plan = make_plan(late, CLUSTER, rows)
         assert (plan.chosen.configuration, plan.binding) == (free.chosen.configuration, [])
         assert plan.knee == free.knee
     soon = make_plan(constrained("knee", max_global_batch=free.chosen.global_batch // 2), CLUSTER, rows)
     assert soon.chosen.global_batch == free.chosen.global_batch // 2
     assert "without objective.max_global_batch" in soon.binding[0]
-
-
-def test_the_knee_is_that_of_the_batches_that_can_be_chosen() -> None:
-    batches, times = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), np.array([10.0, 2.0, 1.9, 1.2, 1.1, 1.0])
-    masked = np.where([False, True, True, True, True, False], times, np.inf)
-    assert knee_columns(batches, masked[None])[0] == 1 + knee_columns(batches[1:5], times[None, 1:5])[0]

@@ -1,4 +1,4 @@
-"""Epoch time and cost against the global batch, measured and predicted, and the Pareto front."""
+"""Epoch time, time to the same progress, and cost against the global batch."""
 
 from __future__ import annotations
 
@@ -135,6 +135,28 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
     return _draw(run, _curves(run, measured, "cost"), quantity, _cost_title(run.plan), caption)
 
 
+def draw_progress(run: RunContents) -> Drawing | Missing:
+    """Draw the time to the same progress against the global batch, a line per cluster size."""
+    heading = "time to the same progress"
+    if run.plan is None or run.plan.chosen.progress_time_s is None:
+        return Missing("progress", heading, "no gradient noise was measured")
+    field = "progress_time_s"
+    quantity = Quantity("progress", field, field, heading, format_duration, durations=True)
+    chosen = run.plan.chosen
+    feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
+    best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
+    least, own = best.progress_time_s or 0.0, chosen.progress_time_s
+    title = f"{_place(best)} makes the same progress soonest: {format_duration(least)}"
+    if best.configuration != chosen.configuration:
+        title += f"; the chosen one in {format_duration(own)}"
+    caption = (
+        f"Expected time to the progress of {plural(run.plan.epochs, 'epoch')} at "
+        "training.base_batch, if nothing scales the gradients: beyond the critical batch a larger "
+        "batch learns less from a sample. The noise of early weights overstates that."
+    )
+    return _draw(run, _curves(run, [], field), quantity, title, caption)
+
+
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
     if run.plan is None:
         return Curves(measured, [], None, run.out_of_memory)
@@ -237,9 +259,12 @@ def _draw_knee(axes: Axes, knee: Knee | None) -> None:
     if knee is None or knee.global_batch is None:
         return
     grey = style.MUTED.light
+    left, right = axes.get_xlim()
     if knee.interval_90 is not None:
-        axes.axvspan(*knee.interval_90, color=grey, alpha=0.16, linewidth=0, zorder=1)
-    axes.axvline(knee.global_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
+        low, high = np.clip(knee.interval_90, left, right).tolist()
+        axes.axvspan(low, high, color=grey, alpha=0.16, linewidth=0, zorder=1)
+    if knee.global_batch < right:
+        axes.axvline(knee.global_batch, color=grey, linestyle="--", linewidth=1.0, zorder=1)
 
 
 def _draw_out_of_memory(axes: Axes, curves: Curves, sizes: list[int]) -> None:
@@ -310,15 +335,17 @@ def _explain_marks(curves: Curves) -> Iterable[str]:
     if curves.hopeless:
         yield "In the grey region that holds for every N."
     if curves.knee is not None:
-        yield _describe_knee(curves.knee)
+        yield _describe_knee(curves.knee, max(curves.batches))
     if curves.out_of_memory:
         yield "Crosses mark configurations that ran out of memory when they were tried."
 
 
-def _describe_knee(knee: Knee) -> str:
+def _describe_knee(knee: Knee, largest: int) -> str:
     if knee.global_batch is None:
         return "The curve of the least time has no knee."
     text = f"Beyond the dashed knee at B = {knee.global_batch:,.0f} a larger batch saves little"
+    if knee.global_batch > largest:
+        text = f"The knee, at B = {knee.global_batch:,.0f}, lies beyond these batches"
     if knee.interval_90 is not None:
         low, high = knee.interval_90
         text += f"; its band, {low:,.0f} to {high:,.0f}, holds it with 90 % probability"
@@ -388,155 +415,3 @@ def _table(curves: Curves, quantity: Quantity) -> Table:
     for item in curves.out_of_memory:
         rows.append(("out_of_memory", *item, item.global_batch, None, None, None, False, False))
     return Table(columns, rows)
-
-
-COLUMNS = (
-    "partition",
-    *CONFIGURATION_COLUMNS,
-    "wall_time_s",
-    "cost",
-    "currency",
-    "feasible",
-    "pareto",
-    "chosen",
-)
-# in a row, with six for each entry's mark and the gap after it
-LEGEND_CHARACTERS = 90
-# candidates that would take or cost this many times the dearest of the front are not drawn
-TALLEST = 100
-
-
-def draw_pareto(run: RunContents) -> Drawing | Missing:
-    """Draw expected time against expected cost of every candidate, and the Pareto front."""
-    if run.plan is None or not run.plan.pareto:
-        return Missing("pareto", "time against cost", "the front comes with the plan")
-    plan, chosen = run.plan, run.plan.chosen
-    title = _title(plan)
-    drawn = _near_the_front(plan)
-    marks: dict[tuple[str, int], list[Candidate]] = {}
-    costs, times = [], []
-    front = [(item.cost, item.expected_time_s) for item in plan.pareto]
-    lines = [front]
-    for item in drawn:
-        marks.setdefault((item.partition, item.nodes), []).append(item)
-        costs.append(item.cost)
-        times.append(item.expected_time_s)
-        lines.append([(item.cost, item.expected_time_s)])
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.7)
-        style.value_axis(axes, times, label="expected time of the training", durations=True)
-        style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
-        for _, alike in sorted(marks.items(), key=lambda entry: entry[0]):
-            _draw_alike(axes, alike, _look(run, plan, alike[0]))
-        axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
-        text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}"
-        if chosen.partition:
-            text += f"\non {chosen.partition}"
-        here = (chosen.cost, chosen.expected_time_s)
-        labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
-        keys = _front_keys(run, plan, drawn)
-        # rows of equal length, as many as the names need
-        rows = math.ceil(sum(len(key.text) + 6 for key in keys) / LEGEND_CHARACTERS)
-        style.legend(axes, keys, columns=math.ceil(len(keys) / rows))
-    table = Table(COLUMNS, [_row(plan, item) for item in plan.candidates])
-    return Drawing("pareto", title, _caption(plan), figure, table)
-
-
-def _near_the_front(plan: Plan) -> list[Candidate]:
-    """Return the candidates to draw; one far from the front would press all else into a corner."""
-    slowest = TALLEST * plan.pareto[-1].expected_time_s
-    # a front that is free bounds nothing
-    dearest = TALLEST * max(item.cost for item in plan.pareto) or math.inf
-    near = []
-    for item in plan.candidates:
-        if 0 <= item.cost <= dearest and 0 < item.expected_time_s <= slowest:
-            near.append(item)
-    return near
-
-
-def _partitions(plan: Plan) -> list[str]:
-    """Return the partitions' names in the order of the plan; none if there is only one."""
-    names = list(dict.fromkeys(item.partition for item in plan.candidates))
-    return names if len(names) > 1 else []
-
-
-def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
-    """Return the style of a cluster size; the shape is the partition's, if there are several."""
-    look = style.size_style(run.cluster_sizes, item.nodes)
-    names = _partitions(plan)
-    if not names:
-        return look
-    return look._replace(marker=style.partition_marker(names.index(item.partition)))
-
-
-def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
-    for feasible in (True, False):
-        mine = [(item.cost, item.expected_time_s) for item in items if item.feasible == feasible]
-        costs, times = np.array(mine).reshape(-1, 2).T
-        (marks,) = axes.plot(costs, times, look.marker, color=look.colour, markersize=5.5, zorder=3)
-        marks.set_alpha(1.0)
-        if not feasible:
-            marks.set(alpha=0.6, fillstyle="none")
-
-
-def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[style.Key]:
-    names = _partitions(plan)
-    shown = {item.nodes for item in drawn}
-    keys = []
-    for nodes in run.cluster_sizes:
-        if nodes in shown:
-            look = style.size_style(run.cluster_sizes, nodes)
-            marker = "o" if names else look.marker
-            keys.append(style.Key(f"N = {nodes}", marker, colour=look.colour))
-    if len(keys) > 8:
-        keys = []
-    for index, name in enumerate(names):
-        keys.append(style.Key(name, style.partition_marker(index)))
-    if any(not item.feasible for item in drawn):
-        keys.append(style.Key("not feasible", marker="o", hollow=True))
-    return [*keys, style.Key("Pareto front", line="-", colour=style.INK.light)]
-
-
-def _where(item: Candidate) -> str:
-    of = f" of partition {item.partition}" if item.partition else ""
-    return f"{plural(item.nodes, 'node')}{of} with batch {item.global_batch:,}"
-
-
-def _title(plan: Plan) -> str:
-    fastest, cheapest = plan.pareto[0], plan.pareto[-1]
-    if fastest == cheapest:
-        return f"{_where(fastest)}: no other candidate is faster, and none is cheaper"
-    currency = plan.chosen.currency
-    least_cost = format_money(cheapest.cost, currency)
-    most_cost = format_money(fastest.cost, currency)
-    least_time = format_duration(fastest.expected_time_s)
-    most_time = format_duration(cheapest.expected_time_s)
-    if most_time == least_time:
-        return f"The cheapest of the front costs {least_cost} and is as fast as any: {most_time}"
-    if least_cost == most_cost:
-        return f"The fastest of the front takes {least_time} and is as cheap as any: {most_cost}"
-    return f"The front runs from {least_cost} in {most_time} to {most_cost} in {least_time}"
-
-
-def _caption(plan: Plan) -> str:
-    chosen = plan.chosen
-    several = _partitions(plan)
-    shape = ", its shape that of its partition" if several else ""
-    verb = "is" if len(plan.pareto) == 1 else "are"
-    text = (
-        "What the whole training costs and how long it is expected to last, one mark for each "
-        f"candidate{shape}; down and to the left is better. On the line {verb} the "
-        f"{plural(len(plan.pareto), 'candidate')} of the Pareto front: no other feasible one is "
-        "both faster and cheaper. The chosen one (ring) is "
-    )
-    if chosen.pareto:
-        return f"{text}on it."
-    better = min(plan.pareto, key=lambda item: (item.cost > chosen.cost, item.expected_time_s))
-    sooner = format_percent(1.0 - better.expected_time_s / chosen.expected_time_s)
-    return f"{text}not: {_where(better)} would take {sooner} less time for no more money."
-
-
-def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
-    where = (item.partition, *item.configuration, item.global_batch)
-    costs = (item.expected_time_s, item.cost, item.currency)
-    return (*where, *costs, item.feasible, item.pareto, item == plan.chosen)

@@ -1,0 +1,165 @@
+"""Expected time against expected cost of every candidate, and the Pareto front."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from tula_hpc.analysis.figures import labels, style
+from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.run_contents import RunContents
+from tula_hpc.formatting import format_duration, format_money, format_percent, plural
+from tula_hpc.records import Candidate, Plan
+
+COLUMNS = (
+    "partition",
+    *CONFIGURATION_COLUMNS,
+    "wall_time_s",
+    "cost",
+    "currency",
+    "feasible",
+    "pareto",
+    "chosen",
+)
+# in a row, with six for each entry's mark and the gap after it
+LEGEND_CHARACTERS = 90
+# candidates that would take or cost this many times the dearest of the front are not drawn
+TALLEST = 100
+
+
+def draw_pareto(run: RunContents) -> Drawing | Missing:
+    """Draw expected time against expected cost of every candidate, and the Pareto front."""
+    if run.plan is None or not run.plan.pareto:
+        return Missing("pareto", "time against cost", "the front comes with the plan")
+    plan, chosen = run.plan, run.plan.chosen
+    title = _title(plan)
+    drawn = _near_the_front(plan)
+    marks: dict[tuple[str, int], list[Candidate]] = {}
+    costs, times = [], []
+    front = [(item.cost, item.expected_time_s) for item in plan.pareto]
+    lines = [front]
+    for item in drawn:
+        marks.setdefault((item.partition, item.nodes), []).append(item)
+        costs.append(item.cost)
+        times.append(item.expected_time_s)
+        lines.append([(item.cost, item.expected_time_s)])
+    with style.styled():
+        figure, (axes,) = style.new_figure(title, 3.7)
+        style.value_axis(axes, times, label="expected time of the training", durations=True)
+        style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
+        for _, alike in sorted(marks.items(), key=lambda entry: entry[0]):
+            _draw_alike(axes, alike, _look(run, plan, alike[0]))
+        axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
+        text = f"chosen: N = {chosen.nodes}, B = {chosen.global_batch:,}"
+        if chosen.partition:
+            text += f"\non {chosen.partition}"
+        here = (chosen.cost, chosen.expected_time_s)
+        labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
+        keys = _front_keys(run, plan, drawn)
+        # rows of equal length, as many as the names need
+        rows = math.ceil(sum(len(key.text) + 6 for key in keys) / LEGEND_CHARACTERS)
+        style.legend(axes, keys, columns=math.ceil(len(keys) / rows))
+    table = Table(COLUMNS, [_row(plan, item) for item in plan.candidates])
+    return Drawing("pareto", title, _caption(plan), figure, table)
+
+
+def _near_the_front(plan: Plan) -> list[Candidate]:
+    """Return the candidates to draw; one far from the front would press all else into a corner."""
+    slowest = TALLEST * plan.pareto[-1].expected_time_s
+    # a front that is free bounds nothing
+    dearest = TALLEST * max(item.cost for item in plan.pareto) or math.inf
+    near = []
+    for item in plan.candidates:
+        if 0 <= item.cost <= dearest and 0 < item.expected_time_s <= slowest:
+            near.append(item)
+    return near
+
+
+def _partitions(plan: Plan) -> list[str]:
+    """Return the partitions' names in the order of the plan; none if there is only one."""
+    names = list(dict.fromkeys(item.partition for item in plan.candidates))
+    return names if len(names) > 1 else []
+
+
+def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
+    """Return the style of a cluster size; the shape is the partition's, if there are several."""
+    look = style.size_style(run.cluster_sizes, item.nodes)
+    names = _partitions(plan)
+    if not names:
+        return look
+    return look._replace(marker=style.partition_marker(names.index(item.partition)))
+
+
+def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
+    for feasible in (True, False):
+        mine = [(item.cost, item.expected_time_s) for item in items if item.feasible == feasible]
+        costs, times = np.array(mine).reshape(-1, 2).T
+        (marks,) = axes.plot(costs, times, look.marker, color=look.colour, markersize=5.5, zorder=3)
+        marks.set_alpha(1.0)
+        if not feasible:
+            marks.set(alpha=0.6, fillstyle="none")
+
+
+def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[style.Key]:
+    names = _partitions(plan)
+    shown = {item.nodes for item in drawn}
+    keys = []
+    for nodes in run.cluster_sizes:
+        if nodes in shown:
+            look = style.size_style(run.cluster_sizes, nodes)
+            marker = "o" if names else look.marker
+            keys.append(style.Key(f"N = {nodes}", marker, colour=look.colour))
+    if len(keys) > 8:
+        keys = []
+    for index, name in enumerate(names):
+        keys.append(style.Key(name, style.partition_marker(index)))
+    if any(not item.feasible for item in drawn):
+        keys.append(style.Key("not feasible", marker="o", hollow=True))
+    return [*keys, style.Key("Pareto front", line="-", colour=style.INK.light)]
+
+
+def _where(item: Candidate) -> str:
+    of = f" of partition {item.partition}" if item.partition else ""
+    return f"{plural(item.nodes, 'node')}{of} with batch {item.global_batch:,}"
+
+
+def _title(plan: Plan) -> str:
+    fastest, cheapest = plan.pareto[0], plan.pareto[-1]
+    if fastest == cheapest:
+        return f"{_where(fastest)}: no other candidate is faster, and none is cheaper"
+    currency = plan.chosen.currency
+    least_cost = format_money(cheapest.cost, currency)
+    most_cost = format_money(fastest.cost, currency)
+    least_time = format_duration(fastest.expected_time_s)
+    most_time = format_duration(cheapest.expected_time_s)
+    if most_time == least_time:
+        return f"The cheapest of the front costs {least_cost} and is as fast as any: {most_time}"
+    if least_cost == most_cost:
+        return f"The fastest of the front takes {least_time} and is as cheap as any: {most_cost}"
+    return f"The front runs from {least_cost} in {most_time} to {most_cost} in {least_time}"
+
+
+def _caption(plan: Plan) -> str:
+    chosen = plan.chosen
+    several = _partitions(plan)
+    shape = ", its shape that of its partition" if several else ""
+    verb = "is" if len(plan.pareto) == 1 else "are"
+    text = (
+        "What the whole training costs and how long it is expected to last, one mark for each "
+        f"candidate{shape}; down and to the left is better. On the line {verb} the "
+        f"{plural(len(plan.pareto), 'candidate')} of the Pareto front: no other feasible one is "
+        "both faster and cheaper. The chosen one (ring) is "
+    )
+    if chosen.pareto:
+        return f"{text}on it."
+    better = min(plan.pareto, key=lambda item: (item.cost > chosen.cost, item.expected_time_s))
+    sooner = format_percent(1.0 - better.expected_time_s / chosen.expected_time_s)
+    return f"{text}not: {_where(better)} would take {sooner} less time for no more money."
+
+
+def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
+    where = (item.partition, *item.configuration, item.global_batch)
+    costs = (item.expected_time_s, item.cost, item.currency)
+    return (*where, *costs, item.feasible, item.pareto, item == plan.chosen)

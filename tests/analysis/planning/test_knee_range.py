@@ -1,0 +1,81 @@
+"""The knee belongs to the training: where the search happens to end does not move it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import fuzz
+from tests.planning_data import cluster, memory, ok, sweep, times
+from tula_hpc.analysis.plan import make_plan
+from tula_hpc.records import Measurement, Plan
+
+SIZES = (1, 2, 4)
+MEASURED = (32, 128, 512, 2048)
+ENDS = [2**k for k in range(6, 13)]
+
+
+def planned(rows: list[Measurement], largest: int) -> Plan:
+    return make_plan(sweep("knee", cluster_sizes=SIZES, min_batch=32, max_batch=largest), cluster(), rows)
+
+
+def recorded(fixed_s: float, sample_s: float, ring_s: float) -> list[Measurement]:
+    rows = []
+    for nodes in SIZES:
+        for batch in MEASURED:
+            local = batch // nodes
+            compute_s = fixed_s + sample_s * local
+            step_s = compute_s + ring_s * (1 - 1 / nodes)
+            found = times(
+                nodes, local, step_time_s=step_s, compute_time_s=compute_s, allreduce_time_s=step_s - compute_s
+            )
+            rows.append(ok(nodes, local, times=found, memory=memory(local)))
+    return rows
+
+
+@fuzz(6)
+@given(st.floats(0.002, 0.5), st.floats(1e-4, 1e-2), st.floats(0.0, 1.0))
+def test_a_longer_search_leaves_the_choice_alone_from_where_it_holds_it(
+    fixed_s: float, sample_s: float, ring_s: float
+) -> None:
+    rows = recorded(fixed_s, sample_s, ring_s)
+    plans = {largest: planned(rows, largest) for largest in ENDS}
+    final = plans[ENDS[-1]]
+    assert final.knee is not None
+    assert final.knee.global_batch is not None
+    for largest, plan in plans.items():
+        assert plan.knee == final.knee
+        if largest >= final.chosen.global_batch:
+            assert plan.chosen.configuration == final.chosen.configuration
+        else:
+            assert plan.chosen.global_batch == largest
+        is_short = final.knee.global_batch >= 2 * largest
+        assert any("lies beyond search.max_batch" in text for text in plan.warnings) == is_short
+
+
+def test_kneedle_follows_the_range_as_in_the_paper() -> None:
+    rows = recorded(0.1, 0.001, 0.1)
+    spec = sweep("kneedle", cluster_sizes=SIZES, min_batch=32, max_batch=4096)
+    chosen = []
+    for largest in (256, 4096):
+        search = spec.search.model_copy(update={"max_batch": largest})
+        chosen.append(make_plan(spec.model_copy(update={"search": search}), cluster(), rows).chosen.global_batch)
+    assert chosen[0] < chosen[1]
+
+
+@pytest.mark.parametrize("objective", ["knee", "kneedle"])
+def test_a_candidate_that_is_faster_and_cheaper_is_named_with_the_reason(objective: str) -> None:
+    from tula_hpc.analysis.report.plan_text import why_not_better
+
+    plan = make_plan(
+        sweep(objective, cluster_sizes=[1], min_batch=32, max_batch=4096), cluster(), recorded(0.01, 0.001, 0.1)
+    )
+    (said,) = why_not_better(plan)
+    assert said.startswith("N=1 b=4096 (B=4096) would be ")
+    assert "faster" in said
+    assert "beyond the knee" in said
+    fastest = make_plan(
+        sweep("time", cluster_sizes=[1], min_batch=32, max_batch=4096), cluster(), recorded(0.01, 0.001, 0.1)
+    )
+    assert why_not_better(fastest) == []
