@@ -37,17 +37,16 @@ def put_site(folder: Path, partitions: list[Made], *, config: str = "", accounts
         f"MaxTime={p.limit} MaxNodes=UNLIMITED State={p.state} TotalNodes={p.nodes} {p.fields}\n"
         for i, p in enumerate(partitions)
     )
-    rows = "\n".join(
-        f"*'-p {p.name} '*) echo '{p.nodes}|{p.cpus}|{p.memory_mb}|{p.gres}|{p.nodes_state}|(null)' ;;"
-        for p in partitions
-    )
+    rows = ""
+    for p in partitions:
+        row = f"{p.nodes}|{p.cpus}|{p.memory_mb}|{p.gres}|{p.nodes_state}|(null)"
+        rows += f"*'-p {p.name} '*) echo '{row}' ;;\n"
+    accounting = f"case \"$*\" in\n*assoc*) printf '{accounts}' ;;\n*) printf '{qos}' ;;\nesac"
     scripts = {
         "scontrol": f"case \"$*\" in\n*config*) printf 'ClusterName = made\\n{config}' ;;\n"
         f"*partition*) cat <<'END'\n{shown}END\n;;\nesac",
-        "sinfo": f'case "$* " in\n{rows}\nesac',
-        "sacctmgr": f"case \"$*\" in\n*assoc*) printf '{accounts}' ;;\n*) printf '{qos}' ;;\nesac"
-        if accounts
-        else "exit 1",
+        "sinfo": f'case "$* " in\n{rows}esac',
+        "sacctmgr": accounting if accounts else "exit 1",
     }
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -87,12 +86,10 @@ def test_gpus_are_recommended_and_the_others_are_named(
 
 
 def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path) -> None:
-    strict = Made(
-        "short", limit="0:10:00", fields="AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
-    )
+    fields = "AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
     put_site(
         commands,
-        [strict._replace(fields=strict.fields)],
+        [Made("short", limit="0:10:00", fields=fields)],
         config="AccountingStorageEnforce = associations,limits\\n",
         accounts="chem||normal||\\nml||normal,low||node=3\\n",
         qos="part||node=2\\nlow|5|\\nhigh||\\n",
@@ -105,18 +102,18 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("made", "config", "reason"),
+    ("site", "reason"),
     [
-        (Made("a", state="DOWN"), "", "its state is DOWN"),
-        (Made("a", nodes_state="drained"), "", "none of its nodes can be used now"),
-        (Made("a", fields="AllowGroups=nobody-else"), "", "it is for the groups nobody-else"),
-        (Made("a"), "AccountingStorageEnforce = associations\\n", f"{getpass.getuser()} has no account there"),
+        ((Made("a", state="DOWN"), ""), "its state is DOWN"),
+        ((Made("a", nodes_state="drained"), ""), "none of its nodes can be used now"),
+        ((Made("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
+        ((Made("a"), "AccountingStorageEnforce = associations\\n"), f"{getpass.getuser()} has no account there"),
     ],
 )
 def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
-    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], made: Made, config: str, reason: str
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: tuple[Made, str], reason: str
 ) -> None:
-    put_site(commands, [made], config=config)
+    put_site(commands, [site[0]], config=site[1])
     assert main([str(tmp_path / "cluster.toml")]) == 2
     assert f"no partition can be used: a: {reason}" in capsys.readouterr().err
     assert not (tmp_path / "cluster.toml").exists()
@@ -138,16 +135,14 @@ def test_loaded_modules_are_loaded_in_jobs(commands: Path, tmp_path: Path, monke
     assert written(tmp_path).setup == ("module load cuda/12.4 python/3.11",)
 
 
-gres = st.sampled_from(
-    ["(null)", "gpu:1", "gpu:8(S:0-1)", "gpu:a100:4", "gpu:a:2,gpu:b:2", "nvme:1,gpu:tesla:2", "mps:100"]
-)
+GRES = ["(null)", "gpu:1", "gpu:8(S:0-1)", "gpu:a100:4", "gpu:a:2,gpu:b:2", "nvme:1,gpu:tesla:2", "mps:100"]
 made = st.builds(
     Made,
     name=st.sampled_from(["batch", "gpu", "debug", "long-jobs", "p_1"]),
     nodes=st.integers(1, 5000),
     cpus=st.integers(1, 512),
     memory_mb=st.integers(500, 4_000_000),
-    gres=gres,
+    gres=st.sampled_from(GRES),
     limit=st.sampled_from(["UNLIMITED", "1", "0:02:00", "12:00:00", "7-00:00:00"]),
     nodes_state=st.sampled_from(["idle", "mixed", "allocated", "drained", "down*", "idle~"]),
     fields=st.sampled_from(["", "QoS=N/A", "TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=2.0", "DefMemPerCPU=4000"]),

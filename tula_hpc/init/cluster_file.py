@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -98,13 +99,17 @@ def _times(place: Place) -> Iterator[_Line]:
     defaults = ClusterSpec.model_fields
     limit = place.most_minutes
     said = "the partition has no time limit" if limit is None else f"the time limit is {limit} min"
+    shortest_s = math.inf
     for key in ("profile_minutes", "train_minutes"):
         usual = int(defaults[key].default)
-        yield _Line(key, usual if limit is None else max(1, min(usual, limit)), said)
-    shortest_s = 60 * min(limit or usual, int(defaults["profile_minutes"].default))
+        minutes = max(1, min(usual, limit or usual))
+        shortest_s = min(shortest_s, 60 * minutes)
+        yield _Line(key, minutes, said)
     delay_s = int(defaults["signal_delay_s"].default)
-    if delay_s >= shortest_s // 2:
-        yield _Line("signal_delay_s", shortest_s // 4, "a job is warned so long before its limit")
+    if delay_s >= shortest_s / 2:
+        yield _Line(
+            "signal_delay_s", int(shortest_s / 4), "a job is warned so long before its limit"
+        )
     modules = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
     setup = [f"module load {' '.join(modules)}"] if modules else []
     if place.gpus:
