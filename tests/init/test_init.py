@@ -143,6 +143,7 @@ made = st.builds(
     cpus=st.integers(1, 512),
     memory_mb=st.integers(500, 4_000_000),
     gres=st.sampled_from(GRES),
+    state=st.just("UP"),
     limit=st.sampled_from(["UNLIMITED", "1", "0:02:00", "12:00:00", "7-00:00:00"]),
     nodes_state=st.sampled_from(["idle", "mixed", "allocated", "drained", "down*", "idle~"]),
     fields=st.sampled_from(["", "QoS=N/A", "TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=2.0", "DefMemPerCPU=4000"]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import loaded_modules
 from tula_hpc.init.survey import Place, Survey
 
 UNKNOWN = "unknown"
@@ -110,7 +110,7 @@ def _times(place: Place) -> Iterator[_Line]:
         yield _Line(
             "signal_delay_s", int(shortest_s / 4), "a job is warned so long before its limit"
         )
-    modules = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
+    modules = loaded_modules()
     setup = [f"module load {' '.join(modules)}"] if modules else []
     if place.gpus:
         setup += ["ulimit -l $(ulimit -H -l)", "ulimit -n $(ulimit -H -n)"]
