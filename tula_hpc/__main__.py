@@ -37,6 +37,7 @@ COMMANDS = {
         "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
     ),
     "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
+    "init": Command("tula_hpc.init.__main__", "write a cluster file for this login node's cluster"),
     "check": Command("tula_hpc.check.__main__", "check a cluster before anything is trained there"),
     "footprint": Command(
         "tula_hpc.workloads.footprint", "estimate a worker's memory before anything ran"

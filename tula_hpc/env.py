@@ -249,6 +249,11 @@ def socket_interface(backend: str) -> str:
     return os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
 
 
+def loaded_modules() -> list[str]:
+    """Return the environment modules that are loaded in this shell, in order."""
+    return [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
+
+
 def without_filters() -> dict[str, str]:
     """Return the environment without variables that filter or reformat Slurm's answers."""
     filters = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT")

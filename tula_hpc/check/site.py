@@ -97,26 +97,53 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
     Raises:
         LaunchError: There is no Slurm here, or it does not answer.
     """
-    shown = _ask("scontrol", "show", "config")
-    config = dict(re.findall(r"^(\w+) *= (\S*)", shown, re.MULTILINE))
-    if not config:
-        raise no_answer("scontrol show config", shown)
-    shown = _ask("scontrol", "show", "partition", "--oneliner")
-    partitions = [_fields(line) for line in shown.splitlines() if line.startswith("PartitionName=")]
-    if not partitions:
-        raise no_answer("scontrol show partition", shown)
+    config = ask_config()
+    partitions = ask_partitions()
     chosen = next((each for each in partitions if _is_chosen(each, launcher.cluster)), None)
-    enforced = config.get("AccountingStorageEnforce", "none").split(",")
     return Site(
         user=getpass.getuser(),
         partitions=tuple(each["PartitionName"] for each in partitions),
-        partition=_partition(chosen, config) if chosen else None,
-        nodes=_nodes(chosen["PartitionName"]) if chosen else (),
-        enforces_accounts=bool({"associations", "limits", "qos", "safe", "all"} & set(enforced)),
-        associations=_associations(),
-        qos=_qos(),
+        partition=partition_of(chosen, config) if chosen else None,
+        nodes=nodes_of(chosen["PartitionName"]) if chosen else (),
+        enforces_accounts=enforces_accounts(config),
+        associations=associations(),
+        qos=all_qos(),
         answers=_answers(launcher, nodes),
     )
+
+
+def ask_config() -> dict[str, str]:
+    """Ask for Slurm's configuration.
+
+    Raises:
+        LaunchError: There is no Slurm here, or it does not answer.
+    """
+    shown = ask("scontrol", "show", "config")
+    config = dict(re.findall(r"^(\w+) *= (\S*)", shown, re.MULTILINE))
+    if not config:
+        raise no_answer("scontrol show config", shown)
+    return config
+
+
+def ask_partitions() -> list[dict[str, str]]:
+    """Ask for the fields of every partition.
+
+    Raises:
+        LaunchError: There is no Slurm here, or it does not answer.
+    """
+    shown = ask("scontrol", "show", "partition", "--oneliner")
+    partitions = [
+        fields_of(line) for line in shown.splitlines() if line.startswith("PartitionName=")
+    ]
+    if not partitions:
+        raise no_answer("scontrol show partition", shown)
+    return partitions
+
+
+def enforces_accounts(config: dict[str, str]) -> bool:
+    """Tell whether a job needs an account that accounting knows."""
+    enforced = config.get("AccountingStorageEnforce", "none").split(",")
+    return bool({"associations", "limits", "qos", "safe", "all"} & set(enforced))
 
 
 def _is_chosen(partition: dict[str, str], cluster: ClusterSpec) -> bool:
@@ -127,15 +154,22 @@ def _is_chosen(partition: dict[str, str], cluster: ClusterSpec) -> bool:
     return partition.get("Default") == "YES"
 
 
-def _ask(*command: str) -> str:
+def ask(*command: str) -> str:
+    """Return the answer of one of Slurm's commands, which gets `TIMEOUT_S`.
+
+    Raises:
+        LaunchError: There is none.
+    """
     return slurm.run_command(command, TIMEOUT_S)
 
 
-def _fields(line: str) -> dict[str, str]:
+def fields_of(line: str) -> dict[str, str]:
+    """Read one line of scontrol's, NAME=VALUE."""
     return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
-def _partition(fields: dict[str, str], config: dict[str, str]) -> Partition:
+def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
+    """Read a partition; what it does not set is as in the configuration."""
     own = {**config, **{key: value for key, value in fields.items() if value not in NO_LIMIT}}
     return Partition(
         name=fields["PartitionName"],
@@ -168,8 +202,9 @@ def minutes_of(text: str) -> int | None:
     return clock[0]
 
 
-def _nodes(partition: str) -> tuple[Nodes, ...]:
-    text = _ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f")
+def nodes_of(partition: str) -> tuple[Nodes, ...]:
+    """Ask for a partition's nodes, those that are alike together."""
+    text = ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f")
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
         Nodes(
@@ -191,7 +226,8 @@ def _leading_number(text: str) -> int:
     return int(found[0]) if found else 0
 
 
-def _qos() -> tuple[Limits, ...]:
+def all_qos() -> tuple[Limits, ...]:
+    """Ask accounting for every QOS; none where there is no accounting."""
     rows = _accounting("show", "qos", "format=Name,MaxWall,MaxTRES")
     return tuple(
         Limits(name=name, max_minutes=minutes_of(wall), max_nodes=_nodes_in(tres))
@@ -199,7 +235,8 @@ def _qos() -> tuple[Limits, ...]:
     )
 
 
-def _associations() -> tuple[Limits, ...]:
+def associations() -> tuple[Limits, ...]:
+    """Ask accounting for this user's accounts; none where there is no accounting."""
     columns = "format=Account,Partition,QOS,MaxWall,MaxTRES"
     rows = _accounting("show", "assoc", f"user={getpass.getuser()}", columns)
     return tuple(
@@ -222,7 +259,7 @@ def _nodes_in(tres: str) -> int | None:
 
 def _accounting(*words: str) -> Sequence[Sequence[str]]:
     try:
-        text = _ask("sacctmgr", "-n", "-P", *words)
+        text = ask("sacctmgr", "-n", "-P", *words)
     except LaunchError:
         return []
     return [line.split("|") for line in text.splitlines()]

@@ -1,0 +1,168 @@
+"""`tula init` on clusters that it never saw: Slurm's commands as scripts that answer for made-up sites."""
+
+from __future__ import annotations
+
+import getpass
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import fuzz
+from tula_hpc.config import ClusterSpec, load_cluster
+from tula_hpc.init.__main__ import main
+
+
+class Made(NamedTuple):
+    """One partition of a made-up site."""
+
+    name: str
+    nodes: int = 4
+    cpus: int = 32
+    memory_mb: int = 128_000
+    gres: str = "(null)"
+    limit: str = "1-00:00:00"
+    state: str = "UP"
+    nodes_state: str = "idle"
+    fields: str = ""
+
+
+def put_site(folder: Path, partitions: list[Made], *, config: str = "", accounts: str = "", qos: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    shown = "".join(
+        f"PartitionName={p.name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default={'YES' if not i else 'NO'} "
+        f"MaxTime={p.limit} MaxNodes=UNLIMITED State={p.state} TotalNodes={p.nodes} {p.fields}\n"
+        for i, p in enumerate(partitions)
+    )
+    rows = ""
+    for p in partitions:
+        row = f"{p.nodes}|{p.cpus}|{p.memory_mb}|{p.gres}|{p.nodes_state}|(null)"
+        rows += f"*'-p {p.name} '*) echo '{row}' ;;\n"
+    accounting = f"case \"$*\" in\n*assoc*) printf '{accounts}' ;;\n*) printf '{qos}' ;;\nesac"
+    scripts = {
+        "scontrol": f"case \"$*\" in\n*config*) printf 'ClusterName = made\\n{config}' ;;\n"
+        f"*partition*) cat <<'END'\n{shown}END\n;;\nesac",
+        "sinfo": f'case "$* " in\n{rows}esac',
+        "sacctmgr": accounting if accounts else "exit 1",
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o700)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("LOADEDMODULES", raising=False)
+    return folder
+
+
+def written(tmp_path: Path, *options: str) -> ClusterSpec:
+    assert main([str(tmp_path / "cluster.toml"), "--force", *options]) == 0
+    return load_cluster(tmp_path / "cluster.toml")
+
+
+def test_gpus_are_recommended_and_the_others_are_named(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Made("gpu", nodes=8, cpus=40, gres="gpu:v100:4(S:0-1)", limit="2-00:00:00")
+    put_site(commands, [Made("cpu", nodes=100), gpu])
+    cluster = written(tmp_path)
+    assert (cluster.partition, cluster.device, cluster.gres) == ("gpu", "cuda", "gpu:v100:4")
+    assert (cluster.workers_per_node, cluster.cpus_per_worker, cluster.max_nodes) == (4, 10, 8)
+    said = capsys.readouterr().out
+    assert "gpu (8 nodes, 40 CPUs, 4 v100 GPUs, at most 2880 min)" in said
+    assert "cpu (100 nodes, 32 CPUs, at most 1440 min, the default)" in said
+    assert "Next: " in said
+    text = (tmp_path / "cluster.toml").read_text()
+    asked = [line for line in text.splitlines() if line.endswith("unknown")]
+    assert {line.split()[1] for line in asked} == {"device_memory_gb", "NCCL_SOCKET_IFNAME", "usd_per_node_hour"}
+    assert written(tmp_path, "--partition", "cpu").device == "cpu"
+
+
+def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path) -> None:
+    fields = "AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
+    put_site(
+        commands,
+        [Made("short", limit="0:10:00", fields=fields)],
+        config="AccountingStorageEnforce = associations,limits\\n",
+        accounts="chem||normal||\\nml||normal,low||node=3\\n",
+        qos="part||node=2\\nlow|5|\\nhigh||\\n",
+    )
+    cluster = written(tmp_path)
+    assert (cluster.account, cluster.qos, cluster.max_nodes) == ("ml", "low", 2)
+    assert (cluster.profile_minutes, cluster.train_minutes) == (5, 5)
+    assert cluster.signal_delay_s < 150
+    assert cluster.pricing.basis == "tres"
+
+
+@pytest.mark.parametrize(
+    ("site", "reason"),
+    [
+        ((Made("a", state="DOWN"), ""), "its state is DOWN"),
+        ((Made("a", nodes_state="drained"), ""), "none of its nodes can be used now"),
+        ((Made("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
+        ((Made("a"), "AccountingStorageEnforce = associations\\n"), f"{getpass.getuser()} has no account there"),
+    ],
+)
+def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: tuple[Made, str], reason: str
+) -> None:
+    put_site(commands, [site[0]], config=site[1])
+    assert main([str(tmp_path / "cluster.toml")]) == 2
+    assert f"no partition can be used: a: {reason}" in capsys.readouterr().err
+    assert not (tmp_path / "cluster.toml").exists()
+
+
+def test_a_file_that_is_there_stays(commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_site(commands, [Made("a")])
+    (tmp_path / "cluster.toml").write_text("mine")
+    assert main([str(tmp_path / "cluster.toml")]) == 2
+    assert (tmp_path / "cluster.toml").read_text() == "mine"
+    assert "--force" in capsys.readouterr().err
+    assert main([str(tmp_path / "b.toml"), "--partition", "b"]) == 2
+    assert "there are a" in capsys.readouterr().err
+
+
+def test_loaded_modules_are_loaded_in_jobs(commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOADEDMODULES", "cuda/12.4:python/3.11")
+    put_site(commands, [Made("a")])
+    assert written(tmp_path).setup == ("module load cuda/12.4 python/3.11",)
+
+
+GRES = ["(null)", "gpu:1", "gpu:8(S:0-1)", "gpu:a100:4", "gpu:a:2,gpu:b:2", "nvme:1,gpu:tesla:2", "mps:100"]
+made = st.builds(
+    Made,
+    name=st.sampled_from(["batch", "gpu", "debug", "long-jobs", "p_1"]),
+    nodes=st.integers(1, 5000),
+    cpus=st.integers(1, 512),
+    memory_mb=st.integers(500, 4_000_000),
+    gres=st.sampled_from(GRES),
+    state=st.just("UP"),
+    limit=st.sampled_from(["UNLIMITED", "1", "0:02:00", "12:00:00", "7-00:00:00"]),
+    nodes_state=st.sampled_from(["idle", "mixed", "allocated", "drained", "down*", "idle~"]),
+    fields=st.sampled_from(["", "QoS=N/A", "TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=2.0", "DefMemPerCPU=4000"]),
+)
+
+
+@fuzz(15)
+@given(st.lists(made, min_size=1, max_size=4, unique_by=lambda p: p.name))
+def test_whatever_the_site_the_file_is_valid_or_the_reason_is_said(partitions: list[Made]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+        put_site(Path(folder) / "bin", partitions)
+        target = Path(folder) / "cluster.toml"
+        code = main([str(target)])
+        usable = [p for p in partitions if p.nodes_state not in ("drained", "down*")]
+        assert code == (0 if usable else 2)
+        if usable:
+            cluster = load_cluster(target)
+            assert (cluster.device == "cuda") == any("gpu" in p.gres for p in usable)
+            assert tomllib.loads(target.read_text())["partition"] in [p.name for p in usable]

@@ -1,0 +1,206 @@
+"""Partitions of a cluster as this user may use them, and which of them suits a training best."""
+
+from __future__ import annotations
+
+import getpass
+import grp
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tula_hpc.check.site import (
+    Limits,
+    Nodes,
+    Partition,
+    all_qos,
+    ask_config,
+    ask_partitions,
+    associations,
+    enforces_accounts,
+    nodes_of,
+    partition_of,
+)
+from tula_hpc.config.gpus import requested_gres
+
+EVERYBODY = ("", "ALL", "(null)")
+
+
+class Place(NamedTuple):
+    """One partition, its nodes of the kind that most of it has, and this user's limits there."""
+
+    partition: Partition
+    is_default: bool
+    # of the largest group of usable nodes that are alike; None: no node can be used
+    nodes: Nodes | None
+    # further kinds of usable nodes
+    others: int
+    # account and QOS to submit with; "": none is needed, or it is not known
+    account: str
+    qos: str
+    # the user's limits beside the partition's own; None: none
+    most_nodes: int | None
+    most_minutes: int | None
+    billing_weights: str
+    # why the user cannot use it; "": it can be used
+    refused: str
+
+    @property
+    def gpu_type(self) -> str:
+        """Type of the GPUs of a node, "" where it has none or Slurm does not say."""
+        return self._gpus[0]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node."""
+        return self._gpus[1]
+
+    @property
+    def _gpus(self) -> tuple[str, int]:
+        if self.nodes is None:
+            return "", 0
+        found = [
+            (kind, count) for name, kind, count in requested_gres(self.nodes.gres) if name == "gpu"
+        ]
+        kinds = {kind for kind, _ in found}
+        # of several types any may be given
+        kind = kinds.pop() if len(kinds) == 1 else ""
+        return kind, int(sum(count for _, count in found))
+
+
+class Survey(NamedTuple):
+    """What Slurm says about the cluster and this user."""
+
+    cluster_name: str
+    places: tuple[Place, ...]
+    needs_account: bool
+    requeues: bool
+
+    def best(self) -> Place | None:
+        """Return the partition to begin with: GPUs first, then most nodes, then the default one."""
+        usable = [place for place in self.places if not place.refused]
+        return max(usable, key=_merit, default=None)
+
+
+def _merit(place: Place) -> tuple[int, int, bool, int]:
+    minutes = place.most_minutes
+    nodes = place.most_nodes or 0
+    return min(place.gpus, 1), nodes, place.is_default, 10**9 if minutes is None else minutes
+
+
+def survey_cluster() -> Survey:
+    """Ask Slurm about every partition; nothing is submitted.
+
+    Raises:
+        LaunchError: There is no Slurm here, or it does not answer.
+    """
+    config = ask_config()
+    of_user = associations()
+    all_limits = {each.name: each for each in all_qos()}
+    needs_account = enforces_accounts(config)
+    places = [
+        _place(fields, config, of_user, all_limits, needs_account=needs_account)
+        for fields in ask_partitions()
+    ]
+    return Survey(
+        cluster_name=config.get("ClusterName", "cluster"),
+        places=tuple(places),
+        needs_account=needs_account,
+        requeues=config.get("JobRequeue", "1") != "0",
+    )
+
+
+def _place(
+    fields: dict[str, str],
+    config: dict[str, str],
+    of_user: Sequence[Limits],
+    all_limits: dict[str, Limits],
+    *,
+    needs_account: bool,
+) -> Place:
+    partition = partition_of(fields, config)
+    usable = [group for group in nodes_of(partition.name) if group.usable]
+    kinds: dict[tuple[str, int, int], int] = {}
+    for group in usable:
+        kind = (group.gres, group.cpus, group.memory_mb)
+        kinds[kind] = kinds.get(kind, 0) + group.count
+    most = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
+    nodes = None
+    if most is not None:
+        first = next(group for group in usable if (group.gres, group.cpus, group.memory_mb) == most)
+        nodes = first.model_copy(update={"count": kinds[most]})
+    accounts = [each for each in of_user if each.partition in ("", partition.name)]
+    allowed = _allowed(fields.get("AllowAccounts", ""), fields.get("DenyAccounts", ""), accounts)
+    account = allowed[0] if allowed else None
+    qos = _qos_for(fields, account)
+    limits = [all_limits[name] for name in (partition.qos, qos) if name in all_limits]
+    limits += [account] if account else []
+    return Place(
+        partition=partition,
+        is_default=fields.get("Default") == "YES",
+        nodes=nodes,
+        others=max(0, len(kinds) - 1),
+        account=account.account if account else "",
+        qos=qos,
+        most_nodes=_least(
+            nodes.count if nodes else 0, partition.max_nodes, *(each.max_nodes for each in limits)
+        ),
+        most_minutes=_least(partition.max_minutes, *(each.max_minutes for each in limits)),
+        billing_weights=fields.get("TRESBillingWeights", "").replace("(null)", ""),
+        refused=_why_refused(
+            fields, partition, nodes, accounts, allowed, needs_account=needs_account
+        ),
+    )
+
+
+def _allowed(only: str, denied: str, accounts: Sequence[Limits]) -> list[Limits]:
+    found = []
+    for each in accounts:
+        is_listed = only in EVERYBODY or each.account in only.split(",")
+        if is_listed and each.account not in denied.split(","):
+            found.append(each)
+    return found
+
+
+def _qos_for(fields: dict[str, str], account: Limits | None) -> str:
+    """Return the QOS that has to be named: the user's first one that the partition allows."""
+    only = fields.get("AllowQos", "")
+    if only in EVERYBODY or account is None:
+        return ""
+    return next((name for name in account.qos if name in only.split(",")), "")
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _why_refused(
+    fields: dict[str, str],
+    partition: Partition,
+    nodes: Nodes | None,
+    accounts: Sequence[Limits],
+    allowed: Sequence[Limits],
+    *,
+    needs_account: bool,
+) -> str:
+    if partition.state not in ("UP", ""):
+        return f"its state is {partition.state}"
+    if nodes is None:
+        return "none of its nodes can be used now"
+    groups = fields.get("AllowGroups", "")
+    if groups not in EVERYBODY and not _groups() & set(groups.split(",")):
+        return f"it is for the groups {groups}"
+    if needs_account and not accounts:
+        return f"{getpass.getuser()} has no account there"
+    if accounts and not allowed:
+        return f"it is for the accounts {fields.get('AllowAccounts')}"
+    return ""
+
+
+def _groups() -> set[str]:
+    names = set()
+    for number in {os.getgid(), *os.getgroups()}:
+        try:
+            names.add(grp.getgrgid(number).gr_name)
+        except KeyError:
+            continue
+    return names
