@@ -140,7 +140,8 @@ def _by_knee(
         return Choice(ranking, f"no candidate is below {place}; it is the next above", knee, ())
     law = "where the curve of the time bends most"
     if kind == "knee":
-        law = f"the largest batch whose last doubling still saves {100 * SAVED:.0f} % of the time"
+        saved = f"saves {100 * SAVED:.0f} % of the time, by the fitted curve"
+        law = f"the largest batch whose last doubling still {saved}"
     return Choice(ranking, f"it is the fastest up to {place}: {law}", knee, ())
 
 

@@ -221,7 +221,10 @@ def _alternatives(plan: Plan) -> list[str]:
     fastest = min(feasible, key=lambda c: (c.expected_time_s, c.cost))
     cheapest = min(feasible, key=lambda c: (c.cost, c.expected_time_s))
     named = [("Next best", candidate) for candidate in plan.runners_up]
-    named += [("Fastest", fastest), ("Cheapest", cheapest)]
+    # one that is also cheaper has a sentence of its own
+    if not _beats(fastest, plan.chosen):
+        named.append(("Fastest", fastest))
+    named.append(("Cheapest", cheapest))
     found = []
     for role, candidate in named:
         if candidate != plan.chosen:

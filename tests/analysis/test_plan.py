@@ -602,7 +602,7 @@ def test_the_command_says_what_else_there_was(run: RunDirectory, capsys: pytest.
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
         "Next best: N=",
-        "Fastest: N=",
+        'objective.kind = "time" takes it',
         "Cheapest: N=",
         "The knee lies at B=",
         "kWh",
