@@ -1,0 +1,170 @@
+"""Step boundaries of a training script that knows nothing of being watched.
+
+torch has global hooks around `optimizer.step`, which fire for every optimizer, those that
+accelerate, Lightning and Hugging Face's Trainer wrap included. The model is the largest one that
+the script wraps in `DistributedDataParallel`; a script that wraps none, as single workers do, is
+asked at its first step for the module that holds the optimizer's parameters. Steps are those of the
+optimizer that owns the model's parameters, so that a GAN's second optimizer does not count.
+
+A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure,
+inside `optimizer.step`: the closure is wrapped, so that `gradients_ready` still comes after the
+backward pass and before the parameters change.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Listener(Protocol):
+    """What is told about the steps of a script."""
+
+    def model_wrapped(self, model: DistributedDataParallel) -> None:
+        """Note a model that the script has just wrapped, before its first forward pass."""
+
+    def forward_begins(self, samples: int) -> None:
+        """Note that a forward pass in training begins, with so many samples; 0: unknown."""
+
+    def gradients_ready(self) -> None:
+        """Note that the optimizer will now change the parameters by their gradients."""
+
+    def step_ends(self) -> None:
+        """Note that it has."""
+
+
+class Hooks:
+    """Tells a listener where the steps of this process's training begin and end.
+
+    Attributes:
+        model: The model as the script calls it, None until it is known.
+        optimizer: The optimizer whose steps count, None before its first step.
+        others: Optimizers whose steps do not count.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.model: nn.Module | None = None
+        self.optimizer: Optimizer | None = None
+        self.others: list[Optimizer] = []
+        self._wrapped: list[DistributedDataParallel] = []
+        self._handles: list[Any] = []
+
+    def install(self) -> Hooks:
+        """Watch from now on, and return the hooks; to be called before the script runs."""
+        _after_init(DistributedDataParallel, self._note_wrapped)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def _note_wrapped(self, model: DistributedDataParallel) -> None:
+        self._wrapped.append(model)
+        if self.model is None or _size(model) > _size(self.model):
+            self._watch(model)
+        self.listener.model_wrapped(model)
+
+    def _watch(self, model: nn.Module) -> None:
+        self.model = model
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        # evaluation takes no gradients
+        if module is self.model and module.training and torch.is_grad_enabled():
+            self.listener.forward_begins(samples_of((args, kwargs)))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if not self._counts(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.listener.gradients_ready()
+            return None
+
+        @wraps(closure)
+        def told() -> Any:
+            loss = closure()
+            self.listener.gradients_ready()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": told}
+        return (args[0], told, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is self.optimizer:
+            self.listener.step_ends()
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        if self.optimizer is None:
+            self._find(optimizer)
+        if optimizer is not self.optimizer and all(optimizer is not o for o in self.others):
+            self.others.append(optimizer)
+        return optimizer is self.optimizer
+
+    def _find(self, optimizer: Optimizer) -> None:
+        """Take the optimizer if it has the model's parameters; find the model where none is wrapped."""
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        if self.model is None:
+            found = _module_of(owned)
+            if found is not None:
+                self._watch(found)
+        if self.model is not None and not owned.isdisjoint(self.model.parameters()):
+            self.optimizer = optimizer
+
+
+def _after_init(kind: type, then: Callable[[Any], None]) -> None:
+    """Call a function with each object of a class once it has been made."""
+    original = kind.__init__  # type: ignore[misc] # of this very class
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        then(self)
+
+    kind.__init__ = init  # type: ignore[misc] # see above
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _module_of(owned: set[Tensor]) -> nn.Module | None:
+    """Return the smallest module that has all of these parameters; None without one."""
+    found: list[nn.Module] = []
+    for thing in gc.get_objects():
+        if isinstance(thing, nn.Module) and owned <= set(thing.parameters()):
+            found.append(thing)
+    # a wrapper has as many parameters, and more modules
+    return min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
+
+
+def samples_of(value: Any) -> int:
+    """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
+    for tensor in _tensors(value):
+        if tensor.dim() > 0:
+            return len(tensor)
+    return 0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _tensors(item)
