@@ -1,0 +1,269 @@
+"""Progress of a script's training, told by its steps: metrics.jsonl, epochs, and the end at a stop.
+
+Without `tula.epochs` an epoch is over when no further whole batch is left of the samples that the
+sweep names; a shorter batch right after that was the epoch's last one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_hpc.attach.hooks import Hooks
+from tula_hpc.attach.peers import Peers
+from tula_hpc.ddp.agreement import Agreed, Wish
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.records.base import Record
+from tula_hpc.records.events import EventName
+
+SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
+
+
+class TrainSpec(Record):
+    """What a script's process has to know of its training."""
+
+    # of the run
+    root: Path
+    label: str
+    job_id: str
+    rank: int
+    workers: int
+    # of an epoch, over all workers
+    samples: int
+    epochs: int
+    global_batch: int
+    log_interval_steps: int
+    # Slurm's, of the job
+    restart_count: int = 0
+    # earlier starts of this training, and where this one begins as far as that is known
+    restarts: int = 0
+    epoch: int = 0
+    step: int = 0
+    started_at: float = 0.0
+    # of the interval between checkpoints: see `Interruptions` and `Cadence`
+    between_s: float
+    between_is_known: bool = False
+    fixed_s: float | None = None
+
+
+@dataclass
+class ScriptProgress:
+    """Progress of a script's training; saved with a checkpoint, where it keeps one."""
+
+    # completed
+    epoch: int = 0
+    # of `tula.batches` in this epoch that are over, and batches of the next one
+    calls: int = 0
+    batches: int = 0
+    # by which these were cut
+    batch_size: int = 0
+    workers: int = 1
+    # seen of the current epoch, over all workers
+    offset: int = 0
+    samples_seen: int = 0
+    step: int = 0
+    # steps of this epoch that were timed
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
+    train_time_s: float = 0.0
+    # Unix time of the first start
+    started_at: float = 0.0
+    restarts: int = 0
+    # restarts after which work had to be done again
+    interruptions: int = 0
+    # saved at a stop: its process did no more
+    stopped: bool = False
+
+
+class StepWindow:
+    """Steps since the last logged line."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = self.waited_s = 0.0
+
+
+class TrainingSteps:
+    """Counts the steps of a script and logs them; what `Hooks` tell. Every worker has one.
+
+    Args:
+        spec: The training.
+        stop: Obeyed after a step, unless a keeper obeys it after a batch.
+        leave: Ends this process for good.
+    """
+
+    def __init__(self, spec: TrainSpec, stop: StopRequest, leave: Callable[[], NoReturn]) -> None:
+        self.spec, self.stop, self.leave = spec, stop, leave
+        self.run = RunDirectory(spec.root)
+        self.files = self.run.train(spec.label)
+        self.progress = ScriptProgress(
+            epoch=spec.epoch,
+            step=spec.step,
+            samples_seen=spec.epoch * spec.samples,
+            started_at=spec.started_at,
+            restarts=spec.restarts,
+        )
+        self.hooks = Hooks(self)
+        self.models: list[DistributedDataParallel] = []
+        # a keeper knows where epochs end, and obeys the stop
+        self.is_kept = False
+        # a forward pass has begun since the last step
+        self.is_open = False
+        self.window = StepWindow()
+        self._agreed: Agreed | None = None
+        # of this step, on this worker
+        self._samples = 0
+        # when the last step ended; None: what came since was no training
+        self._ended: float | None = None
+        self._began = 0.0
+        self._reported: dict[str, float] = {}
+
+    def model_wrapped(self, model: DistributedDataParallel) -> None:
+        """See `Listener`."""
+        self.models.append(model)
+
+    def forward_begins(self, samples: int) -> None:
+        """See `Listener`."""
+        self._samples += samples
+        if self.is_open:
+            return
+        self.is_open = True
+        now = time.perf_counter()
+        if self._ended is None:
+            self._began = now
+        else:
+            self._began = self._ended
+            self.window.waited_s += now - self._ended
+
+    def gradients_ready(self) -> None:
+        """See `Listener`."""
+
+    def step_ends(self) -> None:
+        """See `Listener`."""
+        # a single worker's model is known from its first step on
+        is_first = not self.progress.step
+        if not self.is_open and not is_first:
+            # the optimizer has stepped twice
+            return
+        self._count_step()
+        is_last = self.progress.offset + self.spec.global_batch > self.spec.samples
+        is_logged = is_last or self.progress.step % self.spec.log_interval_steps == 0
+        if is_logged:
+            _synchronize()
+        self._count_time(time.perf_counter())
+        self.is_open = False
+        if is_logged:
+            self.write_steps()
+        if not self.is_kept:
+            if is_last:
+                self.end_epoch()
+            self._stop_if_asked()
+
+    def _count_step(self) -> None:
+        progress, whole = self.progress, self.spec.global_batch
+        samples = self._samples * self.spec.workers or whole
+        self._samples = 0
+        if not self.is_kept and progress.offset == 0 and samples < whole:
+            # the last, shorter batch of the epoch before
+            progress.offset = -samples
+        progress.step += 1
+        progress.offset += samples
+        progress.samples_seen += samples
+
+    def _count_time(self, now: float) -> None:
+        if self.is_open:
+            self.progress.epoch_steps += 1
+            self.progress.epoch_time_s += now - self._began
+            self.window.steps += 1
+            self.window.seconds += now - self._began
+        self._ended = now
+
+    def pause(self) -> None:
+        """Count the time up to the next forward pass as no training's."""
+        self._ended = None
+
+    def _stop_if_asked(self) -> None:
+        if self._agreed is None:
+            self._agreed = Agreed(Peers(self.spec.workers), self.stop, lambda: Wish.NOTHING)
+        if self._agreed.decide().stop:
+            self.leave()
+
+    def write_steps(self) -> None:
+        """Write a line for the steps since the last one, if there are any."""
+        window, self.window = self.window, StepWindow()
+        if not window.steps or self.spec.rank != 0:
+            return
+        progress, optimizer = self.progress, self.hooks.optimizer
+        line = StepMetrics(
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            epoch=progress.epoch + self._epoch_share(),
+            loss=None,
+            lr=float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0,
+            step_time_s=window.seconds / window.steps,
+            data_time_s=window.waited_s / window.steps,
+        )
+        append_record(self.files.metrics_file, line, durable=False)
+
+    def _epoch_share(self) -> float:
+        """Return the share of the epoch's whole batches that were trained on."""
+        size, offset = self.spec.global_batch, self.progress.offset
+        left = max(0, self.spec.samples - offset) // size * size
+        return offset / (offset + left) if offset > 0 else 0.0
+
+    def end_epoch(self) -> None:
+        """Count an epoch, write its line, and begin the next one."""
+        self.write_steps()
+        progress = self.progress
+        progress.epoch += 1
+        progress.train_time_s += progress.epoch_time_s
+        scores, self._reported = self._reported, {}
+        if self.spec.rank == 0 and progress.offset > 0:
+            line = EpochMetrics(
+                epoch=progress.epoch,
+                step=progress.step,
+                samples_seen=progress.samples_seen,
+                global_batch=self.spec.global_batch,
+                epoch_time_s=progress.epoch_time_s,
+                steps=progress.epoch_steps,
+                workers=self.spec.workers,
+                **dict.fromkeys(SCORES) | scores,
+            )
+            append_record(self.files.metrics_file, line)
+        progress.offset = progress.calls = progress.batches = 0
+        progress.epoch_steps = 0
+        progress.epoch_time_s = 0.0
+        self.pause()
+
+    def report(self, scores: Mapping[str, Any]) -> None:
+        """Take scores of the epoch that the script is in; see `tula_hpc.attach.report`."""
+        for name, value in scores.items():
+            if name not in SCORES:
+                known = ", ".join(SCORES)
+                sys.stderr.write(f"tula.report: {name!r} is not shown; known are {known}\n")
+            elif math.isfinite(float(value)):
+                self._reported[name] = as_share(name, float(value))
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+        job_id = self.spec.job_id
+        self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
+
+
+def as_share(name: str, value: float) -> float:
+    """Return a score as records have it: an accuracy above 1 is in percent."""
+    return value / 100.0 if "accuracy" in name and value > 1.0 else value
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        torch.cuda.synchronize()
