@@ -102,9 +102,9 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 def failed_by(error: BaseException) -> Said:
     """Return what an exception in a script's process means, in one sentence."""
-    for kind, failure in _KINDS:
+    for kind, meant in _KINDS:
         if isinstance(error, kind) and not isinstance(error, MeetingError | DeviceError):
-            return _failed(failure, str(error))
+            return _failed(meant, str(error))
     if isinstance(error, MeetingError) or lost_a_peer(error):
         lost = _failed(Failure.KILLED, f"lost a peer: {_first_line(error)}")
         return lost.model_copy(update={"follows": True})

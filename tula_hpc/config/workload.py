@@ -234,6 +234,10 @@ Argument = Annotated[str, Field(max_length=10_000)]
 class WorkloadSpec(Spec):
     """`[workload]`: model, data and training procedure, or a script that has them."""
 
+    model: str = Field(default="resnet18", max_length=200)
+    dataset: str = Field(default="digits", max_length=200)
+    # user's function; None: cross-entropy
+    loss: str | None = Field(default=None, max_length=200)
     # the user's own, a file or the name of a module; before `metric`, which depends on it
     script: Path | None = None
     module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
@@ -245,10 +249,6 @@ class WorkloadSpec(Spec):
     accumulation: int = Field(default=1, ge=1, le=2**20)
     # class of the model whose steps count, where a script has several; None: the largest
     counted_model: str | None = Field(default=None, max_length=200)
-    model: str = Field(default="resnet18", max_length=200)
-    dataset: str = Field(default="digits", max_length=200)
-    # user's function; None: cross-entropy
-    loss: str | None = Field(default=None, max_length=200)
     # user's function, share of a sample that is right; None: accuracy of labels. Of a script: a
     # regular expression for its output
     metric: str | None = Field(default=None, max_length=200)
