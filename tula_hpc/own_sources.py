@@ -1,8 +1,9 @@
 """The user's own source files, found and read without importing them.
 
-Own is what defines the functions of a sweep (`"package.module:function"`) and what these modules
-import from the same folder; what is installed in site-packages, Python's library and this package
-are not. Imports below `if`, `try` and in functions count, those by a computed name do not.
+Own is what defines the functions of a sweep (`"package.module:function"`), or its training script,
+and what these import from the same folder; what is installed in site-packages, Python's library and
+this package are not. Imports below `if`, `try` and in functions count, those by a computed name do
+not.
 """
 
 from __future__ import annotations
@@ -77,13 +78,18 @@ class _Module(NamedTuple):
 
 
 def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
-    """Return the user's own files behind these functions, by path below their folder."""
-    todo = [
-        module
-        for name in dict.fromkeys(name.partition(":")[0] for name in entry_points)
-        if (found := find_module(name)) is not None
-        for module in _with_parents(found[0], name)
-    ]
+    """Return the user's own files behind these functions, by path below their folder.
+
+    Args:
+        entry_points: "package.module:function", a module's name, or the path of a script.
+    """
+    todo: list[_Module] = []
+    for entry in entry_points:
+        path, name = Path(entry), entry.partition(":")[0]
+        if path.is_absolute():
+            todo.append(_Module(path.stem, path.parent, path))
+        elif (found := find_module(name)) is not None:
+            todo += _with_parents(found[0], name)
     sources: dict[str, Path] = {}
     while todo and len(sources) < MOST_FILES:
         module = todo.pop()

@@ -37,6 +37,15 @@ class SweepSpec(Spec):
     study: StudySpec | None = None
 
     @model_validator(mode="after")
+    def _fits_a_script(self) -> SweepSpec:
+        if self.workload.is_script:
+            # a script's own steps are taken as they are, unless something else is asked for
+            if "method" not in self.training.model_fields_set:
+                self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
+            check_script(self)
+        return self
+
+    @model_validator(mode="after")
     def _some_batch_is_left(self) -> SweepSpec:
         most = self.objective.max_global_batch
         least = self.search.min_batch
@@ -125,6 +134,52 @@ class SweepSpec(Spec):
             return 0.0
         interval = max(1, round(options.update_interval_epochs * steps))
         return max(0, steps * epochs - 1) // interval / epochs
+
+
+# what a training script does by itself, so that nothing here has an effect on it
+_SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs", "scale_histogram")
+_OF_LAYERS = "has a rate of its own for each layer"
+_OUTSIDE = {
+    "ags": "changes gradients within the step",
+    "adascale": "changes gradients within the step",
+    "static": "changes gradients within the step",
+    "lars": _OF_LAYERS,
+    "lamb": _OF_LAYERS,
+    "polo": "averages models in place of gradients",
+}
+
+
+def check_script(sweep: SweepSpec) -> None:
+    """Refuse what cannot be done to a training script from outside.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    training = sweep.training
+    method = training.method
+    if sweep.study is not None:
+        raise ValueError("study: compares methods of the built-in training, not of a script")
+    if method in _OUTSIDE:
+        raise ValueError(
+            f'training.method: "{method}" {_OUTSIDE[method]}, which is not done to a script; '
+            'expected "lbt" (its own rate), or "lrs" or "sqrt" with {lr_scale} in its arguments'
+        )
+    scales = "lr_scale" in sweep.workload.placeholders
+    if method == "lbt" and scales:
+        raise ValueError(
+            'training.method: {lr_scale} is 1 for every batch with "lbt"; expected "lrs" (linear) '
+            'or "sqrt"'
+        )
+    if method != "lbt" and not scales:
+        raise ValueError(
+            f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
+            "script multiplies its learning rate"
+        )
+    for key in _SCRIPTS_OWN:
+        if _is_given(training, key):
+            raise ValueError(f"training.{key}: a script does that by itself; remove it")
+    if sweep.search.noise_steps:
+        raise ValueError("search.noise_steps: a script is not trained while it is measured")
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:
@@ -240,6 +295,20 @@ def check_together(
         raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
         _check_bounds(sweep.search, part, sweep_file)
+        _check_accumulation(sweep, part, sweep_file)
+
+
+def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
+    search, accumulation = sweep.search, sweep.workload.accumulation
+    for nodes in cluster_sizes(search, part):
+        least = local_batches(search, nodes, part.workers_per_node)[0]
+        if least < accumulation:
+            workers = nodes * part.workers_per_node
+            message = (
+                f"{least} samples of each of {workers} workers cannot be taken in {accumulation} "
+                f"parts; expected at most that, or search.min_batch = {workers * accumulation}"
+            )
+            raise InputError(message, source=sweep_file, key="workload.accumulation")
 
 
 def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
@@ -265,6 +334,9 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
     idle.
     """
     loaders = sweep.workload.loader_workers
+    if sweep.workload.is_script:
+        # it has its own, which nobody knows here
+        return
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         bound = part.executor == "slurm" and part.device == "cuda"
         if bound and part.cpus_per_worker <= loaders:

@@ -31,7 +31,12 @@ class Requeueable:
 
     def __call__(self) -> Any:
         """Do the job; every worker calls this."""
-        return resolve(self.run)(self)
+        return resolve(self.entry)(self)
+
+    @property
+    def entry(self) -> str:
+        """`module:function` that does this very job."""
+        return self.run
 
     def checkpoint(self) -> Any:
         """Return submitit's note for a requeue: the time-outs left, in place of a second pickle."""
@@ -72,6 +77,13 @@ class ProfileJob(Requeueable):
     since: float = 0.0
     trusted_batch: int | None = None
     submitted_at: float = 0.0
+
+    @property
+    def entry(self) -> str:
+        """As `Requeueable.entry`; a script is measured in processes of its own."""
+        if self.sweep.workload.is_script:
+            return "tula_hpc.attach.script_session:run"
+        return self.run
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,18 @@ optimizer that owns the model's parameters, so that a GAN's second optimizer doe
 A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure,
 inside `optimizer.step`: the closure is wrapped, so that `gradients_ready` still comes after the
 backward pass and before the parameters change.
+
+Batches of torch's `DataLoader` are watched where its iterator gives them out. A script that loads
+in another way waits between a step's end and the next forward pass.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +30,26 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import dataloader
 
 
-class Listener(Protocol):
-    """What is told about the steps of a script."""
+class Listener:
+    """What is told about the steps of a script; most need a few of these."""
 
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """Note a model that the script has just wrapped, before its first forward pass."""
+
+    def loading_begins(self, loader: object) -> None:
+        """Note that an iterator over batches was made: an epoch begins, or an evaluation."""
+
+    def batch_wanted(self) -> None:
+        """Note that the script now waits for a batch."""
+
+    def batch_loaded(self, loader: object, waited_s: float) -> None:
+        """Note that it has got one from this iterator, after so many seconds."""
+
+    def evaluating(self) -> None:
+        """Note a forward pass of the model that is none of training."""
 
     def forward_begins(self, samples: int) -> None:
         """Note that a forward pass in training begins, with so many samples; 0: unknown."""
@@ -51,39 +68,59 @@ class Hooks:
         model: The model as the script calls it, None until it is known.
         optimizer: The optimizer whose steps count, None before its first step.
         others: Optimizers whose steps do not count.
+
+    Args:
+        listener: Is told.
+        counted: Name of the class of the model that counts; None: the largest that is wrapped.
     """
 
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
+    def __init__(self, listener: Listener, counted: str | None = None) -> None:
+        self.listener, self.counted = listener, counted
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.others: list[Optimizer] = []
-        self._wrapped: list[DistributedDataParallel] = []
-        self._handles: list[Any] = []
+        self._forward_hook: Any = None
 
     def install(self) -> Hooks:
         """Watch from now on, and return the hooks; to be called before the script runs."""
-        _after_init(DistributedDataParallel, self._note_wrapped)
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        _after(DistributedDataParallel, "__init__", self._note_wrapped)
+        # one that keeps its processes is not made anew for an epoch, but reset
+        for name in ("__init__", "_reset"):
+            _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
+        _around_next(self.listener)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
         return self
 
+    @property
+    def inner_model(self) -> nn.Module | None:
+        """The model as the script defines it, without the wrapper."""
+        if isinstance(self.model, DistributedDataParallel):
+            inner: nn.Module = self.model.module
+            return inner
+        return self.model
+
     def _note_wrapped(self, model: DistributedDataParallel) -> None:
-        self._wrapped.append(model)
-        if self.model is None or _size(model) > _size(self.model):
+        larger = self.model is None or _size(model) > _size(self.model)
+        if larger and self._may_count(model.module):
             self._watch(model)
         self.listener.model_wrapped(model)
 
+    def _may_count(self, model: nn.Module) -> bool:
+        return self.counted is None or type(model).__name__ == self.counted
+
     def _watch(self, model: nn.Module) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         self.model = model
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation takes no gradients
-        if module is self.model and module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled():
             self.listener.forward_begins(samples_of((args, kwargs)))
+        else:
+            self.listener.evaluating()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._counts(optimizer):
@@ -115,26 +152,42 @@ class Hooks:
         return optimizer is self.optimizer
 
     def _find(self, optimizer: Optimizer) -> None:
-        """Take the optimizer if it has the model's parameters; find the model where none is wrapped."""
+        """Take the optimizer if it has the model's parameters; find a model where none is known."""
         owned = {p for group in optimizer.param_groups for p in group["params"]}
         if self.model is None:
             found = _module_of(owned)
-            if found is not None:
+            if found is not None and self._may_count(found):
                 self._watch(found)
         if self.model is not None and not owned.isdisjoint(self.model.parameters()):
             self.optimizer = optimizer
 
 
-def _after_init(kind: type, then: Callable[[Any], None]) -> None:
-    """Call a function with each object of a class once it has been made."""
-    original = kind.__init__  # type: ignore[misc] # of this very class
+def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:
+    """Call a function with each object of a class after a method of it has run."""
+    original = getattr(kind, name)
 
     @wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         then(self)
 
-    kind.__init__ = init  # type: ignore[misc] # see above
+    setattr(kind, name, method)
+
+
+def _around_next(listener: Listener) -> None:
+    """Tell a listener how long each batch of torch's loaders is waited for."""
+    kind = dataloader._BaseDataLoaderIter
+    original = kind.__next__
+
+    @wraps(original)
+    def following(self: Any) -> Any:
+        listener.batch_wanted()
+        started = time.perf_counter()
+        batch = original(self)
+        listener.batch_loaded(self, time.perf_counter() - started)
+        return batch
+
+    kind.__next__ = following  # type: ignore[method-assign] # to be told of each
 
 
 def _size(model: nn.Module) -> int:
@@ -148,7 +201,10 @@ def _module_of(owned: set[Tensor]) -> nn.Module | None:
         if isinstance(thing, nn.Module) and owned <= set(thing.parameters()):
             found.append(thing)
     # a wrapper has as many parameters, and more modules
-    return min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
+    best = min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
+    # of a compiled module the wrapper is what a script calls
+    compiled = (module for module in found if getattr(module, "_orig_mod", None) is best)
+    return best if best is None else next(compiled, best)
 
 
 def samples_of(value: Any) -> int:
@@ -157,6 +213,11 @@ def samples_of(value: Any) -> int:
         if tensor.dim() > 0:
             return len(tensor)
     return 0
+
+
+def bytes_in(value: Any) -> int:
+    """Return the bytes of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
