@@ -9,47 +9,49 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.forked import context_of_workers
-from tula_hpc.attach.keeping import begin_training
-from tula_hpc.attach.script import Script
-from tula_hpc.attach.training import TrainSpec
+from tula_hpc.attach import child
+from tula_hpc.attach.reporting import ChildSpec, read_said
+from tula_hpc.attach.train.keeping import KeptTraining
+from tula_hpc.attach.train.script_training import TrainSettings
 from tula_hpc.records import RunDirectory, read_metrics
 
 SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
 SAMPLES = 128
-STOPPED, KILLED = 17, -signal.SIGKILL
+STOPPED, EXITED, KILLED = "stopped", "exited", -signal.SIGKILL
+PLACE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 Arguments = Sequence[str]
 
 
-def run_script(rank: int, port: int, spec: TrainSpec, arguments: Arguments, struck: tuple[int, int] | None) -> None:
+def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] | None) -> None:
     """One process of torchrun's, with the project around it if a signal may come before one of its steps."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.workers), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    if struck is not None:
-        keeper = begin_training(spec.model_copy(update={"rank": rank}), leave=lambda: os._exit(STOPPED))
-        strike(keeper.steps, *struck)
-    Script(SCRIPT, None, tuple(arguments)).run()
-    if struck is not None:
-        keeper.close()
+    os.environ |= place
+    if struck is None:
+        spec.program.run(spec.home)
+        return
+    at, number = struck
+    steps = 0
 
-
-def strike(steps: Any, at: int, number: int) -> None:
-    told, seen = steps.gradients_ready, Counter[str]()
-
-    def gradients_ready() -> None:
-        seen["steps"] += 1
-        if seen["steps"] == at:
+    def gradients_ready(_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == at:
             os.kill(os.getpid(), number)
-        told()
 
-    steps.gradients_ready = gradients_ready
+    KeptTraining.gradients_ready = gradients_ready  # type: ignore[method-assign] # of this process alone
+    told = spec.said.with_suffix(".spec")
+    told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
+    child.main([str(told)])
+
+
+def ended(spec: ChildSpec) -> str:
+    """Why a process ended, as far as it says."""
+    said = read_said(spec.said)
+    return str(said.result["end"]) if said is not None and said.state == "done" else ""
 
 
 class Story:
@@ -66,30 +68,38 @@ class Story:
 
     def start(
         self, at: int = 0, number: int = signal.SIGTERM, only: int | None = None, batch: int = 8
-    ) -> list[int | None]:
-        """Run all its processes to their end; return their exit codes."""
-        spec = TrainSpec(
-            root=self.run.root, label="main", job_id="1", rank=0, workers=self.workers, samples=SAMPLES, epochs=2,
-            global_batch=batch * self.workers, log_interval_steps=1, restart_count=self.starts, between_s=3600.0,
-            fixed_s=1e-6,
-        )  # fmt: skip
-        self.starts += 1
+    ) -> list[str | int | None]:
+        """Run all its processes to their end; return why they ended, or the exit code of one that does not say."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = ["--batch-size", str(batch), "--epochs", "2", *self.arguments]
+            place = {"WORLD_SIZE": str(self.workers), "MASTER_PORT": str(free.getsockname()[1])}
+        specs = [self.spec(rank, batch) for rank in range(self.workers)]
+        self.starts += 1
         processes = []
-        for rank in range(self.workers):
-            struck = (at if only in (None, rank) else 0, number) if self.around else None
-            given = (rank, port, spec, arguments, struck)
+        for spec in specs:
+            struck = (at if only in (None, spec.rank) else 0, number) if self.around else None
+            spec.said.unlink(missing_ok=True)
+            given = (PLACE | place | {"RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank)}, spec, struck)
             processes.append(context_of_workers().Process(target=run_script, args=given))
             processes[-1].start()
         for process in processes:
             process.join(60)
-        codes = [process.exitcode for process in processes]
+        ends = [ended(spec) or process.exitcode for spec, process in zip(specs, processes, strict=True)]
         for process in processes:
             process.kill()
-        return codes
+        return ends
+
+    def spec(self, rank: int, batch: int) -> ChildSpec:
+        """What one of its processes is told."""
+        settings = TrainSettings(
+            root=self.run.root, label="main", job_id="1", samples=SAMPLES, global_batch=batch * self.workers,
+            log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
+        )  # fmt: skip
+        return ChildSpec(
+            mode="train", script=SCRIPT, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0, rank=rank,
+            world_size=self.workers, settings=settings.model_dump(mode="json"),
+            arguments=("--batch-size", str(batch), "--epochs", "2", *self.arguments),
+        )  # fmt: skip
 
     def lines(self, rank: int) -> list[str]:
         """What it wrote for each batch, those that were done again included."""
@@ -139,7 +149,7 @@ def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(
     assert story.start(2, only=0) == [STOPPED] * workers
     assert KILLED in story.start(3, signal.SIGKILL)
     assert story.start(2) == [STOPPED] * workers
-    assert story.start() == [0] * workers
+    assert story.start() == [EXITED] * workers
     assert_same(alone, story, lines=set)
     # only the kill had work done again
     assert len(story.lines(0)) - len(alone.lines(0)) <= 4
@@ -152,14 +162,14 @@ def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
     alone = undisturbed(3, "--width", "700", "--samples", "120")
     story = Story(tmp_path / "run", 3, ("--width", "700", "--samples", "120"))
     assert story.start(2) == [STOPPED] * 3
-    assert story.start() == [0] * 3
+    assert story.start() == [EXITED] * 3
     assert_same(alone, story)
 
 
 def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
     story = Story(tmp_path / "run", 2, ())
     assert story.start(3) == [STOPPED] * 2
-    assert story.start(batch=4) == [0, 0]
+    assert story.start(batch=4) == [EXITED] * 2
     seen: Counter[int] = Counter()
     for rank in range(2):
         for line in story.lines(rank):
@@ -171,7 +181,7 @@ def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path)
 
 def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable[..., Story]) -> None:
     story = Story(tmp_path / "run", 2, ())
-    assert story.start() == [0, 0]
+    assert story.start() == [EXITED] * 2
     assert_same(undisturbed(2), story)
     metrics = read_metrics(story.run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, 17))

@@ -23,7 +23,7 @@ from tula_hpc.records import parse_record
 MODES = {
     "profile": "tula_hpc.attach.script_profile:profiling",
     "look": "tula_hpc.attach.script_profile:looking",
-    "train": "tula_hpc.attach.script_training:training",
+    "train": "tula_hpc.attach.train.keeping:training",
 }
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach.hooks import Hooks
-from tula_hpc.attach.peers import Peers
+from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
+from tula_hpc.attach.train.peers import Peers
 from tula_hpc.ddp.agreement import Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
@@ -28,23 +28,20 @@ from tula_hpc.records.events import EventName
 SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
 
 
-class TrainSpec(Record):
-    """What a script's process has to know of its training."""
+class TrainSettings(Record):
+    """What a script's process has to know of its training, beside what each is told."""
 
     # of the run
     root: Path
     label: str
     job_id: str
-    rank: int
-    workers: int
     # of an epoch, over all workers
     samples: int
-    epochs: int
     global_batch: int
     log_interval_steps: int
     # Slurm's, of the job
     restart_count: int = 0
-    # earlier starts of this training, and where this one begins as far as that is known
+    # earlier starts of this training, and where this one begins unless a checkpoint tells
     restarts: int = 0
     epoch: int = 0
     step: int = 0
@@ -53,6 +50,23 @@ class TrainSpec(Record):
     between_s: float
     between_is_known: bool = False
     fixed_s: float | None = None
+
+
+class TrainedSoFar(Record):
+    """How far a script came, and why its process ended: what it says at its end."""
+
+    # stopped: as it was asked to, after a step; exited: by itself
+    end: Literal["stopped", "exited"]
+    # of its process
+    code: int = 0
+    # it goes on from a checkpoint of ours
+    is_kept: bool = False
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    train_time_s: float = 0.0
+    started_at: float = 0.0
+    restarts: int = 0
 
 
 @dataclass
@@ -92,27 +106,26 @@ class StepWindow:
         self.seconds = self.waited_s = 0.0
 
 
-class TrainingSteps:
-    """Counts the steps of a script and logs them; what `Hooks` tell. Every worker has one.
+class ScriptTraining(Mode):
+    """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one.
 
     Args:
-        spec: The training.
-        stop: Obeyed after a step, unless a keeper obeys it after a batch.
-        leave: Ends this process for good.
+        spec: What this process was told.
     """
 
-    def __init__(self, spec: TrainSpec, stop: StopRequest, leave: Callable[[], NoReturn]) -> None:
-        self.spec, self.stop, self.leave = spec, stop, leave
-        self.run = RunDirectory(spec.root)
-        self.files = self.run.train(spec.label)
+    def __init__(self, spec: ChildSpec) -> None:
+        super().__init__(spec)
+        self.settings = TrainSettings.model_validate(spec.settings)
+        self.stop = StopRequest()
+        self.run = RunDirectory(self.settings.root)
+        self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(
-            epoch=spec.epoch,
-            step=spec.step,
-            samples_seen=spec.epoch * spec.samples,
-            started_at=spec.started_at,
-            restarts=spec.restarts,
+            epoch=self.settings.epoch,
+            step=self.settings.step,
+            samples_seen=self.settings.epoch * self.settings.samples,
+            started_at=self.settings.started_at,
+            restarts=self.settings.restarts,
         )
-        self.hooks = Hooks(self)
         self.models: list[DistributedDataParallel] = []
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
@@ -126,6 +139,36 @@ class TrainingSteps:
         self._ended: float | None = None
         self._began = 0.0
         self._reported: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
+        self.stop.install()
+        super().begin()
+
+    def ended(self, code: int) -> Said:
+        """See `Mode`."""
+        self._end_open_epoch()
+        return self._told("exited", code)
+
+    def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
+        so_far = TrainedSoFar(
+            end=end,
+            code=code,
+            is_kept=self.is_kept,
+            epoch=self.progress.epoch,
+            step=self.progress.step,
+            samples_seen=self.progress.samples_seen,
+            train_time_s=self.progress.train_time_s,
+            started_at=self.progress.started_at,
+            restarts=self.progress.restarts,
+        )
+        return Said(state="done", steps=self.steps, result=so_far.model_dump())
+
+    def leave_stopped(self) -> NoReturn:
+        """End this process, as all workers have agreed."""
+        self.write_steps()
+        self.say(self._told("stopped"))
+        leave(0)
 
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """See `Listener`."""
@@ -154,9 +197,10 @@ class TrainingSteps:
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
             return
-        self._count_step()
-        is_last = self.progress.offset + self.spec.global_batch > self.spec.samples
-        is_logged = is_last or self.progress.step % self.spec.log_interval_steps == 0
+        self.count_step()
+        self._count_progress()
+        is_last = self.progress.offset + self.settings.global_batch > self.settings.samples
+        is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
         if is_logged:
             _synchronize()
         self._count_time(time.perf_counter())
@@ -168,9 +212,9 @@ class TrainingSteps:
                 self.end_epoch()
             self._stop_if_asked()
 
-    def _count_step(self) -> None:
-        progress, whole = self.progress, self.spec.global_batch
-        samples = self._samples * self.spec.workers or whole
+    def _count_progress(self) -> None:
+        progress, whole = self.progress, self.settings.global_batch
+        samples = self._samples * self.spec.world_size or whole
         self._samples = 0
         if not self.is_kept and progress.offset == 0 and samples < whole:
             # the last, shorter batch of the epoch before
@@ -193,9 +237,9 @@ class TrainingSteps:
 
     def _stop_if_asked(self) -> None:
         if self._agreed is None:
-            self._agreed = Agreed(Peers(self.spec.workers), self.stop, lambda: Wish.NOTHING)
+            self._agreed = Agreed(Peers(self.spec.world_size), self.stop, lambda: Wish.NOTHING)
         if self._agreed.decide().stop:
-            self.leave()
+            self.leave_stopped()
 
     def write_steps(self) -> None:
         """Write a line for the steps since the last one, if there are any."""
@@ -216,8 +260,8 @@ class TrainingSteps:
 
     def _epoch_share(self) -> float:
         """Return the share of the epoch's whole batches that were trained on."""
-        size, offset = self.spec.global_batch, self.progress.offset
-        left = max(0, self.spec.samples - offset) // size * size
+        size, offset = self.settings.global_batch, self.progress.offset
+        left = max(0, self.settings.samples - offset) // size * size
         return offset / (offset + left) if offset > 0 else 0.0
 
     def end_epoch(self) -> None:
@@ -232,10 +276,10 @@ class TrainingSteps:
                 epoch=progress.epoch,
                 step=progress.step,
                 samples_seen=progress.samples_seen,
-                global_batch=self.spec.global_batch,
+                global_batch=self.settings.global_batch,
                 epoch_time_s=progress.epoch_time_s,
                 steps=progress.epoch_steps,
-                workers=self.spec.workers,
+                workers=self.spec.world_size,
                 **dict.fromkeys(SCORES) | scores,
             )
             append_record(self.files.metrics_file, line)
@@ -243,6 +287,12 @@ class TrainingSteps:
         progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
         self.pause()
+
+    def _end_open_epoch(self) -> None:
+        """Count the epoch in which the script has ended, if most of it was done."""
+        if not self.is_kept and self._epoch_share() > 0.5:
+            self.end_epoch()
+        self.write_steps()
 
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of the epoch that the script is in; see `tula_hpc.attach.report`."""
@@ -255,7 +305,7 @@ class TrainingSteps:
 
     def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
         """Add an event of this training to the run's events."""
-        job_id = self.spec.job_id
+        job_id = self.settings.job_id
         self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import be_around
-from tula_hpc.attach.loaders import (
+from tula_hpc.attach.reporting import ChildSpec, Mode, Said
+from tula_hpc.attach.train.loaders import (
     Passed,
     Stream,
     batch_size_of,
@@ -33,14 +34,13 @@ from tula_hpc.attach.loaders import (
     set_generator_states,
     set_random_state,
 )
-from tula_hpc.attach.peers import Peers
-from tula_hpc.attach.training import ScriptProgress, TrainingSteps, TrainSpec
+from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.script_training import ScriptProgress, ScriptTraining
 from tula_hpc.batches import tensors_of
 from tula_hpc.checkpoint.background import Saving
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.agreement import Agreed
-from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.errors import InputError, StageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.workloads.optimizers import consolidate
@@ -51,18 +51,14 @@ class Keeper:
 
     Args:
         steps: Counts the script's steps; its progress is saved and restored.
-        stop: Obeyed after a batch.
-        leave: Ends this process for good.
     """
 
-    def __init__(
-        self, steps: TrainingSteps, stop: StopRequest, leave: Callable[[], NoReturn]
-    ) -> None:
-        self.steps, self.stop, self.leave = steps, stop, leave
-        self.spec = steps.spec
+    def __init__(self, steps: ScriptTraining) -> None:
+        self.steps, self.stop = steps, steps.stop
+        self.spec, self.settings = steps.spec, steps.settings
         self.store = CheckpointStore(steps.files.checkpoints)
         self.loaded = self.store.load_latest()
-        self.restart_count = steps.spec.restart_count
+        self.restart_count = steps.settings.restart_count
         self.kept: dict[str, Any] = {}
         # calls of `batches` in this epoch, in this process
         self.calls = 0
@@ -120,7 +116,7 @@ class Keeper:
         self.found = {
             moment: texts[self.spec.rank % len(texts)]
             for moment, texts in loaded.state["random"].items()
-            if moment != "now" or len(texts) == self.spec.workers
+            if moment != "now" or len(texts) == self.spec.world_size
         }
         self.generators = json.loads(self.found.pop("generators"))
 
@@ -154,7 +150,7 @@ class Keeper:
             self.began = dict.fromkeys(self.began, random_state())
             self._save(wait=is_last or bool(stop))
         if stop:
-            self.leave()
+            self.steps.leave_stopped()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches that are left in this place of the epoch.
@@ -187,7 +183,7 @@ class Keeper:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
         self.began["loader"] = random_state(loader)
-        stream = Stream(loader, passed, self.spec.workers)
+        stream = Stream(loader, passed, self.spec.world_size)
         if "now" in self.found:
             set_random_state(self.found.pop("now"), loader)
         self._recount(loader, passed)
@@ -196,7 +192,7 @@ class Keeper:
     def _recount(self, loader: Iterable[Any], passed: Passed | None) -> None:
         """Count the batches of this place in those of the loader as it is now."""
         progress = self.progress
-        size, workers = batch_size_of(loader), self.spec.workers
+        size, workers = batch_size_of(loader), self.spec.world_size
         if passed is not None and size:
             samples = passed.batches * passed.batch_size * passed.workers
             progress.batches = samples // (size * workers)
@@ -237,7 +233,7 @@ class Keeper:
             self._save(wait=decision.stop)
             self.steps.pause()
         if decision.stop:
-            self.leave()
+            self.steps.leave_stopped()
         self._mark()
 
     def _look_once_more(self) -> None:
@@ -246,7 +242,7 @@ class Keeper:
         if stop and not self.steps.is_open:
             self.progress.stopped = True
             self._save(wait=True)
-            self.leave()
+            self.steps.leave_stopped()
 
     def _mark(self) -> None:
         self.marked = time.perf_counter()
@@ -257,12 +253,12 @@ class Keeper:
             return
         self._check_kept()
         self.steps.is_kept = True
-        self.peers = peers = Peers(self.spec.workers)
+        self.peers = peers = Peers(self.spec.world_size)
         self._check_same(peers)
-        progress, spec = self.progress, self.spec
+        progress, settings = self.progress, self.settings
         interruptions = Interruptions(
-            spec.between_s,
-            is_known=spec.between_is_known,
+            settings.between_s,
+            is_known=settings.between_is_known,
             seen=progress.interruptions,
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
@@ -271,7 +267,7 @@ class Keeper:
             peers,
             self.store if is_main else None,
             _NothingOfItsOwn(),
-            Cadence(interruptions, spec.fixed_s),
+            Cadence(interruptions, settings.fixed_s),
             HeldFolder(self.steps.files.root) if is_main else None,
         )
         self.agreed = Agreed(peers, self.stop, self.saving.wish)
@@ -361,19 +357,29 @@ class Keeper:
             self.saving.abandon()
 
 
-def begin_training(spec: TrainSpec, leave: Callable[[], NoReturn]) -> Keeper:
-    """Watch the script that this process will run, and keep what it asks for.
+class KeptTraining(ScriptTraining):
+    """Training by a script that may keep its state here."""
 
-    Args:
-        spec: The training.
-        leave: Ends this process for good; called on all workers after the same step.
-    """
-    stop = StopRequest().install()
-    steps = TrainingSteps(spec, stop, leave)
-    steps.hooks.install()
-    keeper = Keeper(steps, stop, leave)
-    be_around(keeper)
-    return keeper
+    def begin(self) -> None:
+        """See `Mode`."""
+        super().begin()
+        self.keeper = Keeper(self)
+        be_around(self.keeper)
+
+    def ended(self, code: int) -> Said:
+        """See `Mode`."""
+        self.keeper.close()
+        return super().ended(code)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """See `Mode`."""
+        self.keeper.close()
+        super().fail(error)
+
+
+def training(spec: ChildSpec) -> Mode:
+    """Return what a training script's process does beside running the script."""
+    return KeptTraining(spec)
 
 
 class _NothingOfItsOwn:
