@@ -42,7 +42,7 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
         if steps == at:
             os.kill(os.getpid(), number)
 
-    KeptTraining.gradients_ready = gradients_ready  # type: ignore[method-assign] # of this process alone
+    KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
     told = spec.said.with_suffix(".spec")
     told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
     child.main([str(told)])

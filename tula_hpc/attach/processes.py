@@ -222,6 +222,15 @@ class Peers:
         if not outcome.is_done:
             self.store.set(f"failed/{self.run_id}", "")
 
+    def ask_to_stop(self) -> None:
+        """Tell the others that this worker was asked to stop."""
+        if self.store is not None:
+            self.store.set(f"stop/{self.run_id}", "")
+
+    def are_asked_to_stop(self) -> bool:
+        """Tell whether any worker was asked to stop."""
+        return self.store is not None and self.store.check([f"stop/{self.run_id}"])
+
     def have_failed(self) -> bool:
         """Tell whether another's has failed: this one would wait for it."""
         return self.store is not None and self.store.check([f"failed/{self.run_id}"])
@@ -235,7 +244,12 @@ class Peers:
 
 
 def watch(
-    child: Child, peers: Peers, step_s: float, look: Callable[[Child], object] | None = None
+    child: Child,
+    peers: Peers,
+    step_s: float,
+    look: Callable[[Child], object] | None = None,
+    *,
+    in_training: bool = False,
 ) -> Outcome:
     """Wait until a process ends, by itself or because it has to; return how.
 
@@ -244,6 +258,7 @@ def watch(
         peers: Those of the other workers.
         step_s: Limit of the time until its first step, and between two.
         look: Called a few times a second.
+        in_training: An evaluation or a save between two steps may take any time.
     """
     try:
         while (code := child.wait(POLL_S)) is None:
@@ -255,7 +270,8 @@ def watch(
                 break
             if peers.have_failed():
                 return _stopped(child, Failure.KILLED, "ended with the others", follows=True)
-            if child.quiet_s() > step_s:
+            is_waited_for = said is None or not in_training
+            if is_waited_for and child.quiet_s() > step_s:
                 return _stopped(child, Failure.BAD_INPUT, _without_step(child, step_s))
         if code is not None and code < 0:
             # of the job, perhaps: then this process does not come back from here

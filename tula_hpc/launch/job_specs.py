@@ -111,6 +111,13 @@ class TrainJob(Requeueable):
     partition: str = ""
     measured: Identity | None = None
 
+    @property
+    def entry(self) -> str:
+        """As `Requeueable.entry`; a script trains in processes of its own."""
+        if self.sweep.workload.is_script:
+            return "tula_hpc.attach.train.script_job:run"
+        return self.run
+
 
 @dataclass(frozen=True)
 class ControlJob(Requeueable):

@@ -176,6 +176,7 @@ class Keeper:
             self.in_batches = False
             stream.close()
             self.progress.calls, self.progress.batches = self.calls, 0
+            self.steps.end_steps_of_epoch()
 
     def _stream(self, loader: Iterable[Any]) -> Stream:
         progress, passed = self.progress, None

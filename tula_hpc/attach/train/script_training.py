@@ -139,6 +139,8 @@ class ScriptTraining(Mode):
         self._ended: float | None = None
         self._began = 0.0
         self._reported: dict[str, float] = {}
+        # the last step of which an epoch's line tells
+        self._written = 0
 
     def begin(self) -> None:
         """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
@@ -264,29 +266,42 @@ class ScriptTraining(Mode):
         left = max(0, self.settings.samples - offset) // size * size
         return offset / (offset + left) if offset > 0 else 0.0
 
-    def end_epoch(self) -> None:
-        """Count an epoch, write its line, and begin the next one."""
+    def end_steps_of_epoch(self) -> None:
+        """Write the line of the epoch whose steps are over, unless it is there."""
         self.write_steps()
+        if self.progress.offset > 0 and self._written != self.progress.step:
+            self._write_epoch()
+        self.pause()
+
+    def end_epoch(self) -> None:
+        """Count an epoch, add its scores to its line, and begin the next one."""
+        self.end_steps_of_epoch()
         progress = self.progress
+        if self._reported:
+            self._write_epoch()
+        self._reported = {}
         progress.epoch += 1
         progress.train_time_s += progress.epoch_time_s
-        scores, self._reported = self._reported, {}
-        if self.spec.rank == 0 and progress.offset > 0:
-            line = EpochMetrics(
-                epoch=progress.epoch,
-                step=progress.step,
-                samples_seen=progress.samples_seen,
-                global_batch=self.settings.global_batch,
-                epoch_time_s=progress.epoch_time_s,
-                steps=progress.epoch_steps,
-                workers=self.spec.world_size,
-                **dict.fromkeys(SCORES) | scores,
-            )
-            append_record(self.files.metrics_file, line)
         progress.offset = progress.calls = progress.batches = 0
         progress.epoch_steps = 0
         progress.epoch_time_s = 0.0
-        self.pause()
+
+    def _write_epoch(self) -> None:
+        progress = self.progress
+        self._written = progress.step
+        if self.spec.rank != 0:
+            return
+        line = EpochMetrics(
+            epoch=progress.epoch + 1,
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            global_batch=self.settings.global_batch,
+            epoch_time_s=progress.epoch_time_s,
+            steps=progress.epoch_steps,
+            workers=self.spec.world_size,
+            **dict.fromkeys(SCORES) | self._reported,
+        )
+        append_record(self.files.metrics_file, line)
 
     def _end_open_epoch(self) -> None:
         """Count the epoch in which the script has ended, if most of it was done."""
