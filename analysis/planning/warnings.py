@@ -68,7 +68,9 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
         found.append(describe_slow_storage(stored))
     elif slow:
         worst = max(slow, key=lambda profile: wait_share(profile.times))
-        found.append(describe_slow_loader(worst, sweep.workload.loader_workers))
+        work = sweep.workload
+        loaders = None if work.is_script else work.loader_workers
+        found.append(describe_slow_loader(worst, loaders))
     return found
 
 
