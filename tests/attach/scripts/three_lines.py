@@ -1,7 +1,7 @@
 """A plain loop with the three lines: dropout, BatchNorm, random augmentation of three kinds, a schedule.
 
 three_lines.py --batch-size 8 --epochs 2 --log FOLDER [--samples 128] [--loader-workers 2] [--generator]
-               [--accumulate 2] [--width 32]
+               [--accumulate 2] [--width 32] [--pause 0.1]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--generator", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -81,6 +83,7 @@ def main() -> None:
             if sampler is not None:
                 sampler.set_epoch(epoch)
             for number, (inputs, targets, indices) in enumerate(tula.batches(loader), start=1):
+                time.sleep(options.pause)
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 (loss / options.accumulate).backward()
                 if number % options.accumulate == 0:

@@ -116,7 +116,7 @@ class ScriptJob:
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
         peers = Peers(self.allocation, meeting.run_id)
-        mine = self._judged(self._watch(start, meeting, peers))
+        mine = self._judged(self._watch(start, meeting, peers), peers)
         peers.announce(mine)
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size, mine)
@@ -256,7 +256,7 @@ class ScriptJob:
             self._passed_on = True
             child.signal(number)
 
-    def _judged(self, mine: Outcome) -> Outcome:
+    def _judged(self, mine: Outcome, peers: Any) -> Outcome:
         """Return what it means that this worker's script has ended.
 
         One that ends by itself is stopped if it was asked to, and has failed if its exit code says
@@ -265,14 +265,15 @@ class ScriptJob:
         from tula_hpc.attach.reporting import Said
 
         said = mine.said
+        is_asked = self.stop.received is not None or peers.are_asked_to_stop()
         if said.state != "done":
             # ended by the signal, or by what its own handler raised
-            if self._passed_on and not (said.failure and said.failure.is_oom):
+            if is_asked and not (said.failure and said.failure.is_oom):
                 return mine._replace(said=Said(state="done", result={"end": "stopped"}))
             return mine
         if said.result.get("end") != "exited":
             return mine
-        if self._passed_on and not self._is_whole(said.result):
+        if is_asked and not self._is_whole(said.result):
             stopped = said.model_copy(update={"result": {**said.result, "end": "stopped"}})
             return mine._replace(said=stopped)
         if said.result.get("code"):

@@ -212,7 +212,9 @@ class ScriptTraining(Mode):
         if not self.is_kept:
             if is_last:
                 self.end_epoch()
-            self._stop_if_asked()
+            # what a script saves it saves after an epoch
+            if not is_last or self.settings.samples < 2 * self.settings.global_batch:
+                self._stop_if_asked()
 
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
