@@ -138,6 +138,13 @@ class MeasuredSteps(Mode):
             self.fail(error)
         self._ended_at = time.perf_counter()
 
+    def begins_anew(self) -> None:
+        """Forget the steps of a smaller model."""
+        super().begins_anew()
+        self.forward_samples.clear()
+        self.step_forwards.clear()
+        self._steps_apart = self._forwards = 0
+
     def after_step(self) -> None:
         """Do what is to be done between this step and the next."""
         raise NotImplementedError

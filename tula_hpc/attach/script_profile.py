@@ -102,6 +102,11 @@ class ScriptProfile(MeasuredSteps):
         self.memory = MemoryMeter(self.settings.cluster)
         super().begin()
 
+    def begins_anew(self) -> None:
+        """Measure the larger model from its first step on."""
+        super().begins_anew()
+        self.course = self._course()
+
     def after_step(self) -> None:
         """Go on with the profile, and end the process after it."""
         try:
