@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tula_hpc.attach.processes import (
     Outcome,
@@ -36,7 +36,7 @@ class Alone:
     """What the workers of one start share, in place of an allocation."""
 
     def __init__(self, world: int) -> None:
-        self.store = dist.HashStore() if world > 1 else None
+        self.store = HashStore() if world > 1 else None
 
 
 def profiled(
@@ -48,13 +48,9 @@ def profiled(
     meeting = meeting_from(choose_meeting(places[0]))
 
     def run(place: WorkerEnvironment) -> Outcome:
-        told = Settings(
-            search=QUICK,
-            cluster=ClusterSpec(),
-            configuration=Configuration(world, 1, BATCH),
-            place=place,
-            **{"forward_batch": BATCH, "accumulation": 1, "samples": 1000, **settings},
-        )
+        usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
+        wanted = {**usual, "samples": 1000, **settings}
+        told = Settings(search=QUICK, cluster=ClusterSpec(), place=place, **wanted)
         with own_output(folder, place.rank, Path.cwd()) as (work, output):
             spec = ChildSpec(
                 mode="profile",
