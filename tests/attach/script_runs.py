@@ -6,7 +6,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
@@ -23,7 +23,6 @@ from tula_hpc.attach.processes import (
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script_profile import Settings
 from tula_hpc.config import ClusterSpec, SearchSpec
-from tula_hpc.ddp.process_group import Allocation
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration, Measurement
 
@@ -32,18 +31,11 @@ BATCH = 4
 QUICK = SearchSpec(warmup_steps=1, min_steps=5, max_steps=5)
 
 
-class Alone:
-    """What the workers of one start share, in place of an allocation."""
-
-    def __init__(self, world: int) -> None:
-        self.store = HashStore() if world > 1 else None
-
-
 def profiled(
     script: Path, arguments: tuple[str, ...], folder: Path, world: int = 1, step_s: float = 60.0, **settings: Any
 ) -> list[Outcome]:
     """How the process of each rank ended."""
-    peers_of = cast("Allocation", Alone(world))
+    store = HashStore() if world > 1 else None
     places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
     meeting = meeting_from(choose_meeting(places[0]))
 
@@ -65,7 +57,7 @@ def profiled(
             )
             variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables_of(place, 1, meeting)}
             child = start(spec, variables, work, Path(output.name), output)
-            return watch(child, Peers(peers_of, meeting.run_id), step_s)
+            return watch(child, Peers(store, meeting.run_id), step_s)
 
     # a process ends with the thread that started it
     with ThreadPoolExecutor(world) as pool:

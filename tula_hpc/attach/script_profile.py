@@ -80,7 +80,7 @@ class ScriptProfile(MeasuredSteps):
     """Times of a script's step and its parts, and memory."""
 
     def __init__(self, spec: ChildSpec, settings: Settings) -> None:
-        super().__init__(spec, settings.place)
+        super().__init__(spec, settings.place, settings.cluster.device)
         self.settings, self.configuration = settings, settings.configuration
         search = settings.search
         self.rule = StoppingRule(
@@ -396,6 +396,7 @@ class ScriptProfile(MeasuredSteps):
             "forward_batch": batch,
             "accumulation": passes,
             "loader_workers": self.loader_workers,
+            "samples": self.loaded_samples,
         }
 
 
