@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.evaluation import evaluation_of, with_start
-from tula_hpc.analysis.costs.interruptions import measured_cost
+from tula_hpc.analysis.costs.interruptions import measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.profiles import Summary, summarize
@@ -178,7 +178,9 @@ def part_of(
     )
     priced = with_start(cluster, summary.start_s)
     power = node_power(summary.profiles, cluster.pricing)
-    return Part(name, priced, summary, models, power, evaluation)
+    kept = any(profile.kept for profile in summary.profiles)
+    resume = resume_of(sweep.workload, kept)
+    return Part(name, priced, summary, models, power, evaluation, resume=resume)
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:

@@ -36,6 +36,7 @@ class _Around(Protocol):
 
 # set before the script runs; None: it was started in another way
 _around: _Around | None = None
+_is_kept = False
 
 
 def be_around(around: _Around) -> None:
@@ -44,11 +45,18 @@ def be_around(around: _Around) -> None:
     _around = around
 
 
+def was_kept() -> bool:
+    """Tell whether the script that runs here keeps its state."""
+    return _is_kept
+
+
 def keep(**things: Any) -> None:
     """Keep what has `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
 
     What a checkpoint has of it is loaded here.
     """
+    global _is_kept  # noqa: PLW0603 - see above
+    _is_kept = True
     if _around is not None:
         _around.keep(things)
 

@@ -22,7 +22,7 @@ from tula_hpc.records import parse_record
 # function(spec) -> Mode
 MODES = {
     "profile": "tula_hpc.attach.script_profile:profiling",
-    "look": "tula_hpc.attach.script_profile:looking",
+    "look": "tula_hpc.attach.script_profile:profiling",
     "train": "tula_hpc.attach.train.keeping:training",
 }
 

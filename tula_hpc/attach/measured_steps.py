@@ -36,11 +36,12 @@ class MeasuredSteps(Mode):
     Args:
         spec: What the process was told.
         env: Place of this process among those that run the script.
+        device: Kind of the device on which it has to train.
     """
 
-    def __init__(self, spec: ChildSpec, env: WorkerEnvironment) -> None:
+    def __init__(self, spec: ChildSpec, env: WorkerEnvironment, device: str) -> None:
         super().__init__(spec)
-        self.env = env
+        self.env, self.expected_device = env, device
         self.device = torch.device("cpu")
         self.parameters: Sequence[Tensor] = ()
         self.waits = LoaderWaits(self.device)
@@ -138,6 +139,13 @@ class MeasuredSteps(Mode):
             self.fail(error)
         self._ended_at = time.perf_counter()
 
+    def begins_anew(self) -> None:
+        """Forget the steps of a smaller model."""
+        super().begins_anew()
+        self.forward_samples.clear()
+        self.step_forwards.clear()
+        self._steps_apart = self._forwards = 0
+
     def after_step(self) -> None:
         """Do what is to be done between this step and the next."""
         raise NotImplementedError
@@ -196,6 +204,11 @@ class MeasuredSteps(Mode):
             raise InputError(f"{name}: its optimizer has no parameters that are trained")
         self.device = self.parameters[0].device
         self.waits.device = self.device
+        if self.device.type != self.expected_device:
+            raise InputError(
+                f"{name} trains on {self.device.type}, which is not the device to be measured, "
+                f"{self.expected_device} (device of the cluster file)"
+            )
         if world == 1:
             return
         if not isinstance(model, DistributedDataParallel):
@@ -240,6 +253,14 @@ class MeasuredSteps(Mode):
     def prefetched(self) -> int:
         """Batches that the loader holds when it is ahead."""
         return self.loader_workers * int(getattr(self.loader, "_prefetch_factor", 0) or 0)
+
+    @property
+    def loaded_samples(self) -> int:
+        """Samples of the training's data set; 0 where it does not say."""
+        try:
+            return len(self.loader._dataset)
+        except (TypeError, AttributeError, NotImplementedError):
+            return 0
 
     def use_up_batches(self) -> None:
         """Take the batches that the loader has ready, as many on each worker. Collective."""

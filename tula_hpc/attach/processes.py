@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
+
 from tula_hpc.attach.reporting import ChildSpec, Said, read_said
 from tula_hpc.attach.script import Script, own_folder, torchrun_variables
-from tula_hpc.ddp.process_group import Allocation
 from tula_hpc.ddp.rendezvous import LOOPBACK
 from tula_hpc.env import WorkerEnvironment, adopt_orphans, environment_of_script, unix_time
 from tula_hpc.errors import (
@@ -206,12 +207,12 @@ class Peers:
     """What the workers of one start know of each other's processes.
 
     Args:
-        allocation: Of all workers.
+        store: Shared by all workers; None: there are no others.
         run_id: Of the start.
     """
 
-    def __init__(self, allocation: Allocation, run_id: str) -> None:
-        self.store = allocation.store
+    def __init__(self, store: Store | None, run_id: str) -> None:
+        self.store = store
         self.run_id = run_id
 
     def announce(self, outcome: Outcome) -> None:

@@ -174,6 +174,10 @@ class Mode(Listener):
             return
         self._beat_at = now
 
+    def begins_anew(self) -> None:
+        """Count from the next step on."""
+        self.steps = 0
+
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this process fails, and end it."""
         traceback.print_exception(error)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tula_hpc import process_memory
+from tula_hpc.attach import was_kept
 from tula_hpc.attach.measured_steps import MeasuredSteps, Steps, captured, flat
 from tula_hpc.attach.reporting import ChildSpec, Said, leave
 from tula_hpc.batches import tensors_of
@@ -80,7 +81,7 @@ class ScriptProfile(MeasuredSteps):
     """Times of a script's step and its parts, and memory."""
 
     def __init__(self, spec: ChildSpec, settings: Settings) -> None:
-        super().__init__(spec, settings.place)
+        super().__init__(spec, settings.place, settings.cluster.device)
         self.settings, self.configuration = settings, settings.configuration
         search = settings.search
         self.rule = StoppingRule(
@@ -101,6 +102,11 @@ class ScriptProfile(MeasuredSteps):
         self.suspensions.install()
         self.memory = MemoryMeter(self.settings.cluster)
         super().begin()
+
+    def begins_anew(self) -> None:
+        """Measure the larger model from its first step on."""
+        super().begins_anew()
+        self.course = self._course()
 
     def after_step(self) -> None:
         """Go on with the profile, and end the process after it."""
@@ -343,6 +349,7 @@ class ScriptProfile(MeasuredSteps):
             watts_per_node=self.watts,
             dataset_samples=settings.samples,
             parameters=identity.parameters,
+            kept=was_kept(),
             identity=identity,
             start_s=0.0 if began_at is None else max(0.0, self.stepped_at - began_at),
             finished_at=unix_time(),
@@ -391,6 +398,7 @@ class ScriptProfile(MeasuredSteps):
             "forward_batch": batch,
             "accumulation": passes,
             "loader_workers": self.loader_workers,
+            "samples": self.loaded_samples,
         }
 
 

@@ -89,7 +89,7 @@ class Session:
         from tula_hpc.ddp.process_group import place_among
 
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
-        peers = Peers(self.allocation, meeting.run_id)
+        peers = Peers(self.allocation.store, meeting.run_id)
         place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
         mine = None
         if place is not None:

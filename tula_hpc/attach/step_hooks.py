@@ -60,6 +60,9 @@ class Listener:
     def step_ends(self) -> None:
         """Note that it has."""
 
+    def begins_anew(self) -> None:
+        """Note that the steps so far were of a smaller model than the one that counts from now."""
+
 
 class Hooks:
     """Tells a listener where the steps of this process's training begin and end.
@@ -145,21 +148,31 @@ class Hooks:
             self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        if self.optimizer is None:
-            self._find(optimizer)
-        if optimizer is not self.optimizer and all(optimizer is not o for o in self.others):
+        if optimizer is self.optimizer or any(optimizer is other for other in self.others):
+            return optimizer is self.optimizer
+        # its first step
+        if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
+            self._look_at(optimizer)
+        if optimizer is not self.optimizer:
             self.others.append(optimizer)
         return optimizer is self.optimizer
 
-    def _find(self, optimizer: Optimizer) -> None:
-        """Take the optimizer if it has the model's parameters; find a model where none is known."""
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Take an optimizer if it has the model's parameters, or those of a larger one."""
         owned = {p for group in optimizer.param_groups for p in group["params"]}
-        if self.model is None:
+        if not isinstance(self.model, DistributedDataParallel):
             found = _module_of(owned)
-            if found is not None and self._may_count(found):
-                self._watch(found)
-        if self.model is not None and not owned.isdisjoint(self.model.parameters()):
-            self.optimizer = optimizer
+            if found is None or not self._may_count(found):
+                return
+            if self.model is not None and _size(found) <= _size(self.model):
+                return
+            self._watch(found)
+        elif owned.isdisjoint(self.model.parameters()):
+            return
+        if self.optimizer is not None:
+            self.others.append(self.optimizer)
+            self.listener.begins_anew()
+        self.optimizer = optimizer
 
 
 def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:

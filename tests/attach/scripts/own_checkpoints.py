@@ -51,7 +51,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(4, 2))
     data = TensorDataset(torch.randn(SAMPLES, 4), torch.randint(0, 2, (SAMPLES,)))
-    sampler = DistributedSampler(data)
+    sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begin, saved = 0, Path("checkpoints/last.pt")
@@ -73,7 +73,8 @@ def main() -> None:
         for number, (inputs, targets) in enumerate(loader):
             time.sleep(0.1)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call] # torch's
             optimizer.step()
             if (epoch, number) == (1, 1):
                 fail(options)

@@ -27,7 +27,9 @@ def main() -> None:
     torch.manual_seed(0)
     images, labels = torch.randn(options.samples, 64), torch.randint(10, (options.samples,))
     train, test = TensorDataset(images, labels), TensorDataset(images[:256], labels[:256])
-    sampler = DistributedSampler(train, world, dist.get_rank()) if world > 1 else None
+    sampler: DistributedSampler[object] | None = None
+    if world > 1:
+        sampler = DistributedSampler(train, world, dist.get_rank())
     loader = DataLoader(
         train, options.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=options.loaders, drop_last=True
     )
@@ -43,7 +45,7 @@ def main() -> None:
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
         schedule.step()
         model.eval()

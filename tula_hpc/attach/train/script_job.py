@@ -115,7 +115,7 @@ class ScriptJob:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
-        peers = Peers(self.allocation, meeting.run_id)
+        peers = Peers(self.allocation.store, meeting.run_id)
         mine = self._judged(self._watch(start, meeting, peers), peers)
         peers.announce(mine)
         self.allocation.broadcast(str)
