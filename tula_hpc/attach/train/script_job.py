@@ -153,8 +153,11 @@ class ScriptJob:
         """Take a script that has its own checkpoints to go on at the last whole epoch."""
         start.resumes, how = self._can_resume()
         if start.resumes:
-            epochs = read_metrics(self.files.metrics_file).epochs
-            start.epoch, start.step = (epochs[-1].epoch, epochs[-1].step) if epochs else (0, 0)
+            metrics = read_metrics(self.files.metrics_file)
+            last = metrics.steps[-1].step if metrics.steps else 0
+            # what it saves it saves before its next step
+            saved = [row for row in metrics.epochs if row.step < last]
+            start.epoch, start.step = (saved[-1].epoch, saved[-1].step) if saved else (0, 0)
         elif self.files.metrics_file.exists():
             # what comes is not what was
             name = f"metrics-{start.restarts}.jsonl"
@@ -342,7 +345,8 @@ class ScriptJob:
             local_batch=job.configuration.local_batch,
             global_batch=job.configuration.global_batch,
             method=job.sweep.training.method,
-            epochs=told.epoch,
+            # where a script went on by itself is known to an epoch only
+            epochs=min(told.epoch, job.sweep.workload.epochs),
             steps=told.step,
             samples_seen=told.samples_seen,
             final_loss=scores.get("train_loss"),
@@ -354,8 +358,7 @@ class ScriptJob:
             restarts=told.restarts,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
-        text = format_score(result.test_accuracy, result.test_loss)
-        self.log_event("finished", f"{told.epoch} epochs, {text}")
+        self.log_event("finished", format_score(result.test_accuracy, result.test_loss))
 
 
 def _last_scores(metrics_file: Path) -> dict[str, float]:
