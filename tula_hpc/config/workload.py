@@ -313,18 +313,23 @@ class WorkloadSpec(Spec):
             value, (), "a function", ("outputs", "targets"), check_exists=_checks_paths(info)
         )
 
-    @field_validator("data_dir", "script")
+    @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else _from_home(value, "folder")
+
+    @field_validator("script")
+    @classmethod
+    def _here_or_beside(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        """Look for a script in the working directory, then beside the sweep file."""
         if value is None:
             return None
-        try:
-            # jobs and reports run from other folders
-            return value.expanduser().absolute()
-        except RuntimeError:
-            raise ValueError(
-                f"no home folder for {value.parts[0][:100]!r}; expected an existing path"
-            ) from None
+        here = _from_home(value, "file")
+        beside = (info.context or {}).get("beside")
+        if beside is None or here.exists():
+            return here
+        there: Path = Path(beside).absolute() / value
+        return there if there.exists() else here
 
     @model_validator(mode="after")
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
@@ -434,6 +439,16 @@ class WorkloadSpec(Spec):
         if self.classes is None:
             return facts.test_samples
         return round(facts.test_samples * self.classes / (facts.classes or 1))
+
+
+def _from_home(path: Path, what: str) -> Path:
+    try:
+        # jobs and reports run from other folders
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(
+            f"no home folder for {path.parts[0][:100]!r}; expected an existing {what}"
+        ) from None
 
 
 def _expression(text: str) -> str:
