@@ -138,7 +138,9 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     if times is None or memory is None or identity is None:
         return
     wrapped = "in" if result["wrapped"] else "as a single worker without"
-    size = f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
+    size = (
+        f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
+    )
     yield f"model       {result['model']}, {size}, {wrapped} DistributedDataParallel"
     others = f"; not counted: {', '.join(result['others'])}" if result["others"] else ""
     yield f"optimizer   {result['optimizer']}{others}"
