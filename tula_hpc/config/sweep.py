@@ -16,7 +16,7 @@ from pydantic import ValidationError, model_validator
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.search import ObjectiveSpec, SearchSpec, local_batches
 from tula_hpc.config.study import StudySpec
-from tula_hpc.config.training import AgsOptions, Method, TrainingSpec
+from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
 from tula_hpc.config.validation import Name, Spec, explain, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
@@ -42,7 +42,15 @@ class SweepSpec(Spec):
             # a script's own steps are taken as they are, unless something else is asked for
             if "method" not in self.training.model_fields_set:
                 self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
-            check_script(self)
+            if self.study is not None:
+                raise ValueError(
+                    "study: compares methods of the built-in training, not of a script"
+                )
+            if self.search.noise_steps:
+                raise ValueError(
+                    "search.noise_steps: a script is not trained while it is measured; remove it"
+                )
+            check_script(self.training, scales="lr_scale" in self.workload.placeholders)
         return self
 
     @model_validator(mode="after")
@@ -134,52 +142,6 @@ class SweepSpec(Spec):
             return 0.0
         interval = max(1, round(options.update_interval_epochs * steps))
         return max(0, steps * epochs - 1) // interval / epochs
-
-
-# what a training script does by itself, so that nothing here has an effect on it
-_SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs", "scale_histogram")
-_OF_LAYERS = "has a rate of its own for each layer"
-_OUTSIDE = {
-    "ags": "changes gradients within the step",
-    "adascale": "changes gradients within the step",
-    "static": "changes gradients within the step",
-    "lars": _OF_LAYERS,
-    "lamb": _OF_LAYERS,
-    "polo": "averages models in place of gradients",
-}
-
-
-def check_script(sweep: SweepSpec) -> None:
-    """Refuse what cannot be done to a training script from outside.
-
-    Raises:
-        ValueError: With the key in front.
-    """
-    training = sweep.training
-    method = training.method
-    if sweep.study is not None:
-        raise ValueError("study: compares methods of the built-in training, not of a script")
-    if method in _OUTSIDE:
-        raise ValueError(
-            f'training.method: "{method}" {_OUTSIDE[method]}, which is not done to a script; '
-            'expected "lbt" (its own rate), or "lrs" or "sqrt" with {lr_scale} in its arguments'
-        )
-    scales = "lr_scale" in sweep.workload.placeholders
-    if method == "lbt" and scales:
-        raise ValueError(
-            'training.method: {lr_scale} is 1 for every batch with "lbt"; expected "lrs" (linear) '
-            'or "sqrt"'
-        )
-    if method != "lbt" and not scales:
-        raise ValueError(
-            f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
-            "script multiplies its learning rate"
-        )
-    for key in _SCRIPTS_OWN:
-        if _is_given(training, key):
-            raise ValueError(f"training.{key}: a script does that by itself; remove it")
-    if sweep.search.noise_steps:
-        raise ValueError("search.noise_steps: a script is not trained while it is measured")
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:

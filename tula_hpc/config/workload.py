@@ -10,9 +10,8 @@ keys `OF_SCRIPTS` count, those that it shares with the built-in training (`OF_BO
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,7 +25,7 @@ from pydantic import (
 )
 
 from tula_hpc.config.validation import Spec, nearest, shown
-from tula_hpc.own_sources import find_module, module_files
+from tula_hpc.own_sources import can_be_given, find_source, module_files, program_of, source_of
 
 
 class DatasetFacts(NamedTuple):
@@ -109,13 +108,6 @@ def known_or_entry_point(
     return value
 
 
-class _Source(NamedTuple):
-    path: Path
-    names: set[str]
-    # parameters of functions, where the source shows them
-    takes: dict[str, ast.arguments]
-
-
 def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     """Refuse a function that its module's source does not define, or that takes other arguments.
 
@@ -124,7 +116,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     module, _, function = value.partition(":")
     if not _are_identifiers(module, function):
         raise ValueError(f'{value!r}: expected "package.module:function"')
-    source = _find_source(module)
+    source = find_source(module)
     if source is None:
         raise ValueError(
             f"{value!r}: no module {module!r} in the working directory or the installed packages; "
@@ -134,7 +126,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
         raise ValueError(
             f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
         )
-    if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
+    if function in source.takes and not can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
             f"{value!r}: {source.path} defines it so that it cannot be called with "
             f"({', '.join(called_with)})"
@@ -145,7 +137,7 @@ def _defines(module: str, function: str) -> bool:
     if not _are_identifiers(module, function):
         return False
     try:
-        source = _find_source(module)
+        source = find_source(module)
     except ValueError:
         # not valid Python
         return False
@@ -156,53 +148,10 @@ def _are_identifiers(module: str, function: str) -> bool:
     return all(part.isidentifier() for part in [*module.split("."), function])
 
 
-def _find_source(module: str) -> _Source | None:
-    found = find_module(module)
-    return None if found is None else _source(found[1])
-
-
 def _hidden(module: str, found: Path) -> str:
     # jobs import the installed module, not one of the same name in the working directory
     own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
     return f"; it hides {own[0]}, which needs another name" if own else ""
-
-
-def _source(path: Path) -> _Source:
-    try:
-        # bytes: it may name an encoding of its own
-        body = ast.parse(path.read_bytes()).body
-        names = list(_bound_names(body))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid Python: {error}") from None
-    plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    takes = {node.name: node.args for node in plain if names.count(node.name) == 1}
-    return _Source(path, set(names), takes)
-
-
-def _can_be_given(takes: ast.arguments, count: int) -> bool:
-    """Tell whether a function takes `count` positional arguments and needs no others."""
-    positional = len(takes.posonlyargs) + len(takes.args)
-    enough = positional >= count or takes.vararg is not None
-    return enough and positional - len(takes.defaults) <= count and None not in takes.kw_defaults
-
-
-def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the names that statements of a module bind, also below `if` and `try`."""
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound_names([*node.body, *node.orelse])
-            for handler in getattr(node, "handlers", ()):
-                yield from _bound_names(handler.body)
 
 
 # keys of a script, and those that scripts and the built-in training have
@@ -313,18 +262,23 @@ class WorkloadSpec(Spec):
             value, (), "a function", ("outputs", "targets"), check_exists=_checks_paths(info)
         )
 
-    @field_validator("data_dir", "script")
+    @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else _from_home(value, "folder")
+
+    @field_validator("script")
+    @classmethod
+    def _here_or_beside(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        """Look for a script in the working directory, then beside the sweep file."""
         if value is None:
             return None
-        try:
-            # jobs and reports run from other folders
-            return value.expanduser().absolute()
-        except RuntimeError:
-            raise ValueError(
-                f"no home folder for {value.parts[0][:100]!r}; expected an existing path"
-            ) from None
+        here = _from_home(value, "file")
+        beside = (info.context or {}).get("beside")
+        if beside is None or here.exists():
+            return here
+        there: Path = Path(beside).absolute() / value
+        return there if there.exists() else here
 
     @model_validator(mode="after")
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
@@ -436,6 +390,16 @@ class WorkloadSpec(Spec):
         return round(facts.test_samples * self.classes / (facts.classes or 1))
 
 
+def _from_home(path: Path, what: str) -> Path:
+    try:
+        # jobs and reports run from other folders
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(
+            f"no home folder for {path.parts[0][:100]!r}; expected an existing {what}"
+        ) from None
+
+
 def _expression(text: str) -> str:
     try:
         groups = re.compile(text).groupindex
@@ -480,7 +444,7 @@ def _check_script(script: Path | None, module: str | None) -> None:
         ValueError: With the key in front.
     """
     key = "script" if script is not None else "module"
-    path = script if script is not None else _program_of(str(module))
+    path = script if script is not None else program_of(str(module))
     if path is None:
         raise ValueError(
             f"module: no module {module!r} that can be run, in the working directory or the "
@@ -489,20 +453,12 @@ def _check_script(script: Path | None, module: str | None) -> None:
     try:
         if not path.is_file():
             raise ValueError(f"no such file: {shown(str(path), 400)}; check the path")
-        _source(path)
+        source_of(path)
     except OSError as error:
         message = f"{shown(str(path), 400)} cannot be read: {error.strerror}"
         raise ValueError(f"{key}: {message}") from None
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-
-
-def _program_of(module: str) -> Path | None:
-    """Return the file that `python -m` runs: of a package its module `__main__`."""
-    found = find_module(module)
-    if found is not None and found[1].name == "__init__.py":
-        found = find_module(f"{module}.__main__")
-    return None if found is None else found[1]
 
 
 def _checks_paths(info: ValidationInfo) -> bool:
