@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.run_factory import candidate, plan
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.train import train_stage
 
+TRAINING = {"log_interval_steps": 1, "checkpoint_minutes": 1e-6}
 SCRIPTS = Path(__file__).parent / "scripts"
 CLUSTER = ClusterSpec(workers_per_node=2)
 OWN: dict[str, Any] = {
@@ -43,7 +49,7 @@ def train(
         {
             "name": "x",
             "workload": workload,
-            "training": {"log_interval_steps": 1, "checkpoint_minutes": 1e-6},
+            "training": TRAINING,
         }
     )
     run = RunDirectory(root)
@@ -150,8 +156,23 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
 
 
-def test_out_of_memory_is_on_record(tmp_path: Path) -> None:
-    run, _ = train(tmp_path / "run", {**OWN, "arguments": [*OWN["arguments"], "--largest-batch", "4"]})
-    records = run.measurements().records
-    assert {(m.status, m.stage, m.failure, m.local_batch) for m in records} == {("oom", "train", Failure.DEVICE_OOM, 8)}
-    assert details(run, "oom")
+def test_out_of_memory_falls_back_to_the_next_smaller_batch(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    large, small = (candidate(Configuration(1, 2, batch)).model_copy(update={"feasible": True}) for batch in (8, 4))
+    workload = {**KEPT, "arguments": [*KEPT["arguments"], "--largest-batch", "4"]}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": TRAINING})
+    result = train_stage(Sweep(spec, CLUSTER, run), plan([large, small], chosen=large, fallbacks=[small]))
+    assert (result.local_batch, result.epochs, result.samples_seen) == (4, 2, 2 * 128)
+    failed = [(m.local_batch, m.stage, m.failure) for m in run.measurements().records if m.status == "oom"]
+    # either worker may be the first
+    assert set(failed) == {(8, "train", Failure.DEVICE_OOM)}
+    events = [event.event for event in run.events() if event.event not in ("checkpoint", "ended", "oom")]
+    assert events == ["submitted", "fell_back", "submitted", "resumed", "finished"]
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        for line in (log_of(run) / f"losses-{rank}.txt").read_text().splitlines():
+            seen.update(json.loads(line.split(" ", 2)[2]))
+    # once more those of the steps after the last save
+    assert seen.keys() == set(range(128))
+    assert set(seen.values()) <= {2, 3}
+    assert sum(seen.values()) <= 2 * 128 + 3 * 16

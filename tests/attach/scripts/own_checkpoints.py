@@ -28,7 +28,6 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--handler", action="store_true")
     parser.add_argument("--fails", default="")
-    parser.add_argument("--largest-batch", type=int, default=1000)
     return parser.parse_args()
 
 
@@ -40,8 +39,6 @@ def leave(*_: object) -> None:
 def fail(options: argparse.Namespace) -> None:
     if options.fails == "exit":
         sys.exit(7)
-    if options.batch_size > options.largest_batch:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
 def main() -> None:

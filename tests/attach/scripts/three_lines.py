@@ -1,7 +1,7 @@
 """A plain loop with the three lines: dropout, BatchNorm, random augmentation of three kinds, a schedule.
 
 three_lines.py --batch-size 8 --epochs 2 --log FOLDER [--samples 128] [--loader-workers 2] [--generator]
-               [--accumulate 2] [--width 32] [--pause 0.1]
+               [--accumulate 2] [--width 32] [--pause 0.1] [--largest-batch 4]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Noisy(Dataset[Any]):
         return self.inputs[index] + noise, self.targets[index], index
 
 
-def main() -> None:
+def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
@@ -48,7 +48,18 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--pause", type=float, default=0.0)
-    options = parser.parse_args()
+    parser.add_argument("--largest-batch", type=int, default=1000)
+    return parser.parse_args()
+
+
+def compute(options: argparse.Namespace, epoch: int, number: int) -> None:
+    time.sleep(options.pause)
+    if epoch == 1 and number == 3 and options.batch_size > options.largest_batch:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+def main() -> None:
+    options = options_given()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
@@ -83,7 +94,7 @@ def main() -> None:
             if sampler is not None:
                 sampler.set_epoch(epoch)
             for number, (inputs, targets, indices) in enumerate(tula.batches(loader), start=1):
-                time.sleep(options.pause)
+                compute(options, epoch, number)
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 (loss / options.accumulate).backward()
                 if number % options.accumulate == 0:
