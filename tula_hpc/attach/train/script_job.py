@@ -188,7 +188,7 @@ class ScriptJob:
         """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
         from tula_hpc.attach.reporting import ChildSpec
-        from tula_hpc.attach.train.output import Scores
+        from tula_hpc.attach.train.scores import Scores
 
         work, home = self.job.sweep.workload, Path.cwd()
         with processes.own_output(self.folder, self.place.rank, home) as (own, output):
@@ -235,6 +235,7 @@ class ScriptJob:
             samples=job.sweep.workload.samples or 1,
             global_batch=job.configuration.global_batch,
             log_interval_steps=options.log_interval_steps,
+            parameters=None if job.measured is None else job.measured.parameters,
             restart_count=self.env.restart_count,
             restarts=start.restarts,
             epoch=start.epoch,
@@ -257,7 +258,8 @@ class ScriptJob:
             number = signal.SIGTERM
         if number is not None:
             self._passed_on = True
-            child.signal(number)
+            # before its first step it may not be prepared, and loses nothing
+            child.signal(number if child.said() is not None else signal.SIGTERM)
 
     def _judged(self, mine: Outcome, peers: Any) -> Outcome:
         """Return what it means that this worker's script has ended.

@@ -21,6 +21,7 @@ from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
 from tula_hpc.ddp.agreement import Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.errors import InputError
 from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
@@ -39,6 +40,8 @@ class TrainSettings(Record):
     samples: int
     global_batch: int
     log_interval_steps: int
+    # of the model that was measured; None: unknown
+    parameters: int | None = None
     # Slurm's, of the job
     restart_count: int = 0
     # earlier starts of this training, and where this one begins unless a checkpoint tells
@@ -195,7 +198,9 @@ class ScriptTraining(Mode):
     def step_ends(self) -> None:
         """See `Listener`."""
         # a single worker's model is known from its first step on
-        is_first = not self.progress.step
+        is_first = not self.steps
+        if is_first:
+            self._refuse_another()
         if not self.is_open and not is_first:
             # the optimizer has stepped twice
             return
@@ -215,6 +220,16 @@ class ScriptTraining(Mode):
             # what a script saves it saves after an epoch
             if not is_last or self.settings.samples < 2 * self.settings.global_batch:
                 self._stop_if_asked()
+
+    def _refuse_another(self) -> None:
+        """Refuse to train another model than was measured."""
+        model, before = self.hooks.inner_model, self.settings.parameters
+        now = sum(p.numel() for p in model.parameters()) if model is not None else None
+        if None not in (now, before) and now != before:
+            raise InputError(
+                f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
+                "change, or measure what is there now with another --run-dir"
+            )
 
     def _count_progress(self) -> None:
         progress, whole = self.progress, self.settings.global_batch
