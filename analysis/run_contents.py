@@ -64,6 +64,8 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
         return ""
     first = metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
     last = metrics.epochs[-1].train_loss
+    if first is None or last is None:
+        return ""
     ended = f"the loss ended at {format_number(last, 3)}"
     if last > first:
         return f"{ended}, above the {format_number(first, 3)} that it began with"

@@ -29,6 +29,7 @@ RUN_MARK = "--- restart "
 # variable with the id of the process that starts a local job's workers
 CONTROLLER = "TULA_CONTROLLER"
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 LONGEST_START_S = 3600.0
 # in a submission's folder: workers show each other that they know it before they meet
 SECRET_FILE = "secret"  # noqa: S105 - the file's name
@@ -141,8 +142,42 @@ def be_controller() -> None:
 
 def _end_with_controller() -> None:
     # A worker that outlives the controller of its local job would train beside the next job's.
-    if sys.platform == "linux" and os.environ.get(CONTROLLER) == str(os.getppid()):
+    if os.environ.get(CONTROLLER) == str(os.getppid()):
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(SIGKILL), 0, 0, 0)
+
+
+def be_child_of(process: int) -> None:
+    """End with the process that started this one, whatever that dies of.
+
+    Raises:
+        SystemExit: It is gone already.
+    """
+    _end_with_parent()
+    if os.getppid() != process:
+        raise SystemExit("the process that started this one is gone")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be ended too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+# what a script could take for a place of its own, beside those of torchrun
+HIDDEN_FROM_SCRIPTS = ("SLURM_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "PALS_")
+
+
+def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment for a script that finds its place in these variables."""
+    # PYTHONSAFEPATH is of the job: a script's own programs are to find their modules
+    hidden = (*HIDDEN_FROM_SCRIPTS, CONTROLLER, "PYTHONSAFEPATH")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    return {**kept, **place}
 
 
 def job_started_at() -> float:

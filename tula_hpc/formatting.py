@@ -106,6 +106,8 @@ def in_percent(share: float | None) -> float | None:
 
 def format_score(accuracy: float | None, loss: float | None) -> str:
     """Format a test result: "64.5 % test accuracy", or "test loss 1.93" without an accuracy."""
+    if accuracy is None and loss is None:
+        return "no score"
     if accuracy is None and loss is not None:
         return f"test loss {format_number(loss, 3)}"
     return f"{format_percent(accuracy)} test accuracy"

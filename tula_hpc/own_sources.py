@@ -1,8 +1,9 @@
 """The user's own source files, found and read without importing them.
 
-Own is what defines the functions of a sweep (`"package.module:function"`) and what these modules
-import from the same folder; what is installed in site-packages, Python's library and this package
-are not. Imports below `if`, `try` and in functions count, those by a computed name do not.
+Own is what defines the functions of a sweep (`"package.module:function"`), or its training script,
+and what these import from the same folder; what is installed in site-packages, Python's library and
+this package are not. Imports below `if`, `try` and in functions count, those by a computed name do
+not.
 """
 
 from __future__ import annotations
@@ -77,11 +78,17 @@ class _Module(NamedTuple):
 
 
 def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
-    """Return the user's own files behind these functions, by path below their folder."""
-    todo = []
-    for name in dict.fromkeys(name.partition(":")[0] for name in entry_points):
-        found = find_module(name)
-        if found is not None:
+    """Return the user's own files behind these functions, by path below their folder.
+
+    Args:
+        entry_points: "package.module:function", a module's name, or the path of a script.
+    """
+    todo: list[_Module] = []
+    for entry in entry_points:
+        path, name = Path(entry), entry.partition(":")[0]
+        if path.is_absolute():
+            todo.append(_Module(path.stem, path.parent, path))
+        elif (found := find_module(name)) is not None:
             todo += _with_parents(found[0], name)
     sources: dict[str, Path] = {}
     while todo and len(sources) < MOST_FILES:
@@ -145,3 +152,74 @@ def digest_of(path: Path) -> str:
 def digests_of(entry_points: Iterable[str]) -> dict[str, str]:
     """Return the digest of each of the user's own files, by path below their folder."""
     return {name: digest_of(path) for name, path in own_sources(entry_points).items()}
+
+
+class Source(NamedTuple):
+    """What the source of a module says."""
+
+    path: Path
+    # bound by its statements
+    names: set[str]
+    # parameters of functions, where the source shows them
+    takes: dict[str, ast.arguments]
+
+
+def find_source(module: str) -> Source | None:
+    """Return the source of a module, None if there is no such module.
+
+    Raises:
+        ValueError: It cannot be read, or is not valid Python.
+    """
+    found = find_module(module)
+    return None if found is None else source_of(found[1])
+
+
+def source_of(path: Path) -> Source:
+    """Return what a file says, which is not imported: that could import torch.
+
+    Raises:
+        ValueError: It cannot be read, or is not valid Python.
+    """
+    try:
+        # bytes: it may name an encoding of its own
+        body = ast.parse(path.read_bytes()).body
+        names = list(_bound_names(body))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid Python: {error}") from None
+    plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+    takes = {node.name: node.args for node in plain if names.count(node.name) == 1}
+    return Source(path, set(names), takes)
+
+
+def can_be_given(takes: ast.arguments, count: int) -> bool:
+    """Tell whether a function takes `count` positional arguments and needs no others."""
+    positional = len(takes.posonlyargs) + len(takes.args)
+    enough = positional >= count or takes.vararg is not None
+    return enough and positional - len(takes.defaults) <= count and None not in takes.kw_defaults
+
+
+def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the names that statements of a module bind, also below `if` and `try`."""
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _bound_names([*node.body, *node.orelse])
+            for handler in getattr(node, "handlers", ()):
+                yield from _bound_names(handler.body)
+
+
+def program_of(module: str) -> Path | None:
+    """Return the file that `python -m` runs: of a package its module `__main__`."""
+    found = find_module(module)
+    if found is not None and found[1].name == "__init__.py":
+        found = find_module(f"{module}.__main__")
+    return None if found is None else found[1]

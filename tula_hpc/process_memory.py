@@ -69,7 +69,7 @@ def descendants_private_bytes() -> int:
 
     They may be children of a fork server, thus grandchildren of this process.
     """
-    return sum(_private(pid) for pid in _descendants("self"))
+    return sum(_private(pid) for pid in descendants("self"))
 
 
 def descendants_processor_s() -> float:
@@ -77,7 +77,7 @@ def descendants_processor_s() -> float:
 
     A process that waits for a file system uses none. The kernel counts in hundredths of a second.
     """
-    return sum(_processor_s(pid) for pid in _descendants("self"))
+    return sum(_processor_s(pid) for pid in descendants("self"))
 
 
 def _status(pid: int | str, field: str) -> int:
@@ -86,13 +86,14 @@ def _status(pid: int | str, field: str) -> int:
     return int(match.group(1)) * 1024 if match else 0
 
 
-def _descendants(pid: int | str) -> Iterator[int]:
+def descendants(pid: int | str) -> Iterator[int]:
+    """Yield the ids of a process's children, and of theirs."""
     for task in (PROC / str(pid) / "task").glob("*/children"):
         # it ended meanwhile
         with contextlib.suppress(OSError):
             for child in map(int, task.read_text().split()):
                 yield child
-                yield from _descendants(child)
+                yield from descendants(child)
 
 
 def _private(pid: int) -> int:

@@ -89,7 +89,8 @@ class Evaluation(NamedTuple):
         for row in epochs:
             measured_s = row.evaluation_time_s or 0.0
             workers = row.workers or 0
-            if 0.0 < measured_s < MOST_EVALUATION_S and 0 < workers <= row.global_batch:
+            seen = 0.0 < measured_s < MOST_EVALUATION_S and self.samples.samples > 0
+            if seen and 0 < workers <= row.global_batch:
                 local_batch = np.array(row.global_batch / workers)
                 predicted_s = float(self.seconds(np.array(float(workers)), local_batch))
                 ratios.append(measured_s / predicted_s)
@@ -103,6 +104,8 @@ class Evaluation(NamedTuple):
 
     def describe(self) -> str:
         """Return a sentence on the samples and the source of the prediction."""
+        if self.samples.samples == 0:
+            return "what the script does between its epochs, evaluation included, comes on top"
         if self.measured:
             source = f"corrected by {plural(self.measured, 'evaluation')} of this run's training"
         elif self.timed:
@@ -147,7 +150,12 @@ def _forward_time_s(times: StepTimes) -> float | None:
 
 
 def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
-    """Return the test samples: counted by profiles (0: not), held out, known, or assumed."""
+    """Return the test samples: counted by profiles (0: not), held out, known, or assumed.
+
+    Whether a script evaluates, and on what, nobody knows here: none.
+    """
+    if workload.is_script:
+        return EvaluatedOn(0.0, known=True)
     if test_samples > 0:
         return EvaluatedOn(float(test_samples), known=True)
     if workload.holdout:

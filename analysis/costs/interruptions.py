@@ -27,12 +27,13 @@ for new nodes is not in T, as it is not paid for, nor is the first start of the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum, auto
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec
+from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec, WorkloadSpec
 from tula_hpc.formatting import format_duration
 from tula_hpc.records import CREDIBLE_S, Event, RunHistory
 
@@ -76,6 +77,29 @@ def expected_time_s(
         return np.asarray(segment * (work_s / segment_s))
 
 
+class Resume(StrEnum):
+    """From where a training goes on after an interruption."""
+
+    # a checkpoint of ours
+    CHECKPOINT = auto()
+    # one of the script's own, which is taken to save at the end of each epoch
+    EPOCH = auto()
+    # from its beginning
+    NOTHING = auto()
+
+
+def resume_of(work: WorkloadSpec, kept: bool) -> Resume:
+    """Return from where a workload goes on.
+
+    Args:
+        work: The workload.
+        kept: A script was seen to keep its state for an exact resume.
+    """
+    if kept or not work.is_script:
+        return Resume.CHECKPOINT
+    return Resume.EPOCH if work.resume_arguments else Resume.NOTHING
+
+
 class SaveCost(NamedTuple):
     """Cost of one save, as a training of the same run measured it."""
 
@@ -90,8 +114,17 @@ def measured_cost(events: Iterable[Event]) -> SaveCost | None:
     return SaveCost(max(known)[1]) if known else None
 
 
-def describe(save: SaveCost | None, pricing: PricingSpec) -> str:
+def describe(
+    save: SaveCost | None, pricing: PricingSpec, resume: Resume = Resume.CHECKPOINT
+) -> str:
     """Return a sentence on the cost of a save and its source."""
+    if resume is Resume.NOTHING:
+        return "the script saves nothing to go on from, so that no time of saving is expected"
+    if resume is Resume.EPOCH:
+        return (
+            "after an interruption the script goes on by workload.resume_arguments, as far as is "
+            "known from the end of an epoch; that costs pricing.checkpoint_write_s each"
+        )
     if save is not None:
         cost = format_duration(save.seconds)
         return f"a checkpoint costs {cost} of training, as a training of this run measured"
@@ -177,3 +210,13 @@ def under_time_limit(
     possible = (usable > 0.0) | (beyond == 0.0)
     requeues = np.where(possible, np.ceil(beyond / np.where(usable > 0.0, usable, 1.0)), np.inf)
     return Requeued(needed_s + np.where(requeues > 0.0, requeues * repeated, 0.0), requeues)
+
+
+def anew_under_time_limit(work_s: Array, limit_s: float, restart_s: float) -> Requeued:
+    """Return the expected time of a training that begins anew after each time limit.
+
+    It ends within the first job or never; see `under_time_limit`.
+    """
+    needed_s = work_s + restart_s
+    is_over = needed_s > limit_s
+    return Requeued(np.where(is_over, np.inf, needed_s), np.where(is_over, np.inf, 0.0))

@@ -21,7 +21,12 @@ from numpy import float64
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs import interruptions, slurm_billing
-from tula_hpc.analysis.costs.interruptions import SaveCost, under_time_limit
+from tula_hpc.analysis.costs.interruptions import (
+    Resume,
+    SaveCost,
+    anew_under_time_limit,
+    under_time_limit,
+)
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
@@ -129,6 +134,8 @@ def bill(
     training: TrainingSpec,
     power: NodePower | None,
     save: SaveCost | None = None,
+    *,
+    resume: Resume = Resume.CHECKPOINT,
 ) -> Bill:
     """Return expected wall time and cost of trainings on one kind of nodes.
 
@@ -140,13 +147,17 @@ def bill(
     """
     pricing = cluster.pricing
     save_s = pricing.checkpoint_write_s if save is None else save.seconds
-    interval_s = _checkpoint_s(cluster, training, usage, save_s)
+    if resume is Resume.NOTHING:
+        save_s = 0.0
+    interval_s = _saved_every_s(cluster, training, usage, save_s, resume)
     saving_s = usage.train_time_s / interval_s * save_s
     work_s = usage.train_time_s + usage.evaluation_s + saving_s
     if pricing.basis == "spot":
         work_s = _with_preemptions_s(pricing, usage, interval_s, save_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
+    if resume is Resume.NOTHING:
+        limited = anew_under_time_limit(work_s, until_warning_s, pricing.start_s)
     wall_s = np.minimum(limited.time_s, FOREVER_S)
     kwh = np.full_like(wall_s, np.nan)
     if power:
@@ -200,6 +211,17 @@ def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
     """Return mean seconds between preemptions of a job of N nodes; only for the basis "spot"."""
     between_s = pricing.preemption_hours * SECONDS_PER_HOUR
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
+
+
+def _saved_every_s(
+    cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float, resume: Resume
+) -> Array:
+    """Return seconds of steps that are repeated together."""
+    if resume is Resume.NOTHING:
+        return np.maximum(usage.train_time_s, MOMENT_S)
+    if resume is Resume.EPOCH:
+        return np.maximum(usage.train_time_s / usage.epochs, MOMENT_S)
+    return _checkpoint_s(cluster, training, usage, save_s)
 
 
 def _checkpoint_s(

@@ -146,7 +146,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
     reached = [100 * row.test_accuracy for row in epochs if row.test_accuracy is not None]
     if len(reached) < len(epochs):
         name, score, unit = "test_loss", "test loss", ""
-        reached = [row.test_loss for row in epochs]
+        reached = [row.test_loss for row in epochs if row.test_loss is not None]
     ended = f"{format_number(reached[-1], 3)}{unit}"
     title = f"Gradient variability {_describe_change(*curve.change)} as {score} went to {ended}"
     at = [row.epoch for row in epochs]
@@ -172,7 +172,9 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
 
 def _has_both(training: Training) -> bool:
     curve = _curve(training.metrics.steps, "sensitivity")
-    return len(training.metrics.epochs) > 0 and len(curve.values) > 1
+    epochs = training.metrics.epochs
+    has_scores = len(epochs) > 0 and all(row.test_loss is not None for row in epochs)
+    return has_scores and len(curve.values) > 1
 
 
 def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -28,6 +29,8 @@ EVENT_NAMES = {
 }
 
 MAX_NAME_ROWS = 3
+# epochs without a score, and the score
+NOTHING = [(0, math.nan)]
 
 
 class Mark(NamedTuple):
@@ -46,6 +49,10 @@ def draw_training(run: RunContents) -> Drawing | Missing:
     title = _training_title(trainings[0], run.plan.epochs if run.plan else None)
     marks = list(training_marks(trainings[0].metrics, run.events))
     has_accuracy = all(_accuracies(training) for training in trainings)
+    has_losses = any(_losses(training, "test_loss") for training in trainings)
+    if not has_accuracy and not has_losses:
+        why = "the script's output shows no score; workload.metric or tula.report tell one"
+        return Missing("training", "training", why, optional=True)
     ends_of_lines = []
     with style.styled():
         height, ratios = (5.0, (1, 1)) if has_accuracy else (3.2, (1,))
@@ -109,6 +116,12 @@ def _accuracies(training: Training) -> list[tuple[int, float]]:
     return known
 
 
+def _losses(training: Training, name: str) -> list[tuple[int, float]]:
+    """Return epochs of which this loss is known, with it."""
+    rows = [(row.epoch, getattr(row, name)) for row in training.metrics.epochs]
+    return [(epoch, loss) for epoch, loss in rows if loss is not None]
+
+
 def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
     """Draw one curve; return a label for its end."""
     epochs, percent = zip(*_accuracies(training), strict=True)
@@ -118,11 +131,11 @@ def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLab
 
 def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
     """Draw two curves; return a label for the one of the test samples."""
-    rows = [(row.epoch, row.test_loss, row.train_loss) for row in training.metrics.epochs]
-    epochs, test, train = zip(*rows, strict=True)
-    axes.plot(epochs, test, "o-", color=colour, markersize=3.5)
-    axes.plot(epochs, train, "--", color=colour)
-    return labels.EndLabel(epochs[-1], test[-1], format_number(test[-1], 3), colour)
+    test, train = _losses(training, "test_loss"), _losses(training, "train_loss")
+    axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
+    axes.plot(*np.array(train or NOTHING).T, "--", color=colour)
+    epoch, last = (test or NOTHING)[-1]
+    return labels.EndLabel(epoch, last, format_number(last, 3), colour)
 
 
 def _dress(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
@@ -189,9 +202,10 @@ def _describe_better(epochs: Sequence[EpochMetrics]) -> str:
     """Name an earlier epoch that was better by half a percent of accuracy, or 1 % of the loss."""
     last = epochs[-1]
     if last.test_accuracy is None:
-        least = min(epochs, key=lambda row: row.test_loss)
-        if last.test_loss - least.test_loss > 0.01 * abs(last.test_loss):
-            return f"; the least was {format_number(least.test_loss, 3)} after {least.epoch}"
+        losses = [(row.test_loss, row.epoch) for row in epochs if row.test_loss is not None]
+        least, epoch = min(losses, default=(0.0, 0))
+        if last.test_loss is not None and last.test_loss - least > 0.01 * abs(last.test_loss):
+            return f"; the least was {format_number(least, 3)} after {epoch}"
         return ""
     best = max(epochs, key=lambda row: row.test_accuracy or 0.0)
     if (best.test_accuracy or 0.0) - last.test_accuracy >= 0.005:

@@ -96,13 +96,22 @@ def describe_slow_storage(profiles: Sequence[Profile]) -> str:
     )
 
 
-def describe_slow_loader(profile: Profile, loader_workers: int) -> str:
-    """Return a sentence on the wait and its remedy, where the loader decides."""
+def describe_slow_loader(profile: Profile, loader_workers: int | None) -> str:
+    """Return a sentence on the wait and its remedy, where the loader decides.
+
+    Args:
+        profile: Where it decides.
+        loader_workers: As profiled; None: a script's own, which it alone knows.
+    """
     share = f"{wait_share(profile.times):.0%}"
     found = (
         "the data loader decides: waiting for data takes up to "
         f"{share} of a step at {profile.configuration}"
     )
+    if loader_workers is None:
+        return (
+            f"{found}: give the script's loader more processes, or items that are cheaper to load"
+        )
     processes = processes_needed(profile.times, loader_workers)
     cores = cores_needed(profile)
     if processes > MOST_PROCESSES:

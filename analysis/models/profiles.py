@@ -44,6 +44,8 @@ class Profile(NamedTuple):
     smaller_computes: tuple[tuple[int, float], ...] = ()
     # None: no repeat has it
     processor: ProcessorUse | None = None
+    # a script goes on exactly where it was
+    kept: bool = False
 
     @property
     def part_batch(self) -> float:
@@ -201,6 +203,7 @@ def _profile(configuration: Configuration, rows: Sequence[Measurement]) -> Profi
         parts=min(row.parts for row in rows),
         smaller_computes=tuple(smaller.items()),
         processor=_medians(used, ProcessorUse, float) if used else None,
+        kept=rows[-1].kept,
     )
 
 

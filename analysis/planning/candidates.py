@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.evaluation import Evaluation
-from tula_hpc.analysis.costs.interruptions import SaveCost
+from tula_hpc.analysis.costs.interruptions import Resume, SaveCost
 from tula_hpc.analysis.costs.pricing import FOREVER_S, NodePower, Usage, bill, fixed_share
 from tula_hpc.analysis.models.fitted import Models, UpdateTime
 from tula_hpc.analysis.models.memory import checkpoint_copy_bytes
@@ -122,6 +122,7 @@ class Part(NamedTuple):
     save: SaveCost | None = None
     # samples; None: the gradient's noise was not measured
     critical_batch: float | None = None
+    resume: Resume = Resume.CHECKPOINT
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -229,7 +230,7 @@ def priced(index: int, part: Part, grid: Grid, sweep: SweepSpec, step: Array) ->
     train = sweep.workload.epochs * epoch
     evaluation = sweep.workload.epochs * part.evaluation.seconds(workers, batch)
     usage = Usage(nodes, per_node, train, peak, evaluation, sweep.workload.epochs)
-    paid = bill(usage, part.cluster, sweep.training, part.power, part.save)
+    paid = bill(usage, part.cluster, sweep.training, part.power, part.save, resume=part.resume)
     return CandidateTable(
         part=np.full(grid.nodes.shape, index, dtype=np.int64),
         **grid._asdict(),

@@ -29,7 +29,7 @@ ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
     Why.FOREVER: (
         "raise train_minutes, or lower signal_delay_s, training.checkpoint_minutes or "
-        "pricing.restart_s"
+        "pricing.restart_s; a script that begins anew needs workload.resume_arguments, or tula.keep"
     ),
     Why.UNSEEN: REMEDY,
 }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.evaluation import evaluation_of, with_start
-from tula_hpc.analysis.costs.interruptions import measured_cost
+from tula_hpc.analysis.costs.interruptions import measured_cost, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models
@@ -188,8 +188,12 @@ def part_of(
     )
     priced = with_start(cluster, summary.start_s)
     power = node_power(summary.profiles, cluster.pricing)
+    kept = any(profile.kept for profile in summary.profiles)
+    resume = resume_of(sweep.workload, kept)
     noise = summary.critical_batch
-    return Part(name, priced, summary, models, power, evaluation, critical_batch=noise)
+    return Part(
+        name, priced, summary, models, power, evaluation, resume=resume, critical_batch=noise
+    )
 
 
 def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:

@@ -95,6 +95,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: Fitted, choice: Choice) -> lis
         *warnings.about_batch(plan.chosen, fitted.critical),
         *warnings.about_method(sweep),
         *warnings.about_interruptions(row, fitted, sweep),
+        *warnings.about_beginning_anew(row, fitted),
         *warnings.about_checkpoints(row, fitted, sweep),
         *narrowly_kept(plan.chosen, sweep.objective),
         *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
@@ -130,7 +131,7 @@ def _notes(part: Part) -> list[str]:
     return [
         *assumptions(part.cluster, part.power),
         part.evaluation.describe(),
-        interruptions.describe(part.save, part.cluster.pricing),
+        interruptions.describe(part.save, part.cluster.pricing, part.resume),
         evaluation.describe(part.summary.start_s, part.cluster.pricing),
         f"while a checkpoint is written, the first node holds {copy} more in host memory, "
         f"{counted}",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_hpc.analysis.costs.interruptions import best_interval_s
+from tula_hpc.analysis.costs.interruptions import Resume, best_interval_s
 from tula_hpc.analysis.costs.pricing import Usage, between_preemptions_s, bill, expected_preemptions
 from tula_hpc.analysis.models.critical_batch import CriticalBatch
 from tula_hpc.analysis.models.data_loading import (
@@ -23,7 +23,14 @@ from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Part, Why
 from tula_hpc.analysis.planning.partitions import Fitted, prefixed
 from tula_hpc.config import SearchSpec, SweepSpec
-from tula_hpc.formatting import format_number, format_percent, in_samples, plural
+from tula_hpc.formatting import (
+    format_duration,
+    format_money,
+    format_number,
+    format_percent,
+    in_samples,
+    plural,
+)
 from tula_hpc.records import Candidate, Configuration, Footprint, Plan
 
 # share of the samples that full batches leave out
@@ -68,7 +75,9 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
         found.append(describe_slow_storage(stored))
     elif slow:
         worst = max(slow, key=lambda profile: wait_share(profile.times))
-        found.append(describe_slow_loader(worst, sweep.workload.loader_workers))
+        work = sweep.workload
+        loaders = None if work.is_script else work.loader_workers
+        found.append(describe_slow_loader(worst, loaders))
     return found
 
 
@@ -213,13 +222,30 @@ def about_interruptions(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[s
     return [f"training has to {often}, more than training.max_requeues = {allowed} allows"]
 
 
+def about_beginning_anew(chosen: int, fitted: Fitted) -> list[str]:
+    """Say where an interruption begins a script anew, and what that costs."""
+    row = fitted.table.take([chosen])
+    part = fitted.parts[row.part[0]]
+    if part.resume is not Resume.NOTHING:
+        return []
+    # as likely at one moment as at another
+    lost_s, lost = row.wall_time_s[0] / 2, row.cost[0] / 2
+    price = f"{format_duration(lost_s)} and {format_money(lost, part.cluster.pricing.currency)}"
+    return [
+        f"an interruption begins the training anew, which costs {price} each on average: the "
+        "script is given no workload.resume_arguments, and keeps no state (tula.keep, see "
+        "sweeps/README.md)"
+    ]
+
+
 def about_checkpoints(chosen: int, fitted: Fitted, sweep: SweepSpec) -> list[str]:
     """Warn where the bound on the cost of saves loses more on spot nodes than it spares."""
     row = fitted.table.take([chosen])
     part = fitted.parts[row.part[0]]
     pricing = part.cluster.pricing
     training = sweep.training
-    if pricing.basis != "spot" or training.checkpoint_minutes is not None:
+    is_set = training.checkpoint_minutes is not None
+    if pricing.basis != "spot" or is_set or part.resume is not Resume.CHECKPOINT:
         return []
     nodes = row.nodes.astype(np.float64)
     per_node = row.workers_per_node.astype(np.float64)

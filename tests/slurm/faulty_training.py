@@ -207,7 +207,7 @@ class Training:
         assert loaded is not None
         return loaded
 
-    def losses(self) -> list[tuple[int, int, float, float]]:
+    def losses(self) -> list[tuple[int, int, float | None, float]]:
         """Step, samples seen, loss and rate of every step."""
         return [(m.step, m.samples_seen, m.loss, m.lr) for m in read_metrics(self.files.metrics_file).steps]
 

@@ -95,7 +95,11 @@ def test_a_regression_is_trained_and_judged_by_its_loss(tmp_path: Path, monkeypa
     run = train(tmp_path / "run", spec, monkeypatch)
     result, epochs = result_of(run), read_metrics(run.train().metrics_file).epochs
     assert (result.test_accuracy, result.test_top5_accuracy) == (None, None)
-    assert result.test_loss == epochs[-1].test_loss < 0.8 * epochs[0].train_loss
+    first = epochs[0].train_loss
+    assert result.test_loss is not None
+    assert first is not None
+    assert result.test_loss == epochs[-1].test_loss
+    assert result.test_loss < 0.8 * first
     assert any(event.detail.startswith("test loss") for event in run.events())
     worker, every = trained_worker(run, spec), [*range(65)]
     inputs, targets = default_collate([worker.workload.test[index] for index in every])
@@ -496,6 +500,7 @@ def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: Run
     assert "and reached test loss -3.25." in answer(contents)
     drawings = {item.name: item for item in draw_all(contents).drawings}
     last = contents.trainings[0].metrics.epochs[-1].test_loss
+    assert last is not None
     for name in ("training", "variability"):
         axes = drawings[name].figure.axes[-1]
         assert axes.get_ylim()[0] < last < axes.get_ylim()[1]

@@ -131,7 +131,7 @@ def try_dry(sweep: Sweep) -> Trial | None:
         InputError: The sweep would be refused.
     """
     spec, cluster = sweep.spec, sweep.cluster
-    if not spec.search.estimate or not is_here(spec):
+    if spec.workload.is_script or not spec.search.estimate or not is_here(spec):
         return None
     parts = parts_of(sweep) if spec.study is None else []
     memory = [part.partition for part in parts if wants_estimate(part)]

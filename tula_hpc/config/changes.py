@@ -13,7 +13,9 @@ from tula_hpc.errors import InputError
 
 # of [workload] the length of training and its rate, which leave a step as it is; all else is
 # measured
-FREE_OF_WORKLOAD = frozenset({"epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs"})
+FREE_OF_WORKLOAD = frozenset(
+    {"epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "resume_arguments"}
+)
 MEASURED_OF_WORKLOAD = tuple(
     key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD
 )

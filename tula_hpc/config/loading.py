@@ -270,7 +270,9 @@ def _parse(
     for text in overrides:
         override(tables, text)
     try:
-        context = {"check_paths": check_paths}
+        context: dict[str, Any] = {"check_paths": check_paths}
+        if isinstance(path, Path):
+            context["beside"] = path.parent
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
         problems = error.errors(include_url=False)

@@ -48,6 +48,8 @@ class SearchSpec(Spec):
     max_seconds: float = Field(default=60.0, gt=0, le=1e6)
     # stop when the mean's 95 % interval is narrower, relative
     ci_width: float = Field(default=0.02, gt=0, lt=1)
+    # of a script: until its first step, and between two steps
+    first_step_minutes: float = Field(default=10.0, gt=0, le=1e6)
     # training steps before the gradient noise is measured
     noise_steps: int = Field(default=0, ge=0, le=10_000)
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError, model_validator
 from tula_hpc.config.cluster import ClusterSpec
 from tula_hpc.config.search import ObjectiveSpec, SearchSpec, local_batches
 from tula_hpc.config.study import StudySpec
-from tula_hpc.config.training import AgsOptions, Method, TrainingSpec
+from tula_hpc.config.training import AgsOptions, Method, TrainingSpec, check_script
 from tula_hpc.config.validation import Name, Spec, explain, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 from tula_hpc.errors import InputError
@@ -35,6 +35,23 @@ class SweepSpec(Spec):
     training: TrainingSpec = TrainingSpec()
     # makes the sweep a study: nothing is profiled or planned
     study: StudySpec | None = None
+
+    @model_validator(mode="after")
+    def _fits_a_script(self) -> SweepSpec:
+        if self.workload.is_script:
+            # a script's own steps are taken as they are, unless something else is asked for
+            if "method" not in self.training.model_fields_set:
+                self.__dict__["training"] = self.training.model_copy(update={"method": "lbt"})
+            if self.study is not None:
+                raise ValueError(
+                    "study: compares methods of the built-in training, not of a script"
+                )
+            if self.search.noise_steps:
+                raise ValueError(
+                    "search.noise_steps: a script is not trained while it is measured; remove it"
+                )
+            check_script(self.training, scales="lr_scale" in self.workload.placeholders)
+        return self
 
     @model_validator(mode="after")
     def _some_batch_is_left(self) -> SweepSpec:
@@ -240,6 +257,20 @@ def check_together(
         raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
         _check_bounds(sweep.search, part, sweep_file)
+        _check_accumulation(sweep, part, sweep_file)
+
+
+def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
+    search, accumulation = sweep.search, sweep.workload.accumulation
+    for nodes in cluster_sizes(search, part):
+        least = local_batches(search, nodes, part.workers_per_node)[0]
+        if least < accumulation:
+            workers = nodes * part.workers_per_node
+            message = (
+                f"{least} samples of each of {workers} workers cannot be taken in {accumulation} "
+                f"parts; expected at most that, or search.min_batch = {workers * accumulation}"
+            )
+            raise InputError(message, source=sweep_file, key="workload.accumulation")
 
 
 def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
@@ -265,6 +296,9 @@ def loaders_without_cores(sweep: SweepSpec, cluster: ClusterSpec) -> Iterator[tu
     idle.
     """
     loaders = sweep.workload.loader_workers
+    if sweep.workload.is_script:
+        # it has its own, which nobody knows here
+        return
     for name, part in zip(cluster.part_names(), cluster.parts(), strict=True):
         bound = part.executor == "slurm" and part.device == "cuda"
         if bound and part.cpus_per_worker <= loaders:

@@ -243,3 +243,47 @@ class TrainingSpec(Spec):
                 "expected above 0"
             )
         return self
+
+
+# what a training script does by itself, so that nothing here has an effect on it
+_SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs", "scale_histogram")
+_OF_LAYERS = "has a rate of its own for each layer"
+_OUTSIDE = {
+    "ags": "changes gradients within the step",
+    "adascale": "changes gradients within the step",
+    "static": "changes gradients within the step",
+    "lars": _OF_LAYERS,
+    "lamb": _OF_LAYERS,
+    "polo": "averages models in place of gradients",
+}
+
+
+def check_script(training: TrainingSpec, *, scales: bool) -> None:
+    """Refuse what cannot be done to a training script from outside.
+
+    Args:
+        training: The table.
+        scales: Whether the script takes a factor of its rate, {lr_scale}.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    method = training.method
+    if method in _OUTSIDE:
+        raise ValueError(
+            f'training.method: "{method}" {_OUTSIDE[method]}, which is not done to a script; '
+            'expected "lbt" (its own rate), or "lrs" or "sqrt" with {lr_scale} in its arguments'
+        )
+    if method == "lbt" and scales:
+        raise ValueError(
+            'training.method: {lr_scale} is 1 for every batch with "lbt"; expected "lrs" (linear) '
+            'or "sqrt"'
+        )
+    if method != "lbt" and not scales:
+        raise ValueError(
+            f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
+            "script multiplies its learning rate"
+        )
+    for key in _SCRIPTS_OWN:
+        if getattr(training, key) != TrainingSpec.model_fields[key].default:
+            raise ValueError(f"training.{key}: a script does that by itself; remove it")

@@ -176,5 +176,9 @@ def valid_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
 
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
     """Return a question with the nearest valid word in this form; empty if none is near."""
-    close = difflib.get_close_matches(word, valid, n=1) if len(word) <= 100 else []
+    valid = list(valid)
+    # letters in another order are the likeliest slip
+    close = [other for other in valid if sorted(other) == sorted(word)]
+    if not close and len(word) <= 100:
+        close = difflib.get_close_matches(word, valid, n=1)
     return f" (did you mean {form.format(close[0])}?)" if close else ""

@@ -3,19 +3,29 @@
 Neither torch nor a user's module is imported to check a name: the package's own names are listed
 here (a test compares the models with torchvision), and a user's function is looked up in its
 source.
+
+In place of model, data and procedure a sweep may name a training script of the user's own: then the
+keys `OF_SCRIPTS` count, those that it shares with the built-in training (`OF_BOTH`), and no others.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from tula_hpc.config.validation import Spec, nearest, shown
-from tula_hpc.own_sources import find_module, module_files
+from tula_hpc.own_sources import can_be_given, find_source, module_files, program_of, source_of
 
 
 class DatasetFacts(NamedTuple):
@@ -98,13 +108,6 @@ def known_or_entry_point(
     return value
 
 
-class _Source(NamedTuple):
-    path: Path
-    names: set[str]
-    # parameters of functions, where the source shows them
-    takes: dict[str, ast.arguments]
-
-
 def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     """Refuse a function that its module's source does not define, or that takes other arguments.
 
@@ -113,7 +116,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
     module, _, function = value.partition(":")
     if not _are_identifiers(module, function):
         raise ValueError(f'{value!r}: expected "package.module:function"')
-    source = _find_source(module)
+    source = find_source(module)
     if source is None:
         raise ValueError(
             f"{value!r}: no module {module!r} in the working directory or the installed packages; "
@@ -123,7 +126,7 @@ def _check_entry_point(value: str, called_with: Sequence[str]) -> None:
         raise ValueError(
             f"{value!r}: {source.path} defines no {function!r}{_hidden(module, source.path)}"
         )
-    if function in source.takes and not _can_be_given(source.takes[function], len(called_with)):
+    if function in source.takes and not can_be_given(source.takes[function], len(called_with)):
         raise ValueError(
             f"{value!r}: {source.path} defines it so that it cannot be called with "
             f"({', '.join(called_with)})"
@@ -134,7 +137,7 @@ def _defines(module: str, function: str) -> bool:
     if not _are_identifiers(module, function):
         return False
     try:
-        source = _find_source(module)
+        source = find_source(module)
     except ValueError:
         # not valid Python
         return False
@@ -145,62 +148,58 @@ def _are_identifiers(module: str, function: str) -> bool:
     return all(part.isidentifier() for part in [*module.split("."), function])
 
 
-def _find_source(module: str) -> _Source | None:
-    found = find_module(module)
-    return None if found is None else _source(found[1])
-
-
 def _hidden(module: str, found: Path) -> str:
     # jobs import the installed module, not one of the same name in the working directory
     own = [path for path in module_files(Path.cwd(), module) if not path.samefile(found)]
     return f"; it hides {own[0]}, which needs another name" if own else ""
 
 
-def _source(path: Path) -> _Source:
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        names = list(_bound_names(body))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid Python: {error}") from None
-    plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    takes = {node.name: node.args for node in plain if names.count(node.name) == 1}
-    return _Source(path, set(names), takes)
-
-
-def _can_be_given(takes: ast.arguments, count: int) -> bool:
-    """Tell whether a function takes `count` positional arguments and needs no others."""
-    positional = len(takes.posonlyargs) + len(takes.args)
-    enough = positional >= count or takes.vararg is not None
-    return enough and positional - len(takes.defaults) <= count and None not in takes.kw_defaults
-
-
-def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the names that statements of a module bind, also below `if` and `try`."""
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound_names([*node.body, *node.orelse])
-            for handler in getattr(node, "handlers", ()):
-                yield from _bound_names(handler.body)
+# keys of a script, and those that scripts and the built-in training have
+OF_SCRIPTS = frozenset(
+    {"script", "module", "arguments", "resume_arguments", "accumulation", "counted_model"}
+)
+OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
+# what may stand in braces in a script's arguments, and what each is replaced with
+PLACEHOLDERS = {
+    "local_batch": "samples of one forward pass of one worker",
+    "global_batch": "samples of a step over all workers",
+    "accumulation": "workload.accumulation",
+    "nodes": "nodes",
+    "workers": "workers on all nodes",
+    "epochs": "workload.epochs",
+    "lr_scale": "factor of the learning rate for this batch, by training.method",
+    "seed": "workload.seed",
+    "run_dir": "folder of this profile or training",
+}
+# one of these has to be in the arguments
+CARRY_THE_BATCH = ("local_batch", "global_batch")
+# not ${...}, which is the script's own
+PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+# what a script's output may tell
+METRIC_GROUPS = ("test_accuracy", "test_loss")
+Argument = Annotated[str, Field(max_length=10_000)]
 
 
 class WorkloadSpec(Spec):
-    """`[workload]`: model, data and training procedure."""
+    """`[workload]`: model, data and training procedure, or a script that has them."""
 
     model: str = Field(default="resnet18", max_length=200)
     dataset: str = Field(default="digits", max_length=200)
     # user's function; None: cross-entropy
     loss: str | None = Field(default=None, max_length=200)
-    # user's function, share of a sample that is right; None: accuracy of labels
+    # the user's own, a file or the name of a module; before `metric`, which depends on it
+    script: Path | None = None
+    module: str | None = Field(default=None, max_length=200, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")
+    # of the script, with placeholders
+    arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
+    # appended where it goes on after an interruption; none: it begins anew
+    resume_arguments: tuple[Argument, ...] = Field(default=(), max_length=1000)
+    # forward passes of a step
+    accumulation: int = Field(default=1, ge=1, le=2**20)
+    # class of the model whose steps count, where a script has several; None: the largest
+    counted_model: str | None = Field(default=None, max_length=200)
+    # user's function, share of a sample that is right; None: accuracy of labels. Of a script: a
+    # regular expression for its output
     metric: str | None = Field(default=None, max_length=200)
     data_dir: Path | None = None
     image_size: int | None = Field(default=None, ge=8, le=1024)
@@ -256,6 +255,9 @@ class WorkloadSpec(Spec):
     def _function_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None:
             return None
+        named = info.data.get("script") or info.data.get("module")
+        if named and info.field_name == "metric":
+            return _expression(value)
         return known_or_entry_point(
             value, (), "a function", ("outputs", "targets"), check_exists=_checks_paths(info)
         )
@@ -263,15 +265,47 @@ class WorkloadSpec(Spec):
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else _from_home(value, "folder")
+
+    @field_validator("script")
+    @classmethod
+    def _here_or_beside(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        """Look for a script in the working directory, then beside the sweep file."""
         if value is None:
             return None
-        try:
-            # jobs and reports run from other folders
-            return value.expanduser().absolute()
-        except RuntimeError:
+        here = _from_home(value, "file")
+        beside = (info.context or {}).get("beside")
+        if beside is None or here.exists():
+            return here
+        there: Path = Path(beside).absolute() / value
+        return there if there.exists() else here
+
+    @model_validator(mode="after")
+    def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
+        given = self.model_fields_set
+        if not self.is_script:
+            for key in ("arguments", "resume_arguments", "accumulation", "counted_model"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key}: is of a script; expected script or module as well")
+            return self
+        if self.script is not None and self.module is not None:
+            raise ValueError("module: expected either script or module")
+        idle = [key for key in type(self).model_fields if key in given - OF_SCRIPTS - OF_BOTH]
+        if idle:
             raise ValueError(
-                f"no home folder for {value.parts[0][:100]!r}; expected an existing folder"
-            ) from None
+                f"{idle[0]}: the script has its own {' and '.join(idle)}; remove what stands here"
+            )
+        for key in ("samples", "epochs"):
+            if key not in given:
+                raise ValueError(f"{key}: is required with a script, which cannot be asked; add it")
+        _check_placeholders(self.arguments, self.resume_arguments)
+        if self.accumulation & (self.accumulation - 1):
+            raise ValueError(
+                f"accumulation: expected a power of two, as batches are, got {self.accumulation}"
+            )
+        if _checks_paths(info):
+            _check_script(self.script, self.module)
+        return self
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSpec:
@@ -291,9 +325,34 @@ class WorkloadSpec(Spec):
             _check_data_dir(self.dataset, self.data_dir)
         return self
 
+    @model_serializer(mode="wrap")
+    def _own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # a key of the other kind would count as given when it is read again
+        found: dict[str, Any] = handler(self)
+        if self.is_script:
+            return {key: value for key, value in found.items() if key in OF_SCRIPTS | OF_BOTH}
+        return {key: value for key, value in found.items() if key not in OF_SCRIPTS}
+
+    @property
+    def is_script(self) -> bool:
+        """True if a script of the user's own is trained."""
+        return self.script is not None or self.module is not None
+
+    @property
+    def script_name(self) -> str:
+        """Name of the script for messages."""
+        return self.script.name if self.script is not None else str(self.module)
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """Names in braces that the script's arguments hold."""
+        return frozenset(_placeholders_in(self.arguments + self.resume_arguments))
+
     @property
     def entry_points(self) -> list[str]:
-        """The user's own functions, "package.module:function"."""
+        """The user's own functions, "package.module:function", or the script's file or module."""
+        if self.is_script:
+            return [str(self.script or self.module)]
         named = (self.model, self.dataset, self.loss, self.metric)
         return [name for name in named if name is not None and ":" in name]
 
@@ -329,6 +388,77 @@ class WorkloadSpec(Spec):
         if self.classes is None:
             return facts.test_samples
         return round(facts.test_samples * self.classes / (facts.classes or 1))
+
+
+def _from_home(path: Path, what: str) -> Path:
+    try:
+        # jobs and reports run from other folders
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(
+            f"no home folder for {path.parts[0][:100]!r}; expected an existing {what}"
+        ) from None
+
+
+def _expression(text: str) -> str:
+    try:
+        groups = re.compile(text).groupindex
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{shown(text)} is no regular expression: {error}") from None
+    if not any(name in groups for name in METRIC_GROUPS):
+        raise ValueError(
+            f"{shown(text)}: with a script, expected a regular expression for its output with a "
+            r"group named test_accuracy or test_loss, for example 'Acc@1 (?P<test_accuracy>[\d.]+)'"
+        )
+    return text
+
+
+def _placeholders_in(arguments: Iterable[str]) -> list[str]:
+    return [name for text in arguments for name in PLACEHOLDER.findall(text)]
+
+
+def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> None:
+    """Refuse unknown names in braces, and arguments without the batch.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    for key, texts in (("arguments", arguments), ("resume_arguments", resuming)):
+        for name in _placeholders_in(texts):
+            if name not in PLACEHOLDERS:
+                raise ValueError(
+                    f"{key}: {{{name}}} is unknown{nearest(name, PLACEHOLDERS)}; known are {known}"
+                )
+    if not any(name in CARRY_THE_BATCH for name in _placeholders_in(arguments)):
+        raise ValueError(
+            "arguments: none carries the batch; expected {local_batch} (samples of one forward "
+            f"pass of one worker) or {{global_batch}} in one of them; known are {known}"
+        )
+
+
+def _check_script(script: Path | None, module: str | None) -> None:
+    """Refuse a script that is not there, or is not valid Python; nothing is imported.
+
+    Raises:
+        ValueError: With the key in front.
+    """
+    key = "script" if script is not None else "module"
+    path = script if script is not None else program_of(str(module))
+    if path is None:
+        raise ValueError(
+            f"module: no module {module!r} that can be run, in the working directory or the "
+            "installed packages; install it, or start the command in its folder"
+        )
+    try:
+        if not path.is_file():
+            raise ValueError(f"no such file: {shown(str(path), 400)}; check the path")
+        source_of(path)
+    except OSError as error:
+        message = f"{shown(str(path), 400)} cannot be read: {error.strerror}"
+        raise ValueError(f"{key}: {message}") from None
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _checks_paths(info: ValidationInfo) -> bool:

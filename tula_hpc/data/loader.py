@@ -54,9 +54,9 @@ def _process_options(count: int) -> dict[str, Any]:
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     # starting the tracker unblocks TERM, so the server is started apart
-    with _stop_signals_blocked():
+    with stop_signals_blocked():
         resource_tracker.ensure_running()
-    with _stop_signals_blocked():
+    with stop_signals_blocked():
         forkserver.ensure_running()
     _kill_children_at_exit()
     return {
@@ -69,7 +69,8 @@ def _process_options(count: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
+    """Start processes in this block that the signals of a stop do not reach."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

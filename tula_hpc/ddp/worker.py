@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -363,7 +363,19 @@ class Worker:
 BUCKET_BYTES = 25 * 1024**2
 
 
-def bare_all_reduce(worker: Worker) -> Callable[[], None]:
+class Trained(Protocol):
+    """Part of a worker that an all-reduce of the gradient's size needs."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those with a gradient."""
+
+    @property
+    def device(self) -> torch.device:
+        """Theirs."""
+
+
+def bare_all_reduce(worker: Trained) -> Callable[[], None]:
     """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
 
     The loader is idle meanwhile. Where its processes and the collective's threads share cores, an

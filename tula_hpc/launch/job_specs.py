@@ -31,7 +31,12 @@ class Requeueable:
 
     def __call__(self) -> Any:
         """Do the job; every worker calls this."""
-        return resolve(self.run)(self)
+        return resolve(self.entry)(self)
+
+    @property
+    def entry(self) -> str:
+        """`module:function` that does this very job."""
+        return self.run
 
     def checkpoint(self) -> Any:
         """Return submitit's note for a requeue: the time-outs left, in place of a second pickle."""
@@ -73,6 +78,13 @@ class ProfileJob(Requeueable):
     trusted_batch: int | None = None
     submitted_at: float = 0.0
 
+    @property
+    def entry(self) -> str:
+        """As `Requeueable.entry`; a script is measured in processes of its own."""
+        if self.sweep.workload.is_script:
+            return "tula_hpc.attach.script_session:run"
+        return self.run
+
 
 @dataclass(frozen=True)
 class TrainJob(Requeueable):
@@ -98,6 +110,13 @@ class TrainJob(Requeueable):
     label: str = MAIN_LABEL
     partition: str = ""
     measured: Identity | None = None
+
+    @property
+    def entry(self) -> str:
+        """As `Requeueable.entry`; a script trains in processes of its own."""
+        if self.sweep.workload.is_script:
+            return "tula_hpc.attach.train.script_job:run"
+        return self.run
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,13 @@ from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import (
     BRIEF_ROUND_S,
     LEAST_ROUNDS,
-    ROUND_S,
     LoaderWaits,
     StoppingRule,
     agreed_s,
+    calls_in_round,
     mean_interval,
     round_s,
+    rounds_apart,
     time_rounds,
 )
 from tula_hpc.records import (
@@ -316,28 +317,10 @@ class StepProfile:
         self.round_steps |= {"step": steps, "data": steps}
 
     def _time(self, name: str, step: Callable[[], object], *, briefly: bool = False) -> None:
-        """Time a part of a step by itself, in rounds as whole steps.
-
-        Args:
-            name: Of the part.
-            step: Does it once.
-            briefly: Take the fewest rounds, and short ones, for a part that only guides the model
-                or is small.
-        """
-        rule = self.rule
-        if briefly:
-            steps = self._steps_of(step, BRIEF_ROUND_S)
-            rule = rule._replace(max_steps=LEAST_ROUNDS * steps)
-        else:
-            steps = self._steps_of(step, ROUND_S)
-        self.samples[name] = list(time_rounds(self.worker, rule, step, steps))
-        self.round_steps[name] = steps
-
-    def _steps_of(self, step: Callable[[], object], round_of_s: float) -> int:
-        """Return the calls in a round, the same on all workers. Collective."""
-        # the first call may have something to set up
-        step()
-        return self.rule.steps_per_round(agreed_s(self.worker, step), round_of_s)
+        """Time a part of a step by itself, in rounds as whole steps; see `rounds_apart`."""
+        self.samples[name], self.round_steps[name] = rounds_apart(
+            self.worker, self.rule, step, briefly=briefly
+        )
 
     def _compute(self, inputs: Batch, targets: Batch, *, whole: bool = False) -> None:
         self.worker.optimizer.zero_grad(set_to_none=True)
@@ -360,7 +343,10 @@ class StepProfile:
             size: partial(self._compute, *take((inputs, targets), 0, size), whole=True)
             for size in self.computed
         }
-        steps = {size: self._steps_of(compute, BRIEF_ROUND_S) for size, compute in passes.items()}
+        steps = {
+            size: calls_in_round(worker, self.rule, compute, BRIEF_ROUND_S)
+            for size, compute in passes.items()
+        }
         samples: dict[int, list[float]] = {size: [] for size in self.computed}
         for size in self.computed * LEAST_ROUNDS:
             samples[size].append(round_s(worker, passes[size], steps[size]))

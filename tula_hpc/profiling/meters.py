@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from tula_hpc import process_memory
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.records import MemoryUse
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.records import Configuration, MemoryUse
 from tula_hpc.workloads.optimizers import own_states, shards
 
 POWERCAP = Path("/sys/class/powercap")
@@ -198,6 +199,28 @@ def _parse_watts(printed: str) -> float | None:
     return sum(watts) if watts and all(map(math.isfinite, watts)) else None
 
 
+class Metered(Protocol):
+    """Part of a worker that meters need."""
+
+    @property
+    def configuration(self) -> Configuration:
+        """Nodes and workers."""
+
+    @property
+    def env(self) -> WorkerEnvironment:
+        """Place among the workers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the training."""
+
+    def agree(self, *values: float) -> list[float]:
+        """Return the largest of each value over all workers. Collective."""
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all workers. Collective."""
+
+
 class NodePower:
     """Mean power of the nodes over the timed steps, read by one worker of each; 0: unknown.
 
@@ -205,7 +228,7 @@ class NodePower:
     machine.
     """
 
-    def __init__(self, cluster: ClusterSpec, worker: Worker) -> None:
+    def __init__(self, cluster: ClusterSpec, worker: Metered) -> None:
         self.worker = worker
         real = worker.configuration.nodes == 1 or worker.env.on_slurm
         self.meter: PowerMeter | None = None
@@ -280,19 +303,25 @@ class MemoryMeter:
             batch_bytes: Size of one batch.
         """
         states = bytes_of(tensors_of(own_states(worker.optimizer)))
-        return MemoryUse(
-            peak_bytes=self.peak_bytes,
-            reserved_bytes=self.reserved_bytes,
-            baseline_bytes=self.baseline_bytes,
+        return self.use_with(
             parameter_bytes=bytes_of(worker.model.parameters()),
             gradient_bytes=bytes_of(worker.parameters),
             optimizer_bytes=states,
             sharded_bytes=states if shards(worker.sweep.workload, worker.env.world_size) else 0,
             batch_bytes=batch_bytes * max(1, prefetched_batches(worker)),
+        )
+
+    def use_with(self, **counted: int) -> MemoryUse:
+        """Return the metered memory with these fields of `MemoryUse`, which were counted."""
+        return MemoryUse(
+            peak_bytes=self.peak_bytes,
+            reserved_bytes=self.reserved_bytes,
+            baseline_bytes=self.baseline_bytes,
             total_bytes=self.total_bytes,
             other_bytes=self.other_bytes,
             alloc_retries=self.short["num_alloc_retries"],
             ooms=self.short["num_ooms"],
+            **counted,
         )
 
 
@@ -302,7 +331,7 @@ def _times_short() -> Counter[str]:
     return Counter({name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")})
 
 
-def largest_over_workers(worker: Worker, use: MemoryUse) -> MemoryUse:
+def largest_over_workers(worker: Metered, use: MemoryUse) -> MemoryUse:
     """Return the largest of each count over the workers, the least device memory. Collective."""
     counts = {name: float(count) for name, count in use if count is not None}
     if use.total_bytes is not None:
@@ -326,7 +355,7 @@ def processor_seconds() -> tuple[float, float]:
     return process_memory.descendants_processor_s(), time.process_time()
 
 
-def cores_of(worker: Worker) -> float:
+def cores_of(worker: Metered) -> float:
     """Return the cores of a worker: its affinity, at most its share of the machine."""
     on_machine = worker.env.world_size
     if worker.env.on_slurm:

@@ -154,6 +154,33 @@ def time_rounds(
         (unfinished,) = worker.agree(0.0 if rule.done(rounds, steps) else 1.0)
 
 
+def rounds_apart(
+    worker: Agreement, rule: StoppingRule, step: Callable[[], object], *, briefly: bool = False
+) -> tuple[list[float], int]:
+    """Return mean seconds of a call in each round, and the calls in a round. Collective.
+
+    Args:
+        worker: For agreements.
+        rule: Of the measurement.
+        step: Does a part of a training step once.
+        briefly: Take the fewest rounds, and short ones, for a part that only guides the model or is
+            small.
+    """
+    steps = calls_in_round(worker, rule, step, BRIEF_ROUND_S if briefly else ROUND_S)
+    if briefly:
+        rule = rule._replace(max_steps=LEAST_ROUNDS * steps)
+    return list(time_rounds(worker, rule, step, steps)), steps
+
+
+def calls_in_round(
+    worker: Agreement, rule: StoppingRule, step: Callable[[], object], round_of_s: float
+) -> int:
+    """Return the calls in a round, the same on all workers. Collective."""
+    # the first call may have something to set up
+    step()
+    return rule.steps_per_round(agreed_s(worker, step), round_of_s)
+
+
 class LoaderWaits:
     """Sum of waits for the loader between two moments at which the device is idle.
 
@@ -187,6 +214,16 @@ class LoaderWaits:
         """Mark that the step's work has been given to the device."""
         if self.device.type == "cuda":
             self._launched = self._mark()
+
+    def mark(self) -> tuple[float, int]:
+        """Return what `back_to` takes."""
+        return self._lost_s, len(self._waits)
+
+    def back_to(self, mark: tuple[float, int]) -> None:
+        """Forget the waits since a mark, which were none of training; the device must be idle."""
+        self._lost_s, count = mark
+        del self._waits[count:]
+        self._launched = None
 
     def take(self) -> float:
         """Return the seconds since the last call; the device must be idle."""

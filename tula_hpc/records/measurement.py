@@ -145,6 +145,8 @@ class Measurement(Record):
     # of AGS's gradient scale, on average
     updates_per_epoch: float = 0.0
     parameters: int = 0
+    # a script keeps its state here, so that it goes on exactly where it was
+    kept: bool = False
     # of model, code and data; None: a record of an earlier version, or of a job that was killed
     identity: Identity | None = None
     # in so many a step takes the local batch, one after another

@@ -47,7 +47,8 @@ class StepMetrics(Record):
     # of its whole batches, so that the last step's is a whole number; in older files of all its
     # samples
     epoch: float
-    loss: float
+    # None: of a script that does not tell
+    loss: float | None
     lr: float
     # mean over the steps since the last logged one
     step_time_s: float
@@ -105,8 +106,9 @@ class EpochMetrics(Record):
     step: int
     samples_seen: int
     global_batch: Batch
-    train_loss: float
-    test_loss: float
+    # None: of a script that does not tell
+    train_loss: float | None
+    test_loss: float | None
     # share of 1; None: of targets that know no right and wrong
     test_accuracy: float | None
     # None: of targets that are no labels

@@ -22,7 +22,8 @@ class TrainResult(Record):
     epochs: int
     steps: int
     samples_seen: int
-    final_loss: float
+    # None: of a script that does not tell
+    final_loss: float | None
     # None: of targets that know no right and wrong
     test_accuracy: float | None
     test_top5_accuracy: float | None

@@ -225,7 +225,12 @@ def _trusted_batch(part: Sweep, progress: StageProgress) -> int | None:
 
 
 def wants_estimate(part: Sweep) -> bool:
-    """Tell whether the first profile waits for an estimate of memory, which needs a limit."""
+    """Tell whether the first profile waits for an estimate of memory, which needs a limit.
+
+    A script's model is not known before it runs.
+    """
+    if part.spec.workload.is_script:
+        return False
     measured = any(m.partition == part.partition for m in part.run.measurements().records)
     return (
         part.spec.search.estimate and part.cluster.memory_limit_bytes is not None and not measured

@@ -6,7 +6,8 @@ is kept in the run directory: the next command tries again only where code, keys
 libraries have changed since.
 
 `search.estimate = false` leaves it out, for data or libraries that only the compute nodes have; a
-job then finds out. Controller jobs leave it out, too.
+job then finds out. Controller jobs leave it out, too. A training script of the user's own is not
+run here: its syntax was checked when the sweep was read, and the first job finds out the rest.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     """
     if slurm_job_id() is not None:
         return True
-    if not sweep.spec.search.estimate:
+    if sweep.spec.workload.is_script or not sweep.spec.search.estimate:
         _warn_of_sources(sweep)
         return True
     before = sweep.run.trial()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, Protocol
 
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment, slurm_job_id, unix_time
@@ -11,7 +12,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.profiling.record import oom_record
 from tula_hpc.records import RunDirectory, TrainResult, append_record, rank_file, write_atomically
-from tula_hpc.records.events import StopReason
+from tula_hpc.records.events import EventName, StopReason
 from tula_hpc.training.evaluation import Evaluation
 from tula_hpc.training.progress import Training
 
@@ -29,8 +30,50 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
     run.log_event("oom", "train", failure=failure, job_id=env.job_id, detail=str(job.configuration))
 
 
-def leave(training: Training, stop: StopRequest) -> str:
+class SoFar(Protocol):
+    """Progress of a training that leaves."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples seen."""
+
+    @property
+    def restarts(self) -> int:
+        """Starts after the first one."""
+
+
+class Leaving(Protocol):
+    """A training that leaves, as one of its workers sees it."""
+
+    job: TrainJob
+    env: WorkerEnvironment
+
+    @property
+    def progress(self) -> SoFar:
+        """How far it came."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+
+    def any(self, mine: bool) -> bool:
+        """Tell whether it is true on any worker; only rank 0's may be. Collective."""
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+
+
+def leave(training: Leaving, stop: StopRequest, saved: str = "saved at step") -> str:
     """Ask for a requeue of a training that was stopped and saved, and end. Collective.
+
+    Args:
+        training: Is stopped.
+        stop: By which signal.
+        saved: What was done at its last step, for the event.
 
     Returns:
         `stopped` if the requeue was refused; `cancelled` or `preempted` if the job is on its way
@@ -43,7 +86,7 @@ def leave(training: Training, stop: StopRequest) -> str:
     data = {"step": progress.step, "samples_seen": progress.samples_seen}
     if training.is_main:
         name = "TERM" if stop.received is None else stop.received.name
-        detail = f"stop requested ({name}); saved at step {progress.step}"
+        detail = f"stop requested ({name}); {saved} {progress.step}"
         training.log_event("preempted", detail, data)
     if progress.restarts >= training.job.sweep.training.max_requeues:
         used_up = f"restarted {progress.restarts} times, as often as training.max_requeues allows"
@@ -53,7 +96,7 @@ def leave(training: Training, stop: StopRequest) -> str:
     return _requeue(training)
 
 
-def _requeue(training: Training) -> str:
+def _requeue(training: Leaving) -> str:
     env = training.env
     job_id = slurm_job_id() or ""
     leaving = slurm.leaving(job_id) if env.on_slurm and training.is_main else None

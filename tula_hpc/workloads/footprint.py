@@ -238,6 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sweep, cluster = load_together(
             options.sweep, options.cluster, options.set, check_paths=False
         )
+        if sweep.workload.is_script:
+            message = "memory is counted on models that this package builds; a sweep measures it"
+            raise InputError(message, source=options.sweep, key="workload.script")
         names = _partition_names(options, sweep, cluster)
         footprints = {name: estimate_footprint(sweep, cluster.part(name)) for name in names}
     except InputError as error:

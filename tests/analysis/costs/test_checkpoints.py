@@ -5,13 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_hpc.analysis.costs.interruptions import MAX_SHARE, SaveCost, interval_s, least_interval_s, with_epoch_ends_s
-from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
+from tula_hpc.analysis.costs.interruptions import (
+    MAX_SHARE,
+    Resume,
+    SaveCost,
+    interval_s,
+    least_interval_s,
+    resume_of,
+    with_epoch_ends_s,
+)
+from tula_hpc.analysis.costs.pricing import FOREVER_S, Bill, Usage, bill
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
-from tula_hpc.config import ClusterSpec, TrainingSpec
+from tula_hpc.config import ClusterSpec, TrainingSpec, WorkloadSpec
 
 DAY_S = 86_400.0
 NOTHING = Interruptions(DAY_S, is_known=True)
+SCRIPT = {"script": "train.py", "arguments": ["{local_batch}"], "samples": 100, "epochs": 3}
 
 
 def between(every_s: float, epoch_s: float, least_s: float) -> float:
@@ -88,3 +97,40 @@ def test_an_epoch_that_ends_soon_after_a_save_brings_none(epoch_s: float, betwee
     """A save may be due every 300 s of steps and costs 5 s: after less than 167 s the end of an epoch brings none."""
     found = with_epoch_ends_s(np.array([300.0]), np.array([float(epoch_s)]), least_interval_s(5.0))
     assert found == pytest.approx(between_s, rel=1e-3)
+
+
+def paid_by_script(hours: float, resume: Resume, limit_minutes: int = 10**6, basis: str = "spot") -> Bill:
+    spec = ClusterSpec.model_validate({"train_minutes": limit_minutes, "pricing": {"basis": basis}})
+    usage = Usage(*(np.array([value]) for value in (1.0, 1.0, hours * 3600.0, 1e9, 0.0, 10.0)))
+    return bill(usage, spec, TrainingSpec(), None, resume=resume)
+
+
+def test_the_less_is_saved_the_more_preemptions_repeat() -> None:
+    times = [float(paid_by_script(24.0, resume).wall_time_s[0]) for resume in Resume]
+    assert times == sorted(times)
+    spec = ClusterSpec.model_validate({"pricing": {"basis": "spot"}}).pricing
+    between_s = spec.preemption_hours * 3600.0
+    # Daly's equation 20 with the whole work as one segment, and no save
+    once = between_s * np.exp(spec.start_s / between_s) * np.expm1(24 * 3600.0 / between_s)
+    assert times[-1] == pytest.approx(once + spec.start_s, rel=1e-6)
+
+
+def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
+    short, long = (paid_by_script(hours, Resume.NOTHING, 600, "node-hour") for hours in (9.0, 11.0))
+    assert (short.requeues[0], short.saving_s[0]) == (0.0, 0.0)
+    assert long.wall_time_s[0] == FOREVER_S
+    assert paid_by_script(11.0, Resume.EPOCH, 600, "node-hour").requeues[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workload", "kept", "resume"),
+    [
+        ({}, False, Resume.CHECKPOINT),
+        (SCRIPT, False, Resume.NOTHING),
+        (SCRIPT | {"resume_arguments": ["--resume", "last.pt"]}, False, Resume.EPOCH),
+        (SCRIPT, True, Resume.CHECKPOINT),
+    ],
+)
+def test_from_where_a_workload_goes_on(workload: dict[str, object], kept: bool, resume: Resume) -> None:
+    spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
+    assert resume_of(spec, kept) is resume

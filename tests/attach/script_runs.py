@@ -1,0 +1,69 @@
+"""Profiles of scripts in processes of their own, without a job around them."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
+
+from tula_hpc.attach.processes import (
+    Outcome,
+    Peers,
+    choose_meeting,
+    meeting_from,
+    own_output,
+    start,
+    variables_of,
+    watch,
+)
+from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.attach.script_profile import Settings
+from tula_hpc.config import ClusterSpec, SearchSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.records import Configuration, Measurement
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BATCH = 4
+QUICK = SearchSpec(warmup_steps=1, min_steps=5, max_steps=5)
+
+
+def profiled(
+    script: Path, arguments: tuple[str, ...], folder: Path, world: int = 1, step_s: float = 60.0, **settings: Any
+) -> list[Outcome]:
+    """How the process of each rank ended."""
+    store = HashStore() if world > 1 else None
+    places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
+    meeting = meeting_from(choose_meeting(places[0]))
+
+    def run(place: WorkerEnvironment) -> Outcome:
+        usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
+        wanted = {**usual, "samples": 1000, **settings}
+        told = Settings(search=QUICK, cluster=ClusterSpec(), place=place, **wanted)
+        with own_output(folder, place.rank, Path.cwd()) as (work, output):
+            spec = ChildSpec(
+                mode="profile",
+                script=script,
+                arguments=arguments,
+                home=Path.cwd(),
+                said=folder / f"rank-{place.rank}.said",
+                parent=os.getpid(),
+                rank=place.rank,
+                world_size=world,
+                settings=told.model_dump(mode="json"),
+            )
+            variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables_of(place, 1, meeting)}
+            child = start(spec, variables, work, Path(output.name), output)
+            return watch(child, Peers(store, meeting.run_id), step_s)
+
+    # a process ends with the thread that started it
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, places))
+
+
+def measurement_of(outcome: Outcome) -> Measurement:
+    assert outcome.is_done, f"{outcome.said.detail}\n{Path(outcome.log).read_text()[-3000:]}"
+    return Measurement.model_validate_json(json.dumps(outcome.said.result["measurement"]))

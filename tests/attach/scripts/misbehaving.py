@@ -1,0 +1,119 @@
+"""A training that misbehaves in the way that its first argument names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH = int(sys.argv[2])
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def build(*, wrapped: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    model: nn.Module = nn.Linear(8, 4)
+    if wrapped and WORLD > 1:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def train(
+    steps: int = 10**6, batch: int = BATCH, passes: int = 1, wrapped: bool = True, then: Callable[[int], object] = id
+) -> None:
+    model, optimizer = build(wrapped=wrapped)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(torch.randn(batch, 8)).square().mean().backward()
+        optimizer.step()
+        then(step)
+
+
+def catches() -> None:
+    model, optimizer = build()
+    while True:
+        try:
+            model(torch.randn(BATCH, 8)).square().mean().backward()
+            optimizer.step()
+        except BaseException:  # noqa: BLE001 # that is what it does
+            print("caught")
+
+
+def has_two_optimizers() -> None:
+    """As a GAN: a small model with an optimizer of its own beside the large one."""
+    model, optimizer = build()
+    small = nn.Linear(2, 2)
+    other = torch.optim.Adam(small.parameters())
+    while True:
+        for parts in ((small, other, torch.randn(BATCH, 2)), (model, optimizer, torch.randn(BATCH, 8))):
+            parts[0](parts[2]).square().mean().backward()
+            parts[1].step()
+
+
+def handles_term() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    train()
+
+
+def leaves_a_process() -> None:
+    program = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(program, start_new_session=True) as process:
+        Path("left.pid").write_text(str(process.pid))
+        train()
+
+
+def has_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    train()
+
+
+def fails_on_one(step: int) -> None:
+    if step == 2 and RANK == 1:
+        raise ValueError("the second worker has no more data")
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "imports nothing": lambda: __import__("no_such_module"),
+    "ends at once": lambda: None,
+    "ends": lambda: train(2),
+    "exits": lambda: sys.exit(1),
+    "exits with words": lambda: sys.exit("no data here"),
+    "leaves": lambda: train(then=lambda step: os._exit(0) if step == 3 else None),
+    "hangs": lambda: time.sleep(600),
+    "hangs later": lambda: train(then=lambda step: time.sleep(600 if step == 3 else 0)),
+    "trains apart": lambda: train(wrapped=False),
+    "takes no batch": lambda: train(batch=6),
+    "accumulates": lambda: train(passes=2),
+    "has two optimizers": has_two_optimizers,
+    "catches": catches,
+    "handles TERM": handles_term,
+    "kills its group": lambda: train(then=lambda step: os.killpg(0, signal.SIGKILL) if step == 2 else None),
+    "has a thread": has_a_thread,
+    "leaves a process": leaves_a_process,
+    "asks": lambda: input("continue? "),
+    "prints": lambda: train(then=lambda _: print("x" * 100_000)),
+    "fails on one": lambda: train(then=fails_on_one),
+    "has no memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+    "has no host memory": lambda: raises(MemoryError()),
+    "trains": train,
+}
+
+if __name__ == "__main__":
+    WAYS[sys.argv[1]]()

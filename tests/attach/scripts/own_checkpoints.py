@@ -1,0 +1,85 @@
+"""A loop with checkpoints of its own, at the ends of epochs, as many scripts have them.
+
+own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt] [--handler] [--fails how]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+SAMPLES = 64
+
+
+def options_given() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--handler", action="store_true")
+    parser.add_argument("--fails", default="")
+    return parser.parse_args()
+
+
+def leave(*_: object) -> None:
+    print("handled", flush=True)
+    sys.exit(3)
+
+
+def fail(options: argparse.Namespace) -> None:
+    if options.fails == "exit":
+        sys.exit(7)
+
+
+def main() -> None:
+    options = options_given()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(SAMPLES, 4), torch.randint(0, 2, (SAMPLES,)))
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begin, saved = 0, Path("checkpoints/last.pt")
+
+    def save(epoch: int) -> None:
+        if dist.get_rank() == 0:
+            saved.parent.mkdir(exist_ok=True)
+            torch.save({"model": model.state_dict(), "epoch": epoch}, saved)
+
+    if options.resume:
+        state = torch.load(options.resume, weights_only=True)
+        model.load_state_dict(state["model"])
+        begin = state["epoch"]
+        print(f"resumed at epoch {begin}", flush=True)
+    if options.handler:
+        signal.signal(signal.SIGTERM, leave)
+    for epoch in range(begin, options.epochs):
+        sampler.set_epoch(epoch)
+        for number, (inputs, targets) in enumerate(loader):
+            time.sleep(0.1)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call] # torch's
+            optimizer.step()
+            if (epoch, number) == (1, 1):
+                fail(options)
+        save(epoch + 1)
+        if dist.get_rank() == 0:
+            print(f" * Acc@1 {50.0 + 10 * epoch:.3f} loss {1 / (epoch + 1):.4f} of {os.getpid()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

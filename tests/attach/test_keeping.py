@@ -1,0 +1,190 @@
+"""Three lines in a script: stopped and killed, it ends as undisturbed, bit for bit. Real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forked import context_of_workers
+from tula_hpc.attach import child
+from tula_hpc.attach.reporting import ChildSpec, read_said
+from tula_hpc.attach.train.keeping import KeptTraining
+from tula_hpc.attach.train.script_training import TrainSettings
+from tula_hpc.records import RunDirectory, read_metrics
+
+SCRIPT = Path(__file__).parent / "scripts" / "three_lines.py"
+SAMPLES = 128
+STOPPED, EXITED, KILLED = "stopped", "exited", -signal.SIGKILL
+PLACE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+Arguments = Sequence[str]
+
+
+def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] | None) -> None:
+    """One process of torchrun's, with the project around it if a signal may come before one of its steps."""
+    os.environ |= place
+    if struck is None:
+        spec.program.run(spec.home)
+        return
+    at, number = struck
+    steps = 0
+
+    def gradients_ready(_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == at:
+            os.kill(os.getpid(), number)
+
+    KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
+    told = spec.said.with_suffix(".spec")
+    told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
+    child.main([str(told)])
+
+
+def ended(spec: ChildSpec) -> str:
+    """Why a process ended, as far as it says."""
+    said = read_said(spec.said)
+    return str(said.result["end"]) if said is not None and said.state == "done" else ""
+
+
+class Story:
+    """A training of the script and its disturbances."""
+
+    def __init__(self, folder: Path, workers: int, arguments: Arguments, *, around: bool = True) -> None:
+        self.run = RunDirectory(folder)
+        self.log, self.workers, self.around = folder / "log", workers, around
+        self.arguments = ["--log", str(self.log), *arguments]
+        self.starts = 0
+        folder.mkdir(mode=0o700)
+        if around:
+            self.run.make_train()
+
+    def start(
+        self, at: int = 0, number: int = signal.SIGTERM, only: int | None = None, batch: int = 8
+    ) -> list[str | int | None]:
+        """Run all its processes to their end; return why they ended, or the exit code of one that does not say."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"WORLD_SIZE": str(self.workers), "MASTER_PORT": str(free.getsockname()[1])}
+        specs = [self.spec(rank, batch) for rank in range(self.workers)]
+        self.starts += 1
+        processes = []
+        for spec in specs:
+            struck = (at if only in (None, spec.rank) else 0, number) if self.around else None
+            spec.said.unlink(missing_ok=True)
+            given = (PLACE | place | {"RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank)}, spec, struck)
+            processes.append(context_of_workers().Process(target=run_script, args=given))
+            processes[-1].start()
+        for process in processes:
+            process.join(60)
+        ends = [ended(spec) or process.exitcode for spec, process in zip(specs, processes, strict=True)]
+        for process in processes:
+            process.kill()
+        return ends
+
+    def spec(self, rank: int, batch: int) -> ChildSpec:
+        """What one of its processes is told."""
+        settings = TrainSettings(
+            root=self.run.root, label="main", job_id="1", samples=SAMPLES, global_batch=batch * self.workers,
+            log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
+        )  # fmt: skip
+        return ChildSpec(
+            mode="train", script=SCRIPT, home=SCRIPT.parent, said=self.run.root / f"{rank}.json", parent=0, rank=rank,
+            world_size=self.workers, settings=settings.model_dump(mode="json"),
+            arguments=("--batch-size", str(batch), "--epochs", "2", *self.arguments),
+        )  # fmt: skip
+
+    def lines(self, rank: int) -> list[str]:
+        """What it wrote for each batch, those that were done again included."""
+        return (self.log / f"losses-{rank}.txt").read_text().splitlines()
+
+    def weights(self, rank: int = 0) -> dict[str, torch.Tensor]:
+        """At its end."""
+        weights: dict[str, torch.Tensor] = torch.load(self.log / f"weights-{rank}.pt", weights_only=True)
+        return weights
+
+
+def assert_same(one: Story, other: Story, *, lines: Callable[[list[str]], object] = list) -> None:
+    for rank in range(one.workers):
+        mine, others = one.weights(rank), other.weights(rank)
+        assert mine.keys() == others.keys()
+        for name in mine:
+            assert torch.equal(mine[name], others[name]), name
+        assert lines(one.lines(rank)) == lines(other.lines(rank))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Story]:
+    """A training by the script alone, for each way of it."""
+    known: dict[tuple[object, ...], Story] = {}
+
+    def story(workers: int, *arguments: str) -> Story:
+        key = (workers, *arguments)
+        if key not in known:
+            known[key] = Story(tmp_path_factory.mktemp("alone") / "run", workers, arguments, around=False)
+            assert known[key].start() == [0] * workers
+        return known[key]
+
+    return story
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments"),
+    [(2, ()), (1, ()), (1, ("--generator", "--loader-workers", "2")), (2, ("--accumulate", "2"))],
+    ids=["two workers", "one", "loader processes and a generator", "accumulation"],
+)
+def test_stopped_twice_and_killed_once_it_ends_as_undisturbed(
+    tmp_path: Path, undisturbed: Callable[..., Story], workers: int, arguments: Arguments
+) -> None:
+    alone = undisturbed(workers, *arguments)
+    story = Story(tmp_path / "run", workers, arguments)
+    # 8 or 16 batches an epoch, or as many pairs
+    assert story.start(2, only=0) == [STOPPED] * workers
+    assert KILLED in story.start(3, signal.SIGKILL)
+    assert story.start(2) == [STOPPED] * workers
+    assert story.start() == [EXITED] * workers
+    assert_same(alone, story, lines=set)
+    # only the kill had work done again
+    assert len(story.lines(0)) - len(alone.lines(0)) <= 4
+
+
+def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
+    tmp_path: Path, undisturbed: Callable[..., Story]
+) -> None:
+    # DDP has several buckets from a megabyte on
+    alone = undisturbed(3, "--width", "700", "--samples", "120")
+    story = Story(tmp_path / "run", 3, ("--width", "700", "--samples", "120"))
+    assert story.start(2) == [STOPPED] * 3
+    assert story.start() == [EXITED] * 3
+    assert_same(alone, story)
+
+
+def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run", 2, ())
+    assert story.start(3) == [STOPPED] * 2
+    assert story.start(batch=4) == [EXITED] * 2
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        for line in story.lines(rank):
+            seen.update(json.loads(line.split(" ", 2)[2]))
+    assert seen == dict.fromkeys(range(SAMPLES), 2)
+    metrics = read_metrics(story.run.train().metrics_file)
+    assert [row.samples_seen for row in metrics.epochs] == [SAMPLES, 2 * SAMPLES]
+
+
+def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable[..., Story]) -> None:
+    story = Story(tmp_path / "run", 2, ())
+    assert story.start() == [EXITED] * 2
+    assert_same(undisturbed(2), story)
+    metrics = read_metrics(story.run.train().metrics_file)
+    assert [row.step for row in metrics.steps] == list(range(1, 17))
+    assert [row.epoch for row in metrics.steps] == pytest.approx([n / 8 for n in range(1, 17)])
+    assert [row.test_accuracy for row in metrics.epochs] == pytest.approx([0.25, 0.35])
+    assert [row.lr for row in metrics.steps] == [0.1] * 8 + [0.05] * 8

@@ -1,0 +1,89 @@
+"""Scripts that misbehave: each has one clear line and a typed failure, nothing hangs, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.attach.script_runs import BATCH, SCRIPTS, measurement_of, profiled
+from tula_hpc.attach.processes import Outcome, error_of, worst
+from tula_hpc.errors import Failure, InputError
+
+MISBEHAVING = SCRIPTS / "misbehaving.py"
+
+
+def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, script: Path = MISBEHAVING) -> Outcome:
+    return worst(profiled(script, (how, str(BATCH)), folder, world, step_s))
+
+
+@pytest.mark.parametrize(
+    ("how", "failure", "words"),
+    [
+        ("imports nothing", Failure.BAD_INPUT, "ModuleNotFoundError: No module named 'no_such_module' (misbehaving"),
+        ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended: after 0 optimizer steps, before it was measured"),
+        ("ends", Failure.BAD_INPUT, "misbehaving.py ended: after 2 optimizer steps, before it was measured"),
+        ("exits with words", Failure.BAD_INPUT, "misbehaving.py exited with code 1: after 0 optimizer steps"),
+        ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
+        ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward, the model got 6"),
+        ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
+        ("asks", Failure.BAD_INPUT, "asks for input, which a job has none of"),
+        ("kills its group", Failure.KILLED, "misbehaving.py was ended by SIGKILL"),
+        ("has no memory", Failure.DEVICE_OOM, "OutOfMemoryError: CUDA out of memory"),
+        ("has no host memory", Failure.HOST_OOM, "MemoryError"),
+    ],
+)
+def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path: Path) -> None:
+    outcome = misbehave(how, tmp_path)
+    assert outcome.said.failure is failure
+    assert words in outcome.said.detail
+    assert "\n" not in outcome.said.detail
+    assert outcome.log in str(error_of(outcome, "workload.script"))
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs later"])
+def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> None:
+    outcome = misbehave(how, tmp_path, step_s=15.0)
+    assert outcome.said.failure is Failure.BAD_INPUT
+    assert "misbehaving.py took more than 15 s (search.first_step_minutes)" in outcome.said.detail
+
+
+@pytest.mark.parametrize("how", ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"])
+def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
+    outcome = misbehave(how, tmp_path)
+    assert measurement_of(outcome).parameters == 36
+    assert outcome.said.result["others"] == (["Adam"] if how == "has two optimizers" else [])
+
+
+def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
+    assert misbehave("leaves a process", tmp_path).is_done
+    process = int((tmp_path / "work" / "left.pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_several_workers_have_to_train_together(tmp_path: Path) -> None:
+    outcome = misbehave("trains apart", tmp_path, world=2)
+    assert outcome.said.failure is Failure.BAD_INPUT
+    assert "wraps no model in DistributedDataParallel, so that its 2 workers train apart" in outcome.said.detail
+
+
+def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcomes = profiled(MISBEHAVING, ("fails on one", str(BATCH)), tmp_path, world=2)
+    assert not any(outcome.is_done for outcome in outcomes)
+    error = error_of(worst(outcomes), "workload.script")
+    assert isinstance(error, InputError)
+    assert "ValueError: the second worker has no more data" in str(error)
+    # nobody waited for a collective's time limit
+    assert time.monotonic() - started < 150
+
+
+def test_a_syntax_error_that_only_a_job_sees(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import nothing_yet\nthis is no Python\n")
+    outcome = misbehave("any", tmp_path, script=script)
+    assert outcome.said.failure is Failure.BAD_INPUT
+    assert "SyntaxError: invalid syntax (broken.py, line 2)" in outcome.said.detail

@@ -1,0 +1,75 @@
+"""Scores in a script's output: which lines count, and for which epoch."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.attach.train.scores import MOST_LINE_BYTES, Scores
+from tula_hpc.records import EpochMetrics, TrainDirectory, append_record, read_metrics
+
+PATTERN = r"Acc@1 (?P<test_accuracy>[\d.nan]+)(?: loss (?P<test_loss>[\d.]+))?"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TrainDirectory:
+    return TrainDirectory(tmp_path)
+
+
+@pytest.fixture
+def scores(files: TrainDirectory) -> Scores:
+    return Scores(PATTERN, files, io.BytesIO())
+
+
+def end_epoch(files: TrainDirectory, epoch: int) -> None:
+    row = EpochMetrics(
+        epoch=epoch, step=4 * epoch, samples_seen=64 * epoch, global_batch=16, train_loss=None, test_loss=None,
+        test_accuracy=None, test_top5_accuracy=None, epoch_time_s=1.0, steps=4,
+    )  # fmt: skip
+    append_record(files.metrics_file, row)
+
+
+def known(files: TrainDirectory) -> list[tuple[int, float | None, float | None]]:
+    return [(row.epoch, row.test_accuracy, row.test_loss) for row in read_metrics(files.metrics_file).epochs]
+
+
+def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainDirectory, scores: Scores) -> None:
+    scores.take(b"Acc@1 10\n")
+    end_epoch(files, 1)
+    scores.take(b"nothing\n * Acc@1 50.5 loss 0.25\n")
+    end_epoch(files, 2)
+    scores.take(b"Acc@1 0.6\n")
+    # both are looked at late
+    scores.write()
+    assert known(files) == [(1, 0.505, 0.25), (2, 0.6, None)]
+    end_epoch(files, 3)
+    scores.take(b"Acc@1 70 loss 3\nAcc@1 80\n")
+    scores.write()
+    assert known(files)[-1] == (3, 0.8, 3.0)
+
+
+def test_lines_are_whole_however_they_come(files: TrainDirectory, scores: Scores) -> None:
+    end_epoch(files, 1)
+    for part in (b"Ac", b"c@1 4", b"0\rprogress", b"\n", b"\xff\xfe \n"):
+        scores.take(part)
+    scores.write()
+    assert known(files) == [(1, 0.4, None)]
+
+
+def test_what_is_no_number_is_no_score(files: TrainDirectory, scores: Scores) -> None:
+    end_epoch(files, 1)
+    scores.take(b"Acc@1 nan\nAcc@1 1.2.3\n")
+    scores.write()
+    assert known(files) == [(1, None, None)]
+
+
+def test_a_line_without_end_takes_little_memory(files: TrainDirectory, scores: Scores) -> None:
+    end_epoch(files, 1)
+    for _ in range(100):
+        scores.take(b"x" * MOST_LINE_BYTES)
+    assert len(scores._rest) <= MOST_LINE_BYTES
+    scores.take(b"\nAcc@1 30\n")
+    scores.write()
+    assert known(files) == [(1, 0.3, None)]

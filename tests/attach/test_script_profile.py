@@ -1,0 +1,97 @@
+"""Profiles of scripts: whole records, and scripts that notice nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.attach.script_runs import SCRIPTS, measurement_of, profiled
+from tula_hpc.attach.processes import Outcome
+from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records.measurement import is_usable
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("averaging")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[Outcome]:
+    """Two workers, with accumulation, bf16, clipping, and an average of weights."""
+    arguments = ("--batch-size", "8", "--accumulate", "2")
+    script, configuration = SCRIPTS / "averaging.py", Configuration(2, 1, 16)
+    return profiled(script, arguments, folder, world=2, configuration=configuration, forward_batch=8, accumulation=2)
+
+
+@pytest.fixture(scope="module")
+def measured(outcomes: list[Outcome]) -> Measurement:
+    return measurement_of(outcomes[0])
+
+
+def test_a_record_is_whole(measured: Measurement) -> None:
+    assert is_usable(measured)
+    times, memory = measured.times, measured.memory
+    assert times is not None
+    assert memory is not None
+    for seconds in (times.compute_time_s, times.optimizer_time_s, times.allreduce_time_s):
+        assert 0 < seconds < 10
+    parameters = 33 * 32 + 33 * 4
+    assert (measured.parameters, memory.gradient_bytes) == (parameters, 4 * parameters)
+    # AdamW has two moments
+    assert memory.optimizer_bytes >= 2 * memory.parameter_bytes
+    assert measured.configuration == Configuration(2, 1, 16)
+    assert measured.dataset_samples == 1000
+    assert measured.identity is not None
+    assert measured.start_s == 0.0
+
+
+def test_noise_is_of_gradients_before_they_are_clipped(measured: Measurement) -> None:
+    """Clipped to one length, the workers' gradients would be as long as any other."""
+    assert measured.noise_samples == 4 * 32
+    assert sum(trace for _, trace in measured.noise_terms) > 1
+
+
+def test_the_workers_measured_the_same_steps(outcomes: list[Outcome]) -> None:
+    first, second = (measurement_of(outcome) for outcome in outcomes)
+    assert outcomes[0].said.steps == outcomes[1].said.steps
+    assert first.memory == second.memory
+    assert first.noise_terms == second.noise_terms
+    assert first.steps == second.steps == 5
+
+
+def test_a_script_notices_nothing(outcomes: list[Outcome], folder: Path) -> None:
+    """Its rates follow its schedule, and its weights stay as they are."""
+    lines = [line.split() for line in (folder / "work" / "steps-0.txt").read_text().splitlines()]
+    rates = [float(rate) for rate, _ in lines]
+    assert len(rates) == outcomes[0].said.steps > 20
+    assert rates == pytest.approx([1e-3 * 0.5 ** (step // 10) for step in range(len(rates))])
+    assert len({weights for _, weights in lines}) == 1
+
+
+def test_what_was_seen_is_told(outcomes: list[Outcome]) -> None:
+    seen = outcomes[0].said.result
+    assert {key: seen[key] for key in ("model", "optimizer", "accumulation", "forward_batch", "wrapped")} == {
+        "model": "Sequential", "optimizer": "AdamW", "accumulation": 2, "forward_batch": 8, "wrapped": True,
+    }  # fmt: skip
+
+
+def test_epochs_and_evaluations_are_left_out_of_steps(tmp_path: Path) -> None:
+    """An epoch of four steps, with an evaluation of four batches after it."""
+    arguments = ("--batch-size", "4", "--samples", "16", "--epochs", "1000")
+    (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
+    measured = measurement_of(outcome)
+    assert measured.times is not None
+    assert measured.times.step_time_s > measured.times.data_time_s
+
+
+def test_loader_processes_are_seen(tmp_path: Path) -> None:
+    arguments = ("--batch-size", "4", "--loaders", "2", "--epochs", "1000")
+    (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
+    measured = measurement_of(outcome)
+    assert outcome.said.result["loader_workers"] == 2
+    # whole turns of the loader's processes
+    assert measured.round_steps["step"] % 2 == 0
+    assert measured.memory is not None
+    assert measured.memory.batch_bytes == 2 * 2 * (4 * 64 * 4 + 4 * 8)

@@ -1,0 +1,119 @@
+"""A script from its sweep file to a plan, on this machine: real processes, through the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.errors import Failure
+from tula_hpc.records import RunDirectory, is_usable
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "sweeps" / "own_script.toml"
+SCRIPTS = ROOT / "tests" / "attach" / "scripts"
+QUICK = ("search.warmup_steps=1", "search.min_steps=5", "search.max_steps=5", "search.mode=full")
+
+
+def sweep(path: Path, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--run-dir", str(folder / "run")]
+    return subprocess.run(
+        [*command, "--until", "plan", *words], capture_output=True, text=True, check=False, cwd=folder, timeout=400
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
+    """The shipped example: 1 and 2 nodes, a batch of 64 and of 128."""
+    folder = tmp_path_factory.mktemp("example")
+    done = sweep(EXAMPLE, folder, *QUICK, "search.min_batch=64", "search.max_batch=128")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return RunDirectory(folder / "run"), done.stdout
+
+
+def test_all_configurations_of_the_example_are_measured(planned: tuple[RunDirectory, str]) -> None:
+    records = planned[0].measurements().records
+    assert {(m.nodes, m.nodes * m.local_batch) for m in records} == {(n, b) for n in (1, 2) for b in (64, 128)}
+    assert all(is_usable(m) for m in records)
+    assert {m.nodes: m.backend for m in records} == {1: "none", 2: "gloo"}
+    for m in records:
+        assert m.dataset_samples == 1438
+        assert m.times is not None
+        assert (m.times.allreduce_time_s > 0) == (m.nodes > 1)
+        assert m.node_seconds >= m.elapsed_s > 0
+        assert m.identity is not None
+        assert m.identity.sources.keys() == {"own_script.py"}
+    # the start is measured once a job
+    assert sorted(m.start_s > 0 for m in records) == [False, False, True, True]
+
+
+def test_the_bare_all_reduce_is_timed_once(planned: tuple[RunDirectory, str]) -> None:
+    records = [m for m in planned[0].measurements().records if m.nodes == 2]
+    assert len({m.times.allreduce_time_s for m in records if m.times}) == 1
+    assert sum("allreduce" in m.samples for m in records) == 1
+
+
+def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
+    run, said = planned
+    plan = run.read_plan()
+    assert plan is not None
+    assert plan.chosen.feasible
+    assert plan.chosen.global_batch in (64, 128)
+    assert "what the script does between its epochs, evaluation included, comes on top" in run.plan_file.read_text()
+    assert "profiling cost: 4 configurations in 2 jobs" in said
+
+
+def test_what_a_script_says_is_kept_and_what_it_writes_is_not(planned: tuple[RunDirectory, str]) -> None:
+    run = planned[0]
+    assert len(list(run.profile.glob("*/*/rank-0.log"))) == 4
+    assert not list(run.profile.rglob("last.pt"))
+    assert not (run.root.parent / "last.pt").exists()
+
+
+def mine(folder: Path, way: str, **keys: str) -> Path:
+    path = folder / "mine.toml"
+    more = "\n".join(f"{key} = {value}" for key, value in keys.items())
+    path.write_text(f"""
+name = "mine"
+[workload]
+script = "{SCRIPTS / "misbehaving.py"}"
+arguments = ["{way}", "{{local_batch}}"]
+samples = 4000
+epochs = 2
+{more}
+[search]
+cluster_sizes = [2]
+min_batch = 64
+max_batch = 64
+""")
+    return path
+
+
+def test_a_script_that_exits_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
+    done = sweep(mine(tmp_path, "exits with words"), tmp_path, *QUICK)
+    assert done.returncode == 1, done.stderr
+    assert "workload.script: misbehaving.py exited with code 1: after 0 optimizer steps" in done.stderr
+    assert "Traceback" not in done.stderr
+    log = Path(done.stderr.partition("its output: ")[2].splitlines()[0])
+    assert log.read_text() == "no data here\n"
+    (end,) = (event for event in RunDirectory(tmp_path / "run").events() if event.event == "ended" and event.job_id)
+    assert end.failure is Failure.BAD_INPUT
+
+
+def test_lack_of_memory_is_a_record(tmp_path: Path) -> None:
+    done = sweep(mine(tmp_path, "has no memory"), tmp_path, *QUICK)
+    assert done.returncode == 1
+    records = RunDirectory(tmp_path / "run").measurements().records
+    assert {(m.status, m.failure) for m in records} == {("oom", Failure.DEVICE_OOM)}
+
+
+def test_a_mistake_in_the_file_is_told_before_any_job(tmp_path: Path) -> None:
+    path = mine(tmp_path, "trains")
+    path.write_text(path.read_text().replace("misbehaving.py", "gone.py"))
+    done = sweep(path, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mine.toml: workload.script: no such file" in done.stderr
+    assert not (tmp_path / "run").exists()

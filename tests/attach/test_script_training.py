@@ -1,0 +1,178 @@
+"""Trainings of scripts by real local jobs of two workers: scores, stops, requeues, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run_factory import candidate, plan
+from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.errors import Failure
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.launcher import Ended, Launcher
+from tula_hpc.records import Configuration, RunDirectory, TrainResult, read_metrics
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.train import train_stage
+
+TRAINING = {"log_interval_steps": 1, "checkpoint_minutes": 1e-6}
+SCRIPTS = Path(__file__).parent / "scripts"
+CLUSTER = ClusterSpec(workers_per_node=2)
+OWN: dict[str, Any] = {
+    "script": SCRIPTS / "own_checkpoints.py",
+    "arguments": ["--batch-size", "{local_batch}", "--epochs", "{epochs}"],
+    "samples": 64,
+    "epochs": 3,
+    "metric": r"Acc@1 (?P<test_accuracy>[\d.]+) loss (?P<test_loss>[\d.]+)",
+}
+KEPT: dict[str, Any] = {
+    "script": SCRIPTS / "three_lines.py",
+    "arguments": ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--log", "{run_dir}/log", "--pause", "0.1"],
+    "samples": 128,
+    "epochs": 2,
+}
+
+
+def train(
+    root: Path, workload: dict[str, Any], strike: Callable[[RunDirectory, int], None] | None = None
+) -> tuple[RunDirectory, Ended]:
+    """A job that trains, and how it ended; `strike` is given the shell that started it."""
+    spec = SweepSpec.model_validate(
+        {
+            "name": "x",
+            "workload": workload,
+            "training": TRAINING,
+        }
+    )
+    run = RunDirectory(root)
+    run = run if root.exists() else run.create()
+    run.make_train()
+    launcher = Launcher(CLUSTER, run, "tula-script")
+    jobs = launcher.submit([TrainJob(spec, CLUSTER, Configuration(1, 2, 8), root)], stage="train", nodes=1, minutes=5)
+    if strike is not None:
+        strike(run, int(jobs[0].job_id))
+    (ended,) = launcher.wait(jobs)
+    return run, ended
+
+
+def at_step(step: int, number: int, *, of_script: bool = False) -> Callable[[RunDirectory, int], None]:
+    """The signal, for the last worker or its script's process, once training is that far."""
+
+    def strike(run: RunDirectory, shell: int) -> None:
+        deadline = time.monotonic() + 120
+        while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < step:
+            assert time.monotonic() < deadline, "training did not get that far"
+            time.sleep(0.02)
+        workers = [worker for each in children_of(shell) for worker in children_of(each)]
+        os.kill(children_of(workers[-1])[0] if of_script else workers[-1], number)
+
+    return strike
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def result_of(run: RunDirectory, ended: Ended) -> TrainResult:
+    assert run.train().result_file.exists(), ended.log_tail
+    return TrainResult.model_validate_json(run.train().result_file.read_text())
+
+
+def details(run: RunDirectory, name: str) -> list[str]:
+    return [event.detail for event in run.events() if event.event == name]
+
+
+def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None:
+    run, ended = train(tmp_path / "run", OWN)
+    result = result_of(run, ended)
+    assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
+    assert (result.test_accuracy, result.test_loss, result.final_loss) == (0.7, 0.3333, None)
+    metrics = read_metrics(run.train().metrics_file)
+    assert [row.epoch for row in metrics.steps] == pytest.approx([n / 4 for n in range(1, 13)])
+    assert [row.test_accuracy for row in metrics.epochs] == [0.5, 0.6, 0.7]
+    assert [row.steps for row in metrics.epochs] == [4, 4, 4]
+    # waits for data are no part of an epoch's first step
+    assert all(row.epoch_time_s >= 3 * 0.1 for row in metrics.epochs)
+    assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_stopped_it_goes_on_by_its_own_arguments(tmp_path: Path, handler: bool) -> None:
+    workload = {**OWN, "resume_arguments": ["--resume", "checkpoints/last.pt"]}
+    if handler:
+        workload["arguments"] = [*OWN["arguments"], "--handler"]
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    result = result_of(run, ended)
+    assert (result.epochs, result.restarts, result.test_accuracy) == (3, 1, 0.7)
+    assert all("; the script ended at step " in detail for detail in details(run, "preempted"))
+    assert details(run, "resumed") == ["goes on by itself, with --resume checkpoints/last.pt"]
+    output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
+    assert output.count("resumed at epoch") == 2
+    # the other one may have lost its peer before
+    assert ("handled" in output) == handler
+
+
+def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> None:
+    run, ended = train(tmp_path / "run", OWN, at_step(6, signal.SIGTERM))
+    assert result_of(run, ended).steps == 12
+    assert details(run, "resumed") == ["begins anew: there are no workload.resume_arguments, and nothing is kept"]
+    assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [1, 2, 3]
+
+
+def test_kept_it_ends_as_undisturbed_after_a_stop_and_a_kill(tmp_path: Path) -> None:
+    whole, ended = train(tmp_path / "whole", KEPT)
+    result_of(whole, ended)
+    cut, ended = train(tmp_path / "cut", KEPT, at_step(5, signal.SIGUSR2))
+    result_of(cut, ended)
+    killed, ended = train(tmp_path / "killed", KEPT, at_step(9, signal.SIGKILL, of_script=True))
+    assert ended.failure is Failure.KILLED, ended.log_tail
+    killed, ended = train(tmp_path / "killed", KEPT)
+    assert [result_of(run, ended).steps for run in (whole, cut, killed)] == [16] * 3
+    assert [result_of(run, ended).restarts for run in (whole, cut, killed)] == [0, 1, 1]
+    weights = [torch.load(log_of(run) / "weights-0.pt", weights_only=True) for run in (whole, cut, killed)]
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
+    losses = [set((log_of(run) / "losses-1.txt").read_text().splitlines()) for run in (whole, cut, killed)]
+    assert losses[0] == losses[1] == losses[2]
+    (stopped,) = [event for event in cut.events() if event.event == "preempted"]
+    (resumed,) = [event for event in cut.events() if event.event == "resumed"]
+    assert stopped.data["samples_seen"] == resumed.data["samples_seen"] == 16 * resumed.data["step"]
+
+
+def log_of(run: RunDirectory) -> Path:
+    return run.train().root / "script" / "work" / "log"
+
+
+def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    _, ended = train(tmp_path / "run", {**OWN, "arguments": [*OWN["arguments"], "--fails", "exit"]})
+    assert ended.failure is Failure.BAD_INPUT
+    assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
+
+
+def test_out_of_memory_falls_back_to_the_next_smaller_batch(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    large, small = (candidate(Configuration(1, 2, batch)).model_copy(update={"feasible": True}) for batch in (8, 4))
+    workload = {**KEPT, "arguments": [*KEPT["arguments"], "--largest-batch", "4"]}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": TRAINING})
+    result = train_stage(Sweep(spec, CLUSTER, run), plan([large, small], chosen=large, fallbacks=[small]))
+    assert (result.local_batch, result.epochs, result.samples_seen) == (4, 2, 2 * 128)
+    failed = [(m.local_batch, m.stage, m.failure) for m in run.measurements().records if m.status == "oom"]
+    # either worker may be the first
+    assert set(failed) == {(8, "train", Failure.DEVICE_OOM)}
+    events = [event.event for event in run.events() if event.event not in ("checkpoint", "ended", "oom")]
+    assert events == ["submitted", "fell_back", "submitted", "resumed", "finished"]
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        for line in (log_of(run) / f"losses-{rank}.txt").read_text().splitlines():
+            seen.update(json.loads(line.split(" ", 2)[2]))
+    # once more those of the steps after the last save
+    assert seen.keys() == set(range(128))
+    assert set(seen.values()) <= {2, 3}
+    assert sum(seen.values()) <= 2 * 128 + 3 * 16

@@ -1,0 +1,95 @@
+"""Training scripts of the user's own: watched, measured, scaled and resumed from outside.
+
+Three lines in a script give it an exact resume. Without tula_hpc around it they do nothing:
+
+    import tula_hpc.attach as tula
+    tula.keep(model=model, optimizer=optimizer, scheduler=scheduler)
+    for epoch in tula.epochs(90):
+        for inputs, targets in tula.batches(loader):
+            ...
+        tula.report(test_accuracy=accuracy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class _Around(Protocol):
+    """What runs the script; see `attach.keeping`."""
+
+    def keep(self, things: Mapping[str, Any]) -> None:
+        """See `keep`."""
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """See `epochs`."""
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """See `batches`."""
+
+    def report(self, scores: Mapping[str, Any]) -> None:
+        """See `report`."""
+
+
+# set before the script runs; None: it was started in another way
+_around: _Around | None = None
+_is_kept = False
+
+
+def be_around(around: _Around) -> None:
+    """Have the script's calls go to what runs it."""
+    global _around  # noqa: PLW0603 - a script's process has one
+    _around = around
+
+
+def was_kept() -> bool:
+    """Tell whether the script that runs here keeps its state."""
+    return _is_kept
+
+
+def keep(**things: Any) -> None:
+    """Keep what has `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
+
+    What a checkpoint has of it is loaded here.
+    """
+    global _is_kept  # noqa: PLW0603 - see above
+    _is_kept = True
+    if _around is not None:
+        _around.keep(things)
+
+
+def epochs(count: int) -> Iterable[int]:
+    """Return the epochs from 0 to `count`, from where the script stopped on."""
+    around = _around
+    return range(count) if around is None else _Loop(lambda: around.epochs(count), range(count))
+
+
+def batches(loader: Iterable[T]) -> Iterable[T]:
+    """Return the batches of a loader, in an epoch that was interrupted only those that are left.
+
+    Only one such loop is open at a time, and it belongs into one over `epochs`.
+    """
+    around = _around
+    return loader if around is None else _Loop(lambda: around.batches(loader), loader)
+
+
+def report(**scores: float) -> None:
+    """Report test_accuracy, test_top5_accuracy, test_loss or train_loss of the present epoch."""
+    if _around is not None:
+        _around.report(scores)
+
+
+class _Loop(Generic[T]):
+    """Iterable with the length of another one, as progress bars ask for it."""
+
+    def __init__(self, begin: Callable[[], Iterator[T]], whole: Any) -> None:
+        self._begin, self._whole = begin, whole
+
+    def __iter__(self) -> Iterator[T]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        return len(self._whole)

@@ -1,0 +1,229 @@
+"""First contact with a training script: run it here for some steps, and say what was seen.
+
+    python -m tula_hpc.attach train.py --batch-size 64
+    python -m tula_hpc.attach -m package.train --batch-size 64
+
+One worker runs it, in a folder of its own in which it sees what lies here. It ends the table
+`[workload]` of a sweep file that would profile it on a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.command_errors import exit_code_of
+from tula_hpc.config import ClusterSpec, SearchSpec
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import InputError
+from tula_hpc.files import write_out
+from tula_hpc.formatting import (
+    format_bytes,
+    format_duration,
+    format_number,
+    format_percent,
+    plural,
+    printable_output,
+)
+from tula_hpc.own_sources import find_module
+from tula_hpc.records import Configuration, Measurement
+
+# until the first step, and between two
+PATIENCE_S = 600.0
+
+
+@printable_output()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 seen, 1 not to be measured, 2 no such script."""
+    return exit_code_of(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tula_hpc.attach",
+        description="Run a training script here for some steps, and say what was seen: its "
+        "optimizer, batch, step time and its parts, memory, and the [workload] to paste.",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    script, module = None, options.script
+    if not options.is_module:
+        script, module = Path(options.script).absolute(), None
+        if not script.is_file():
+            raise InputError(f"no such file: {script}", source="SCRIPT")
+    elif find_module(module) is None:
+        raise InputError(f"no module {module!r} here or installed", source="SCRIPT")
+    folder = Path(tempfile.mkdtemp(prefix="tula-attach-"))
+    sys.stderr.write(f"running {options.script} until it is measured; its output: {folder} ...\n")
+    result = _look(script, module, options, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    lines = [*_told(result), "", *_table(options, result)]
+    write_out("\n".join(lines) + "\n")
+    return 0
+
+
+def _look(
+    script: Path | None, module: str | None, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Return what the script's process says of its steps.
+
+    Raises:
+        TulaError: It could not be measured.
+    """
+    import torch
+
+    from tula_hpc.attach.processes import (
+        Peers,
+        choose_meeting,
+        end_of,
+        error_of,
+        meeting_from,
+        own_output,
+        start,
+        variables_of,
+        watch,
+    )
+    from tula_hpc.attach.reporting import ChildSpec
+    from tula_hpc.attach.script_profile import Settings
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = WorkerEnvironment(0, 1, 0, 0, "", 0, (os.uname().nodename,), on_slurm=False)
+    settings = Settings(
+        search=SearchSpec(),
+        cluster=ClusterSpec(device=device),
+        configuration=Configuration(1, 1, 1),
+        place=place,
+    )
+    meeting = meeting_from(choose_meeting(place))
+    with own_output(folder, 0, Path.cwd()) as (work, output):
+        spec = ChildSpec(
+            mode="look",
+            script=script,
+            module=module,
+            arguments=tuple(options.arguments),
+            home=Path.cwd(),
+            said=folder / "said",
+            parent=os.getpid(),
+            settings=settings.model_dump(mode="json"),
+        )
+        log = folder / "rank-0.log"
+        child = start(spec, variables_of(place, 1, meeting), work, log, output)
+        outcome = watch(child, Peers(None, meeting.run_id), PATIENCE_S)
+    if not outcome.is_done:
+        sys.stderr.write(f"{end_of(log)}\n")
+        raise error_of(outcome, "")
+    return outcome.said.result
+
+
+def _told(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines on what was seen."""
+    measured = Measurement.model_validate(result["measurement"])
+    times, memory, identity = measured.times, measured.memory, measured.identity
+    if times is None or memory is None or identity is None:
+        return
+    wrapped = "in" if result["wrapped"] else "as a single worker without"
+    size = (
+        f"{identity.parameters:,} parameters, a gradient of {format_bytes(identity.gradient_bytes)}"
+    )
+    yield f"model       {result['model']}, {size}, {wrapped} DistributedDataParallel"
+    others = f"; not counted: {', '.join(result['others'])}" if result["others"] else ""
+    yield f"optimizer   {result['optimizer']}{others}"
+    passes = plural(result["accumulation"], "forward pass")
+    yield f"batch       {result['forward_batch']} samples a forward pass, {passes} a step"
+    low, high = format_duration(times.step_time_low_s), format_duration(times.step_time_high_s)
+    yield f"step        {format_duration(times.step_time_s)} (95 %: {low} to {high})"
+    parts = {
+        "waiting for data": times.data_time_s,
+        "computation": times.compute_time_s,
+        "optimizer": times.optimizer_time_s,
+    }
+    for name, seconds in parts.items():
+        share = format_percent(seconds / times.step_time_s)
+        yield f"            {format_duration(seconds)} {name}, {share}"
+    yield f"loader      {plural(result['loader_workers'], 'process')}"
+    yield f"memory      {format_bytes(memory.peak_bytes)} at the peak of a step"
+    noise = "unknown"
+    if measured.noise_scale:
+        noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
+    yield f"noise scale {noise}"
+
+
+def _table(options: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
+    """Yield the table `[workload]` that would profile the script."""
+    key = "module" if options.is_module else "script"
+    arguments, epochs = with_placeholders(
+        options.arguments, result["forward_batch"], result["accumulation"]
+    )
+    table: dict[str, Any] = {key: options.script, "arguments": arguments}
+    table |= {"samples": result["samples"] or 1, "epochs": epochs or 1}
+    if result["accumulation"] > 1:
+        table["accumulation"] = result["accumulation"]
+    yield "[workload]"
+    # numbers, texts and lists of texts are the same in TOML
+    yield from (f"{name} = {json.dumps(value)}" for name, value in table.items())
+    if not any("batch}" in argument for argument in arguments):
+        yield "# put {local_batch} into the argument that carries the batch: none of these is it"
+    if not result["samples"]:
+        yield "# samples: of an epoch, over all workers; the loader does not say"
+    if epochs is None:
+        yield "# epochs: how many the whole training takes, as {epochs} in an argument"
+
+
+def with_placeholders(
+    arguments: Sequence[str], batch: int, passes: int
+) -> tuple[list[str], int | None]:
+    """Return arguments with the batch and the epochs in braces, and the epochs if they are given.
+
+    Args:
+        arguments: Of one worker that got this batch.
+        batch: Samples of a forward pass.
+        passes: Forward passes of a step.
+    """
+    found = list(arguments)
+    flags = [_flag_before(arguments, index) for index in range(len(arguments))]
+    values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
+    numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
+    epochs = next((n for i, n in numbers.items() if "epoch" in flags[i]), None)
+    for names, value, placeholder in (
+        (("batch", "bs"), batch, "{local_batch}"),
+        (("batch", "bs"), batch * passes, "{global_batch}"),
+        (("epoch",), epochs, "{epochs}"),
+        (("",), batch, "{local_batch}"),
+    ):
+        fits = [i for i, n in numbers.items() if n == value and _is_of(flags[i], names)]
+        kind = placeholder.rpartition("_")[2]
+        if fits and not any(kind in argument for argument in found):
+            found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
+    return found, epochs
+
+
+def _is_of(flag: str, names: Sequence[str]) -> bool:
+    return any(name in flag for name in names)
+
+
+def _flag_before(arguments: Sequence[str], index: int) -> str:
+    """Return the name that a value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
+    name, equals, _ = arguments[index].rpartition("=")
+    if equals:
+        return name.lower()
+    return arguments[index - 1].lower() if index else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Process of a user's training script: watched from the first line on, then run as the main program.
+
+    python -m tula_hpc.attach.child SPEC.json
+
+A worker of a job starts it afresh for each profile or training, see `processes.start`. The mode
+(`reporting.Mode`) decides what is done at each step, and what the script's end means.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_hpc.attach.reporting import ChildSpec, Mode, leave
+from tula_hpc.env import be_child_of, loading_libraries
+from tula_hpc.launch.job_specs import resolve
+from tula_hpc.records import parse_record
+
+# function(spec) -> Mode
+MODES = {
+    "profile": "tula_hpc.attach.script_profile:profiling",
+    "look": "tula_hpc.attach.script_profile:profiling",
+    "train": "tula_hpc.attach.train.keeping:training",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the script; return its exit code where the mode lets it end by itself."""
+    (path,) = arguments
+    spec = parse_record(ChildSpec, Path(path).read_bytes())
+    be_child_of(spec.parent)
+    # the worker's, which decides what it means
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    with loading_libraries():
+        mode = resolve(MODES[spec.mode])(spec)
+    mode.begin()
+    return _run(mode)
+
+
+def _run(mode: Mode) -> int:
+    try:
+        mode.spec.program.run(mode.spec.home)
+        code = 0
+    except SystemExit as error:
+        code = _code_of(error)
+    except BaseException as error:  # noqa: BLE001 # a script may raise anything
+        mode.fail(error)
+    said = mode.ended(code)
+    mode.say(said)
+    if mode.spec.mode != "train":
+        leave(0 if said.state == "done" else 1)
+    return code
+
+
+def _code_of(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    # as Python prints it
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main(sys.argv[1:])
+    except SystemExit:
+        raise
+    except BaseException:  # noqa: BLE001 # of this package: the worker sees that nothing was said
+        traceback.print_exc()
+        leave(1)
+    sys.exit(exit_code)

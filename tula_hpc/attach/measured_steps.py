@@ -1,0 +1,312 @@
+"""Steps of a script as a profile sees them: how long they take, and what belongs to none.
+
+The script trains as it always does; only its learning rates are 0 while it is measured, and come
+back after each step, so that no schedule notices. Times between steps that are none of training, an
+evaluation or the start of another epoch, are left out, unless they come with most steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tula_hpc.attach.reporting import ChildSpec, Mode
+from tula_hpc.attach.step_hooks import bytes_in
+from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import InputError
+from tula_hpc.profiling.timing import LoaderWaits
+
+Steps = Generator[None, None, float]
+
+
+class MeasuredSteps(Mode):
+    """Times of a script's steps, and agreement with the other workers' processes.
+
+    Args:
+        spec: What the process was told.
+        env: Place of this process among those that run the script.
+        device: Kind of the device on which it has to train.
+    """
+
+    def __init__(self, spec: ChildSpec, env: WorkerEnvironment, device: str) -> None:
+        super().__init__(spec)
+        self.env, self.expected_device = env, device
+        self.device = torch.device("cpu")
+        self.parameters: Sequence[Tensor] = ()
+        self.waits = LoaderWaits(self.device)
+        # of training passes so far: samples of each, and passes of each step
+        self.forward_samples = Counter[int]()
+        self.step_forwards = Counter[int]()
+        # iterator that gave out the last batch of training, and the bytes of such a batch
+        self.loader: Any = None
+        self.batch_bytes = 0
+        # gradients are not reduced in the steps to come
+        self.unsynchronized = False
+        # the optimizer's part of each step to come is timed
+        self.optimizer_s: list[float] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._forwards = 0
+        # while they are 0: a closure may be called several times in a step
+        self._rates: list[Any] | None = None
+        self._updating_since = 0.0
+        self._ended_at = 0.0
+        # since the last step: a batch was waited for; something was done that is none of training
+        self._loaded = False
+        self._apart = False
+        self._steps_apart = 0
+        self._left_out_s = 0.0
+        self._mark = self.waits.mark()
+
+    # what the hooks tell
+
+    def loading_begins(self, loader: object) -> None:
+        """Note that an epoch begins, or an evaluation."""
+        self._apart = self.steps > 0
+
+    def evaluating(self) -> None:
+        """Note an evaluation's pass."""
+        self._apart = self.steps > 0
+
+    def batch_wanted(self) -> None:
+        """Note that the device's queue is not filled from now on."""
+        self.waits.launched()
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        """Note the wait for a batch."""
+        self.waits.arrived(waited_s)
+        self._loaded, self.loader = True, loader
+        if not self.batch_bytes:
+            self.batch_bytes = bytes_in(batch)
+
+    def forward_begins(self, samples: int) -> None:
+        """Note a training pass; the first of a step ends what lies between steps."""
+        if self._forwards == 0 and self.steps:
+            self._end_of_pause()
+        self._forwards += 1
+        self.forward_samples[samples] += 1
+        if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
+            self.hooks.model.require_backward_grad_sync = False
+
+    def gradients_ready(self) -> None:
+        """Keep the weights as they are."""
+        if self.optimizer_s is not None:
+            self.synchronize_device()
+            self._updating_since = time.perf_counter()
+        groups = self._groups()
+        if self._rates is not None:
+            return
+        self._rates = [group.get("lr") for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"] = torch.zeros_like(rate)
+            elif rate is not None:
+                group["lr"] = 0.0
+
+    def step_ends(self) -> None:
+        """Restore what was changed for the step, and go on with the profile."""
+        if self.optimizer_s is not None:
+            self.synchronize_device()
+            self.optimizer_s.append(time.perf_counter() - self._updating_since)
+        for group, rate in zip(self._groups(), self._rates or (), strict=False):
+            if rate is not None:
+                group["lr"] = rate
+        self._rates = None
+        if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
+            self.hooks.model.require_backward_grad_sync = True
+        # before the first step a model without a wrapper is not known
+        if self.steps:
+            self.step_forwards[self._forwards] += 1
+        self._forwards = 0
+        self._apart = self._loaded = False
+        # for a script that loads in its own way
+        self.waits.launched()
+        self._mark = self.waits.mark()
+        self.count_step()
+        try:
+            self.after_step()
+        except BaseException as error:  # noqa: BLE001 # the script must not catch it
+            self.fail(error)
+        self._ended_at = time.perf_counter()
+
+    def begins_anew(self) -> None:
+        """Forget the steps of a smaller model."""
+        super().begins_anew()
+        self.forward_samples.clear()
+        self.step_forwards.clear()
+        self._steps_apart = self._forwards = 0
+
+    def after_step(self) -> None:
+        """Do what is to be done between this step and the next."""
+        raise NotImplementedError
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.hooks.optimizer.param_groups if self.hooks.optimizer else []
+
+    def _end_of_pause(self) -> None:
+        if self._apart:
+            self._steps_apart += 1
+        # what comes with most steps is a part of them
+        if self._apart and 2 * self._steps_apart < self.steps:
+            self.synchronize_device()
+            self.waits.back_to(self._mark)
+            self._left_out_s += time.perf_counter() - self._ended_at
+        elif not self._loaded:
+            self.waits.arrived(time.perf_counter() - self._ended_at)
+
+    # for the course of a profile
+
+    def round_of(self, steps: int) -> Steps:
+        """Wait for so many steps of the script; return the mean seconds of one."""
+        self.synchronize_device()
+        self._left_out_s = 0.0
+        started = time.perf_counter()
+        for _ in range(steps):
+            yield
+        self.synchronize_device()
+        return max(time.perf_counter() - started - self._left_out_s, 1e-9) / steps
+
+    def agreed_round(self, steps: int) -> Steps:
+        """As `round_of`, the slowest worker's, the same on all. Collective."""
+        mine = yield from self.round_of(steps)
+        (slowest,) = self.agree(mine)
+        return slowest
+
+    @property
+    def found(self) -> tuple[nn.Module, Optimizer]:
+        """The model and the optimizer whose steps count; they are known since the first step."""
+        if self.hooks.model is None or self.hooks.optimizer is None:
+            raise InputError(f"{self.spec.program.name}: no model that an optimizer trains")
+        return self.hooks.model, self.hooks.optimizer
+
+    def meet(self) -> None:
+        """Make a group of this package's own with the other processes. Collective.
+
+        Raises:
+            InputError: They do not train together.
+        """
+        name, world = self.spec.program.name, self.env.world_size
+        model, _ = self.found
+        held = set(model.parameters())
+        owned = (p for group in self._groups() for p in group["params"])
+        self.parameters = [p for p in owned if p.requires_grad and p in held]
+        if not self.parameters:
+            raise InputError(f"{name}: its optimizer has no parameters that are trained")
+        self.device = self.parameters[0].device
+        self.waits.device = self.device
+        if self.device.type != self.expected_device:
+            raise InputError(
+                f"{name} trains on {self.device.type}, which is not the device to be measured, "
+                f"{self.expected_device} (device of the cluster file)"
+            )
+        if world == 1:
+            return
+        if not isinstance(model, DistributedDataParallel):
+            raise InputError(
+                f"{name} wraps no model in DistributedDataParallel, so that its {world} workers "
+                "train apart; expected torch.distributed.init_process_group, then "
+                "DistributedDataParallel(model), wherever WORLD_SIZE is above 1"
+            )
+        if dist.get_world_size() != world:
+            raise InputError(
+                f"{name} made a process group of {dist.get_world_size()} workers; expected {world}, "
+                "as in WORLD_SIZE"
+            )
+        self._group = dist.new_group(backend="gloo", timeout=PROFILE_COLLECTIVE_TIMEOUT)
+
+    def agree(self, *values: float) -> list[float]:
+        """Return the largest of each value over all workers. Collective."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all workers. Collective."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return [float(value) for value in tensor.tolist()]
+
+    def synchronize_device(self) -> None:
+        """Wait until the device's queue is empty."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def loader_workers(self) -> int:
+        """Processes of the training's loader; 0 without any, or where it is no loader of torch."""
+        return int(getattr(self.loader, "_num_workers", 0))
+
+    @property
+    def prefetched(self) -> int:
+        """Batches that the loader holds when it is ahead."""
+        return self.loader_workers * int(getattr(self.loader, "_prefetch_factor", 0) or 0)
+
+    @property
+    def loaded_samples(self) -> int:
+        """Samples of the training's data set; 0 where it does not say."""
+        try:
+            return len(self.loader._dataset)
+        except (TypeError, AttributeError, NotImplementedError):
+            return 0
+
+    def use_up_batches(self) -> None:
+        """Take the batches that the loader has ready, as many on each worker. Collective."""
+        left = 0
+        with contextlib.suppress(TypeError, AttributeError):
+            left = len(self.loader) - self.loader._num_yielded - 1
+        (least,) = self.agree(-float(max(0, min(self.prefetched, left))))
+        for _ in range(round(-least)):
+            next(self.loader)
+        self.waits.take()
+        self._mark = self.waits.mark()
+
+
+@contextlib.contextmanager
+def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Yield a list that holds copies of the gradients that backward passes leave.
+
+    They are this worker's own before anything is done to them: clipping, or the end of a loss
+    scale. Unlike a hook of DDP's communication it takes nothing away from the script.
+    """
+    found: list[Tensor | None] = [None] * len(parameters)
+    handles = []
+
+    def note(index: int, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[index] = parameter.grad.detach().float().clone()
+
+    for index, parameter in enumerate(parameters):
+        hook = partial(note, index)
+        handles.append(
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # torch's
+        )
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """Return gradients as one vector; a parameter without one has 0."""
+    pairs = zip(gradients, parameters, strict=True)
+    return torch.cat([_vector(gradient, parameter) for gradient, parameter in pairs])
+
+
+def _vector(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter, dtype=torch.float32).reshape(-1)
+    return gradient.reshape(-1)

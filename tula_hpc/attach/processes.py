@@ -1,0 +1,352 @@
+"""Processes of a user's training script, as the workers that start them see them.
+
+Each worker starts one, in a process group of its own, and watches it: whether it ends, whether it
+steps, and whether another worker's has failed, for which it would wait in a collective. Whatever
+happens, nothing of it is left when `run_together` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined] # documented, though not in __all__
+
+from tula_hpc.attach.reporting import ChildSpec, Said, read_said
+from tula_hpc.attach.script import Script, own_folder, torchrun_variables
+from tula_hpc.ddp.rendezvous import LOOPBACK
+from tula_hpc.env import WorkerEnvironment, adopt_orphans, environment_of_script, unix_time
+from tula_hpc.errors import (
+    DeviceError,
+    DivergedError,
+    Failure,
+    InputError,
+    PreemptedError,
+    StageError,
+    StorageError,
+    TulaError,
+)
+from tula_hpc.process_memory import descendants
+from tula_hpc.records import parse_record, write_atomically
+from tula_hpc.search_path import start_of_python
+
+POLL_S = 0.2
+# after its last word a process has nothing left to do
+GRACE_S = 10.0
+# a signal that ended a script's process reaches its worker as well, which knows what to do
+SIGNAL_GRACE_S = 3.0
+# of a script's output, shown where it failed
+SHOWN_LINES = 12
+MOST_SHOWN_BYTES = 20_000
+
+
+class Meeting(NamedTuple):
+    """Where the processes of one start meet, decided by rank 0."""
+
+    host: str
+    port: int
+    # another one for each start
+    run_id: str
+    # Unix time
+    began_at: float
+
+
+def choose_meeting(env: WorkerEnvironment) -> str:
+    """Return a `Meeting` on this host as JSON, for `Allocation.broadcast`."""
+    host = env.hosts[0] if env.on_slurm else LOOPBACK
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return json.dumps(Meeting(host, port, secrets.token_hex(8), unix_time()))
+
+
+def meeting_from(text: str) -> Meeting:
+    """Return the meeting that rank 0 chose."""
+    return Meeting(*json.loads(text))
+
+
+class Outcome(NamedTuple):
+    """How a script's process ended, in what it said or what its worker saw."""
+
+    rank: int
+    said: Said
+    # its output
+    log: str
+
+    @property
+    def is_done(self) -> bool:
+        """True if the process did what it was started for."""
+        return self.said.state == "done"
+
+    def to_json(self) -> str:
+        """Return it for other workers."""
+        return json.dumps([self.rank, json.loads(self.said.model_dump_json()), self.log])
+
+
+def _outcome_from(text: str) -> Outcome:
+    rank, said, log = json.loads(text)
+    return Outcome(rank, parse_record(Said, json.dumps(said).encode()), log)
+
+
+class Child:
+    """A script's process.
+
+    Attributes:
+        process: For its pipes, if any.
+    """
+
+    def __init__(
+        self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path, others: set[int]
+    ) -> None:
+        self.spec, self.process, self.log = spec, process, log
+        # descendants of this process that were there before
+        self._others = others
+        self._told_at = time.monotonic()
+        self._stamp = 0
+
+    def said(self) -> Said | None:
+        """Return what it has said so far."""
+        return read_said(self.spec.said)
+
+    def quiet_s(self) -> float:
+        """Return the seconds since its last sign of life, or since its start."""
+        with contextlib.suppress(OSError):
+            stamp = self.spec.said.stat().st_mtime_ns
+            if stamp != self._stamp:
+                self._stamp, self._told_at = stamp, time.monotonic()
+        return time.monotonic() - self._told_at
+
+    def wait(self, seconds: float) -> int | None:
+        """Return its exit code, or None if it lives on after so many seconds."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill it, its process group, and whatever else it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        # orphans are this process's children now, see `adopt_orphans`; some may start others
+        while left := set(descendants("self")) - self._others:
+            for process in left:
+                _kill(process)
+
+    def outcome(self, code: int) -> Outcome:
+        """Return how it ended, once it has."""
+        said = self.said()
+        if said is None or said.state == "stepping":
+            said = unexplained(self.spec.program, said, code)
+        return Outcome(self.spec.rank, said, str(self.log))
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process, signal.SIGKILL)
+    # of a descendant further down the parent is told, which is killed as well
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process, 0)
+
+
+def unexplained(script: Script, said: Said | None, code: int) -> Said:
+    """Return what it means that a process ended with an exit code, and said nothing."""
+    steps = said.steps if said is not None else 0
+    if code < 0:
+        name = signal.Signals(-code).name
+        detail = f"{script.name} was ended by {name}"
+        return Said(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
+    detail = f"{script.name} ended its process by itself, with exit code {code}"
+    return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
+
+
+def start(
+    spec: ChildSpec, variables: dict[str, str], folder: Path, log: Path, output: int | IO[bytes]
+) -> Child:
+    """Start a script's process.
+
+    Args:
+        spec: What it is told; the file is written beside `spec.said`.
+        variables: Of the environment, on top of this process's.
+        folder: Where it runs.
+        log: Where its output can be found.
+        output: Takes stdout and stderr: a file, or subprocess.PIPE.
+    """
+    adopt_orphans()
+    others = set(descendants("self"))
+    spec.said.unlink(missing_ok=True)
+    told = spec.said.with_suffix(".spec")
+    write_atomically(told, spec.model_dump_json())
+    process = subprocess.Popen(
+        [*start_of_python(), "-m", "tula_hpc.attach.child", str(told)],
+        cwd=folder,
+        env=environment_of_script({"PYTHONUNBUFFERED": "1", **variables}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Child(spec, process, log, others)
+
+
+class Peers:
+    """What the workers of one start know of each other's processes.
+
+    Args:
+        store: Shared by all workers; None: there are no others.
+        run_id: Of the start.
+    """
+
+    def __init__(self, store: Store | None, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+
+    def announce(self, outcome: Outcome) -> None:
+        """Tell the others how this worker's process ended."""
+        if self.store is None:
+            return
+        self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.to_json())
+        if not outcome.is_done:
+            self.store.set(f"failed/{self.run_id}", "")
+
+    def ask_to_stop(self) -> None:
+        """Tell the others that this worker was asked to stop."""
+        if self.store is not None:
+            self.store.set(f"stop/{self.run_id}", "")
+
+    def are_asked_to_stop(self) -> bool:
+        """Tell whether any worker was asked to stop."""
+        return self.store is not None and self.store.check([f"stop/{self.run_id}"])
+
+    def have_failed(self) -> bool:
+        """Tell whether another's has failed: this one would wait for it."""
+        return self.store is not None and self.store.check([f"failed/{self.run_id}"])
+
+    def outcomes(self, world_size: int, mine: Outcome | None) -> list[Outcome]:
+        """Return those of all workers of the start, once all have announced theirs."""
+        if self.store is None:
+            return [] if mine is None else [mine]
+        keys = [f"outcome/{self.run_id}/{rank}" for rank in range(world_size)]
+        return [_outcome_from(self.store.get(key).decode()) for key in keys]
+
+
+def watch(
+    child: Child,
+    peers: Peers,
+    step_s: float,
+    look: Callable[[Child], object] | None = None,
+    *,
+    in_training: bool = False,
+) -> Outcome:
+    """Wait until a process ends, by itself or because it has to; return how.
+
+    Args:
+        child: The process.
+        peers: Those of the other workers.
+        step_s: Limit of the time until its first step, and between two.
+        look: Called a few times a second.
+        in_training: An evaluation or a save between two steps may take any time.
+    """
+    try:
+        while (code := child.wait(POLL_S)) is None:
+            if look is not None:
+                look(child)
+            said = child.said()
+            if said is not None and said.state != "stepping":
+                code = child.wait(GRACE_S)
+                break
+            if peers.have_failed():
+                return _stopped(child, Failure.KILLED, "ended with the others", follows=True)
+            is_waited_for = said is None or not in_training
+            if is_waited_for and child.quiet_s() > step_s:
+                return _stopped(child, Failure.BAD_INPUT, _without_step(child, step_s))
+        if code is not None and code < 0:
+            # of the job, perhaps: then this process does not come back from here
+            time.sleep(SIGNAL_GRACE_S)
+        return child.outcome(0 if code is None else code)
+    finally:
+        child.end()
+
+
+def _without_step(child: Child, step_s: float) -> str:
+    said = child.said()
+    since = "until its first optimizer step"
+    if said is not None:
+        since = "between two optimizer steps"
+    limit = f"{step_s:.0f} s (search.first_step_minutes)"
+    return f"{child.spec.program.name} took more than {limit} {since}"
+
+
+def _stopped(child: Child, failure: Failure, detail: str, *, follows: bool = False) -> Outcome:
+    said = Said(state="failed", failure=failure, detail=detail, follows=follows)
+    return Outcome(child.spec.rank, said, str(child.log))
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome that explains the others: a failure of its own before one that follows."""
+    return min(outcomes, key=lambda each: (each.is_done, each.said.follows, each.rank))
+
+
+@contextlib.contextmanager
+def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Make the folder in which a start's scripts run, and open this one's log beside it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(folder / "work", home)
+    log = folder / f"rank-{rank}.log"
+    with log.open("ab") as output:
+        yield folder / "work", output
+
+
+def variables_of(env: WorkerEnvironment, workers_per_node: int, meeting: Meeting) -> dict[str, str]:
+    """Return the variables by which a script's process finds its place among the others."""
+    return torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+
+
+_ERRORS: dict[Failure, type[TulaError]] = {
+    Failure.BAD_INPUT: InputError,
+    Failure.DIVERGED: DivergedError,
+    Failure.DEVICE_FAILED: DeviceError,
+    Failure.PREEMPTED: PreemptedError,
+    Failure.NO_SPACE: StorageError,
+}
+
+
+def error_of(outcome: Outcome, key: str) -> TulaError:
+    """Return the error of this package that a failed process means, with its log's place.
+
+    Args:
+        outcome: Of a process that failed, and not for lack of memory.
+        key: Of the sweep, that names the script.
+    """
+    said = outcome.said
+    words = f"{said.detail}; its output: {outcome.log}"
+    kind = _ERRORS.get(said.failure or Failure.BUG, StageError)
+    if kind is InputError and not said.detail.startswith("workload."):
+        return InputError(words, key=key)
+    return kind(words)
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a script's output."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MOST_SHOWN_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-SHOWN_LINES:])

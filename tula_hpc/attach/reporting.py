@@ -1,0 +1,185 @@
+"""What a script's process is told, and what it says: a file each, which the worker and it share.
+
+Exit codes and output carry no meaning by themselves: a script may end as it likes, and print what it
+likes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from pydantic import Field
+
+from tula_hpc.attach.script import Script
+from tula_hpc.attach.step_hooks import Hooks, Listener
+from tula_hpc.ddp.device_errors import broken_device
+from tula_hpc.errors import (
+    DeviceError,
+    DivergedError,
+    Failure,
+    InputError,
+    MeetingError,
+    PreemptedError,
+    StageError,
+    StorageError,
+)
+from tula_hpc.launch.reasons import lost_a_peer
+from tula_hpc.process_memory import out_of_memory
+from tula_hpc.records import parse_record, write_atomically
+from tula_hpc.records.base import Record
+from tula_hpc.user_code import told
+
+# between two signs of life
+BEAT_S = 1.0
+MOST_WORDS = 500
+
+
+class ChildSpec(Record):
+    """What a script's process is told."""
+
+    mode: Literal["profile", "train", "look"]
+    script: Path | None = None
+    module: str | None = None
+    arguments: tuple[str, ...] = ()
+    # the working directory of the command, where a module is found
+    home: Path
+    # where it writes what it has to say
+    said: Path
+    # process that started it
+    parent: int
+    rank: int = 0
+    world_size: int = 1
+    # see `config.WorkloadSpec`
+    counted_model: str | None = None
+    # of the mode
+    settings: dict[str, Any] = Field(default={})
+
+    @property
+    def program(self) -> Script:
+        """The script with its arguments."""
+        return Script(self.script, self.module, self.arguments)
+
+
+class Said(Record):
+    """What a script's process says: that it steps, that it is done, or why it failed."""
+
+    state: Literal["stepping", "done", "failed"]
+    failure: Failure | None = None
+    # one sentence
+    detail: str = ""
+    # it failed because another worker's process had
+    follows: bool = False
+    # optimizer steps so far
+    steps: int = 0
+    # of the mode
+    result: dict[str, Any] = Field(default={})
+
+
+def read_said(path: Path) -> Said | None:
+    """Return what a process has said so far, None if nothing."""
+    try:
+        return parse_record(Said, path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+# errors of this package that a mode may raise
+_KINDS: tuple[tuple[type[Exception], Failure], ...] = (
+    (InputError, Failure.BAD_INPUT),
+    (DivergedError, Failure.DIVERGED),
+    (PreemptedError, Failure.PREEMPTED),
+    (StorageError, Failure.NO_SPACE),
+    (StageError, Failure.BUG),
+)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def failed_by(error: BaseException) -> Said:
+    """Return what an exception in a script's process means, in one sentence."""
+    for kind, meant in _KINDS:
+        if isinstance(error, kind) and not isinstance(error, MeetingError | DeviceError):
+            return _failed(meant, str(error))
+    if isinstance(error, MeetingError) or lost_a_peer(error):
+        lost = _failed(Failure.KILLED, f"lost a peer: {_first_line(error)}")
+        return lost.model_copy(update={"follows": True})
+    device = broken_device(error)
+    failure = out_of_memory(error) or (Failure.DEVICE_FAILED if device else None)
+    if failure is None and isinstance(error, OSError) and error.errno in _FULL:
+        failure = Failure.NO_SPACE
+    if failure is not None:
+        return _failed(failure, device or _first_line(error))
+    if not isinstance(error, Exception):
+        return _failed(Failure.BUG, f"ended by {type(error).__name__}")
+    hint = "; it asks for input, which a job has none of" if isinstance(error, EOFError) else ""
+    return _failed(Failure.BAD_INPUT, f"{told(error)}{hint}")
+
+
+def _failed(failure: Failure, detail: str) -> Said:
+    return Said(state="failed", failure=failure, detail=" ".join(detail.split())[:MOST_WORDS])
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process: nothing of the script can catch that, and no thread of it is waited for."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+class Mode(Listener):
+    """What a script's process does beside running the script: base of all modes.
+
+    Args:
+        spec: What the process was told.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.hooks = Hooks(self, spec.counted_model)
+        self.steps = 0
+        self._beat_at = 0.0
+
+    def begin(self) -> None:
+        """Watch from now on; called before the script runs, in the main thread."""
+        self.hooks.install()
+
+    def ended(self, code: int) -> Said:
+        """Return what it means that the script has ended by itself with this exit code."""
+        raise NotImplementedError
+
+    def say(self, said: Said) -> None:
+        """Tell the worker that started this process."""
+        write_atomically(self.spec.said, said.model_dump_json())
+
+    def count_step(self) -> None:
+        """Count a step, and give a sign of life about once a second."""
+        self.steps += 1
+        now = time.monotonic()
+        if self.steps == 1:
+            self.say(Said(state="stepping", steps=1))
+        elif now - self._beat_at > BEAT_S:
+            os.utime(self.spec.said)
+        else:
+            return
+        self._beat_at = now
+
+    def begins_anew(self) -> None:
+        """Count from the next step on."""
+        self.steps = 0
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say why this process fails, and end it."""
+        traceback.print_exception(error)
+        self.say(failed_by(error).model_copy(update={"steps": self.steps}))
+        leave(1)

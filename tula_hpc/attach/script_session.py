@@ -1,0 +1,235 @@
+"""Profile job of a script: each configuration in fresh processes, inside the job's allocation.
+
+Importing this imports no torch, see `run`. The job's workers stay outside: each starts the script's
+process of its rank and watches it, and all of them learn how every process ended before any acts on
+it. What is recorded is what a profile of the built-in training records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_hpc.attach.script import forward_batch, script_of
+from tula_hpc.ddp.exit_at_once import leaving_at_once
+from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
+from tula_hpc.errors import Failure, StorageError
+from tula_hpc.files import HeldFolder
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.own_sources import digests_of
+from tula_hpc.profiling.work_queue import Agenda
+from tula_hpc.records import Configuration, Measurement, append_record, rank_file
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.processes import Meeting, Outcome
+    from tula_hpc.ddp.process_group import Allocation
+
+KEY = "workload.script"
+
+
+def run(job: ProfileJob) -> int:
+    """Measure and append; every worker calls this. Return how many configurations it measured."""
+    env = join_job()
+    # notes that the job began, before torch is imported, which takes seconds
+    agenda = Agenda(job, env)
+    with loading_libraries():
+        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.process_group import Allocation
+
+    with leaving_at_once(), telling_broken_devices(job.output.parent.parent, "profile"):
+        allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
+        return Session(job, allocation, agenda).run()
+
+
+class Session:
+    """Profiles of a script in one allocation, as one of its workers sees them.
+
+    Args:
+        job: What is to be measured.
+        allocation: Of all workers.
+        agenda: What is measured next.
+    """
+
+    def __init__(self, job: ProfileJob, allocation: Allocation, agenda: Agenda) -> None:
+        self.job, self.allocation, self.agenda = job, allocation, agenda
+        self.env = allocation.env
+        self.folder = HeldFolder(job.output.parent)
+        # of the bare all-reduce, by workers
+        self.allreduce_s: dict[int, float] = {}
+        self.sources = digests_of(job.sweep.workload.entry_points)
+        self.measured = 0
+
+    def run(self) -> int:
+        """Measure until nothing is left to be measured; return how often this worker did."""
+        while (configuration := self._next()) is not None:
+            self._measure(configuration)
+        self.allocation.close()
+        return self.measured
+
+    def _next(self) -> Configuration | None:
+        """Return the next configuration of rank 0's queue, None at its end. Collective."""
+        fields = json.loads(self.allocation.broadcast(lambda: json.dumps(self.agenda.next())))
+        return None if fields is None else Configuration(*fields)
+
+    def _measure(self, configuration: Configuration) -> None:
+        """Measure a configuration on the first nodes; all workers learn how that went. Collective.
+
+        Raises:
+            TulaError: It failed, for another reason than lack of memory.
+            SystemExit: Memory ran out, which is recorded.
+        """
+        from tula_hpc.attach.processes import Peers, choose_meeting, meeting_from, worst
+        from tula_hpc.ddp.process_group import place_among
+
+        meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
+        peers = Peers(self.allocation.store, meeting.run_id)
+        place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
+        mine = None
+        if place is not None:
+            mine = self._watch(configuration, place, meeting, peers)
+            peers.announce(mine)
+        # all have announced theirs by now
+        self.allocation.broadcast(str)
+        outcomes = peers.outcomes(configuration.world_size, mine)
+        if loss := self.folder.loss("measured"):
+            raise StorageError(loss)
+        found = worst(outcomes)
+        if not found.is_done:
+            self._fail(configuration, found)
+        self.measured += place is not None
+        first = next(each for each in outcomes if each.rank == 0)
+        self._record(configuration, first.said.result, meeting)
+
+    def _watch(
+        self, configuration: Configuration, place: WorkerEnvironment, meeting: Meeting, peers: Any
+    ) -> Outcome:
+        """Start the script's process of this rank, and wait for its end."""
+        from tula_hpc.attach.processes import own_output, start, variables_of, watch
+        from tula_hpc.attach.reporting import ChildSpec
+
+        work, home = self.job.sweep.workload, Path.cwd()
+        folder = self._folder(configuration, meeting)
+        with own_output(folder, place.rank, home) as (own, output):
+            script = script_of(self._long_enough(configuration), configuration, own)
+            spec = ChildSpec(
+                mode="profile",
+                script=script.path,
+                module=script.module,
+                arguments=script.arguments,
+                home=home,
+                said=folder / f"rank-{place.rank}.said",
+                parent=os.getpid(),
+                rank=place.rank,
+                world_size=place.world_size,
+                counted_model=work.counted_model,
+                settings=self._settings(configuration, place),
+            )
+            variables = variables_of(place, configuration.workers_per_node, meeting)
+            child = start(spec, variables, own, Path(output.name), output)
+            return watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
+
+    def _folder(self, configuration: Configuration, meeting: Meeting) -> Path:
+        nodes, _, batch = configuration
+        name = f"n{nodes}-b{batch}-{meeting.run_id[:6]}"
+        return self.job.output.with_suffix("") / name
+
+    def _long_enough(self, configuration: Configuration) -> Any:
+        """Return the sweep with epochs enough for all that is measured, of a small data set."""
+        sweep = self.job.sweep
+        search, work = sweep.search, sweep.workload
+        # whole steps, computation, and what is timed briefly
+        steps = search.warmup_steps + 3 * search.max_steps + 200
+        epochs = math.ceil(steps * configuration.global_batch / (work.samples or 1)) + 1
+        longer = work.model_copy(update={"epochs": max(work.epochs, epochs)})
+        return sweep.model_copy(update={"workload": longer})
+
+    def _settings(self, configuration: Configuration, place: WorkerEnvironment) -> dict[str, Any]:
+        from tula_hpc.attach.script_profile import Settings
+
+        job = self.job
+        # values that may be passwords stay here
+        cluster = job.cluster.model_copy(update={"environment": {}, "setup": ()})
+        settings = Settings(
+            search=job.sweep.search,
+            cluster=cluster,
+            configuration=configuration,
+            place=place,
+            forward_batch=forward_batch(job.sweep, configuration),
+            accumulation=job.sweep.workload.accumulation,
+            samples=job.sweep.workload.samples or 0,
+            sources=self.sources,
+            allreduce_s=self.allreduce_s.get(configuration.world_size),
+            job_began_at=job_started_at() if self.measured == 0 else None,
+        )
+        return settings.model_dump(mode="json")
+
+    def _record(
+        self, configuration: Configuration, result: dict[str, Any], meeting: Meeting
+    ) -> None:
+        measurement = Measurement.model_validate(result["measurement"])
+        if measurement.times is not None and configuration.world_size > 1:
+            self.allreduce_s[configuration.world_size] = measurement.times.allreduce_time_s
+        if self.env.rank != 0:
+            return
+        elapsed_s = unix_time() - meeting.began_at
+        told = {
+            "partition": self.job.partition,
+            "elapsed_s": elapsed_s,
+            "node_seconds": self.job.nodes * elapsed_s,
+        }
+        append_record(self.job.output, measurement.model_copy(update=told))
+        if result["others"]:
+            sys.stderr.write(f"{_which_counts(result)}\n")
+        # its links are not followed; what the script has said stays
+        shutil.rmtree(self._folder(configuration, meeting) / "work", ignore_errors=True)
+
+    def _fail(self, configuration: Configuration, found: Outcome) -> None:
+        """End the job as a worker's process has ended.
+
+        Raises:
+            TulaError: With the reason, and where the script's output is.
+            SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
+        """
+        from tula_hpc.attach.processes import end_of, error_of
+        from tula_hpc.profiling.record import oom_record
+
+        failure, is_mine = found.said.failure, found.rank == self._rank_in(configuration)
+        if failure is not None and failure.is_oom:
+            if is_mine:
+                record = oom_record(self.job.cluster, configuration, self.env, failure)
+                record = record.model_copy(update={"partition": self.job.partition})
+                append_record(rank_file(self.job.output, self.env.rank), record)
+            raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+        if is_mine:
+            sys.stderr.write(f"{end_of(Path(found.log))}\n")
+        sys.stderr.flush()
+        error = error_of(found, KEY)
+        if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
+            # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_mine or failure is Failure.BAD_INPUT:
+            raise error
+        raise SystemExit(f"rank {found.rank} at {configuration}: {error}")
+
+    def _rank_in(self, configuration: Configuration) -> int | None:
+        from tula_hpc.ddp.process_group import place_among
+
+        place = place_among(self.env, configuration.nodes, configuration.workers_per_node)
+        return None if place is None else place.rank
+
+
+def _which_counts(result: dict[str, Any]) -> str:
+    others = ", ".join(result["others"])
+    return (
+        f"steps are those of {result['optimizer']}, which trains {result['model']}; not of {others} "
+        "(workload.counted_model chooses another model)"
+    )

@@ -1,0 +1,244 @@
+"""Step boundaries of a training script that knows nothing of being watched.
+
+torch has global hooks around `optimizer.step`, which fire for every optimizer, those that
+accelerate, Lightning and Hugging Face's Trainer wrap included. The model is the largest one that
+the script wraps in `DistributedDataParallel`; a script that wraps none, as single workers do, is
+asked at its first step for the module that holds the optimizer's parameters. Steps are those of the
+optimizer that owns the model's parameters, so that a GAN's second optimizer does not count.
+
+A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure,
+inside `optimizer.step`: the closure is wrapped, so that `gradients_ready` still comes after the
+backward pass and before the parameters change.
+
+Batches of torch's `DataLoader` are watched where its iterator gives them out. A script that loads
+in another way waits between a step's end and the next forward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import dataloader
+
+
+class Listener:
+    """What is told about the steps of a script; most need a few of these."""
+
+    def model_wrapped(self, model: DistributedDataParallel) -> None:
+        """Note a model that the script has just wrapped, before its first forward pass."""
+
+    def loading_begins(self, loader: object) -> None:
+        """Note that an iterator over batches was made: an epoch begins, or an evaluation."""
+
+    def batch_wanted(self) -> None:
+        """Note that the script now waits for a batch."""
+
+    def batch_loaded(self, loader: object, batch: object, waited_s: float) -> None:
+        """Note that it has got this one from an iterator, after so many seconds."""
+
+    def evaluating(self) -> None:
+        """Note a forward pass of the model that is none of training."""
+
+    def forward_begins(self, samples: int) -> None:
+        """Note that a forward pass in training begins, with so many samples; 0: unknown."""
+
+    def gradients_ready(self) -> None:
+        """Note that the optimizer will now change the parameters by their gradients."""
+
+    def step_ends(self) -> None:
+        """Note that it has."""
+
+    def begins_anew(self) -> None:
+        """Note that the steps so far were of a smaller model than the one that counts from now."""
+
+
+class Hooks:
+    """Tells a listener where the steps of this process's training begin and end.
+
+    Attributes:
+        model: The model as the script calls it, None until it is known.
+        optimizer: The optimizer whose steps count, None before its first step.
+        others: Optimizers whose steps do not count.
+
+    Args:
+        listener: Is told.
+        counted: Name of the class of the model that counts; None: the largest that is wrapped.
+    """
+
+    def __init__(self, listener: Listener, counted: str | None = None) -> None:
+        self.listener, self.counted = listener, counted
+        self.model: nn.Module | None = None
+        self.optimizer: Optimizer | None = None
+        self.others: list[Optimizer] = []
+        self._forward_hook: Any = None
+
+    def install(self) -> Hooks:
+        """Watch from now on, and return the hooks; to be called before the script runs."""
+        _after(DistributedDataParallel, "__init__", self._note_wrapped)
+        # one that keeps its processes is not made anew for an epoch, but reset
+        for name in ("__init__", "_reset"):
+            _after(dataloader._BaseDataLoaderIter, name, self.listener.loading_begins)
+        _around_next(self.listener)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        return self
+
+    @property
+    def inner_model(self) -> nn.Module | None:
+        """The model as the script defines it, without the wrapper."""
+        if isinstance(self.model, DistributedDataParallel):
+            inner: nn.Module = self.model.module
+            return inner
+        return self.model
+
+    def _note_wrapped(self, model: DistributedDataParallel) -> None:
+        larger = self.model is None or _size(model) > _size(self.model)
+        if larger and self._may_count(model.module):
+            self._watch(model)
+        self.listener.model_wrapped(model)
+
+    def _may_count(self, model: nn.Module) -> bool:
+        return self.counted is None or type(model).__name__ == self.counted
+
+    def _watch(self, model: nn.Module) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+        self.model = model
+        self._forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        # evaluation takes no gradients
+        if module.training and torch.is_grad_enabled():
+            self.listener.forward_begins(samples_of((args, kwargs)))
+        else:
+            self.listener.evaluating()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if not self._counts(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.listener.gradients_ready()
+            return None
+
+        @wraps(closure)
+        def told() -> Any:
+            loss = closure()
+            self.listener.gradients_ready()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": told}
+        return (args[0], told, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is self.optimizer:
+            self.listener.step_ends()
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        if optimizer is self.optimizer or any(optimizer is other for other in self.others):
+            return optimizer is self.optimizer
+        # its first step
+        if self.optimizer is None or not isinstance(self.model, DistributedDataParallel):
+            self._look_at(optimizer)
+        if optimizer is not self.optimizer:
+            self.others.append(optimizer)
+        return optimizer is self.optimizer
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Take an optimizer if it has the model's parameters, or those of a larger one."""
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        if not isinstance(self.model, DistributedDataParallel):
+            found = _module_of(owned)
+            if found is None or not self._may_count(found):
+                return
+            if self.model is not None and _size(found) <= _size(self.model):
+                return
+            self._watch(found)
+        elif owned.isdisjoint(self.model.parameters()):
+            return
+        if self.optimizer is not None:
+            self.others.append(self.optimizer)
+            self.listener.begins_anew()
+        self.optimizer = optimizer
+
+
+def _after(kind: type, name: str, then: Callable[[Any], None]) -> None:
+    """Call a function with each object of a class after a method of it has run."""
+    original = getattr(kind, name)
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        then(self)
+
+    setattr(kind, name, method)
+
+
+def _around_next(listener: Listener) -> None:
+    """Tell a listener how long each batch of torch's loaders is waited for."""
+    kind = dataloader._BaseDataLoaderIter
+    original = kind.__next__
+
+    @wraps(original)
+    def following(self: Any) -> Any:
+        listener.batch_wanted()
+        started = time.perf_counter()
+        batch = original(self)
+        listener.batch_loaded(self, batch, time.perf_counter() - started)
+        return batch
+
+    kind.__next__ = following  # type: ignore[method-assign] # to be told of each
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _module_of(owned: set[Tensor]) -> nn.Module | None:
+    """Return the smallest module that has all of these parameters; None without one."""
+    found: list[nn.Module] = []
+    for thing in gc.get_objects():
+        if isinstance(thing, nn.Module) and owned <= set(thing.parameters()):
+            found.append(thing)
+    # a wrapper has as many parameters, and more modules
+    best = min(found, key=lambda module: (_size(module), len(list(module.modules()))), default=None)
+    # of a compiled module the wrapper is what a script calls
+    compiled = (module for module in found if getattr(module, "_orig_mod", None) is best)
+    return best if best is None else next(compiled, best)
+
+
+def samples_of(value: Any) -> int:
+    """Return the first dimension of the first tensor in the arguments of a forward pass; 0: none."""
+    for tensor in _tensors(value):
+        if tensor.dim() > 0:
+            return len(tensor)
+    return 0
+
+
+def bytes_in(value: Any) -> int:
+    """Return the bytes of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,198 @@
+"""Place of a script in its random numbers and its loader: noted, and found again.
+
+The order of an epoch follows from the random numbers at its beginning, those of the loader's and
+its sampler's own generators included. So a loader is begun again with the numbers of its first
+beginning, is led to the batch that comes next, and then the script goes on with the numbers of the
+moment that was saved.
+
+What was seen is left out by its indices, without loading it, where the script's process loads by
+itself. Loader processes have random numbers of their own, which only loading brings forward: there
+the batches are loaded and dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from tula_hpc.data.loader import stop_signals_blocked
+
+
+class Passed(NamedTuple):
+    """Batches of a loader that a worker has had, and what they were cut by."""
+
+    batches: int
+    # the loader's; 0: unknown
+    batch_size: int
+    workers: int
+
+
+def random_state(loader: object = None) -> str:
+    """Return this process's random states, those of a loader's own generators included, as text."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": _text(torch.cuda.get_rng_state()) if has_gpu else None,
+        "generators": generator_states(loader),
+    }
+    return json.dumps(state)
+
+
+def set_random_state(text: str, loader: object = None) -> None:
+    """Go back to a state that `random_state` returned."""
+    state = json.loads(text)
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    set_generator_states(loader, state["generators"])
+
+
+def generator_states(loader: object) -> list[str]:
+    """Return the states of a loader's own generators."""
+    return [_text(generator.get_state()) for generator in _generators(loader)]
+
+
+def set_generator_states(loader: object, states: list[str]) -> None:
+    """Go back to states that `generator_states` returned."""
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(_tensor(state))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    found: list[torch.Generator] = []
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+            found.append(generator)
+    return found
+
+
+def batch_size_of(loader: object) -> int:
+    """Return the samples of a loader's batch; 0: unknown."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else 0
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches; None where it is unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class Stream:
+    """Batches of a loader from some place on.
+
+    Args:
+        loader: Any iterable.
+        passed: To be left out; None: nothing.
+        workers: Of the script now.
+    """
+
+    def __init__(self, loader: Iterable[Any], passed: Passed | None, workers: int) -> None:
+        self.loader = loader
+        self._sampled: tuple[BatchSampler, Any] | None = None
+        self.batches = self._begin(passed, workers) if passed else _begun(loader)
+
+    def close(self) -> None:
+        """Leave the loader as it was."""
+        if self._sampled is not None:
+            batch_sampler, sampler = self._sampled
+            batch_sampler.sampler = sampler
+            self._sampled = None
+
+    def _begin(self, passed: Passed, workers: int) -> Iterator[Any]:
+        loader = self.loader
+        size = batch_size_of(loader)
+        is_same = (passed.batch_size, passed.workers) == (size, workers)
+        if is_same and passed.batches == length_of(loader):
+            return iter(())
+        if _is_indexed(loader) and not (is_same and loader.num_workers):
+            samples = passed.batches * passed.batch_size * passed.workers // workers
+            return self._begin_by_index(loader, samples)
+        batches = passed.batches
+        if not is_same and size:
+            batches = passed.batches * passed.batch_size * passed.workers // (size * workers)
+        stream = _begun(loader)
+        for _ in itertools.islice(stream, batches):
+            pass
+        return stream
+
+    def _begin_by_index(self, loader: DataLoader[Any], samples: int) -> Iterator[Any]:
+        batch_sampler: Any = loader.batch_sampler
+        rest = _Rest(batch_sampler.sampler, samples)
+        self._sampled = (batch_sampler, batch_sampler.sampler)
+        batch_sampler.sampler = rest
+        stream = _begun(loader)
+        # the sampler draws its numbers here, as it did before the first batch
+        iter(rest)
+        return stream
+
+
+def _begun(loader: Iterable[Any]) -> Iterator[Any]:
+    # a stop is obeyed at a step's end, for which loader processes have to live
+    with stop_signals_blocked():
+        return iter(loader)
+
+
+def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Tell whether a loader cuts a sampler's indices into batches, as torch's own do by default."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+class _Rest:
+    """Indices of a sampler after the first ones."""
+
+    def __init__(self, sampler: Any, left_out: int) -> None:
+        self.sampler, self.left_out = sampler, left_out
+        self.rest: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rest is None:
+            self.rest = iter(self.sampler)
+            for _ in itertools.islice(self.rest, self.left_out):
+                pass
+        return self.rest
+
+    def __len__(self) -> int:
+        # of the whole epoch, as a script asks for
+        return len(self.sampler)

@@ -1,0 +1,72 @@
+"""Workers of a script, which agree among themselves and leave the script's own group alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tula_hpc.errors import InputError
+
+
+class Peers:
+    """All workers of the script that this process runs. Building it is collective.
+
+    They agree by gloo and on the host: collectives of the script's own group, which may be nccl's,
+    keep their order.
+
+    Args:
+        started: Processes of the script.
+
+    Attributes:
+        device: Of the script's tensors.
+
+    Raises:
+        InputError: There are several workers, and the script has made no process group.
+    """
+
+    def __init__(self, started: int) -> None:
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU
+        is_joined = dist.is_available() and dist.is_initialized()
+        if not is_joined and started > 1:
+            raise InputError(
+                f"the script runs in {started} processes and has not called "
+                "torch.distributed.init_process_group"
+            )
+        self.rank = dist.get_rank() if is_joined else 0
+        self.count = dist.get_world_size() if is_joined else 1
+        self._group = dist.new_group(backend="gloo") if self.count > 1 else None
+
+    def agree(self, *values: float) -> list[float]:
+        """Return the largest of each value over all workers. Collective."""
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return [float(value) for value in tensor.tolist()]
+
+    def texts(self, mine: str) -> list[str]:
+        """Return every worker's text, by rank. Collective."""
+        if self._group is None:
+            return [mine]
+        own = mine.encode()
+        (longest,) = self.agree(float(len(own)))
+        padded = torch.zeros(8 + int(longest), dtype=torch.uint8)
+        content = len(own).to_bytes(8, "little") + own
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(all_of_them, padded, group=self._group)
+        return [_unpadded(each.numpy().tobytes()) for each in all_of_them]
+
+    def synchronize_device(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+_CPU = torch.device("cpu")
+
+
+def _unpadded(content: bytes) -> str:
+    length = int.from_bytes(content[:8], "little")
+    return content[8 : 8 + length].decode()

@@ -1,0 +1,128 @@
+"""Scores in a script's output: read by a regular expression, and put beside the epoch they are of.
+
+The output goes through a pipe to the worker, which writes it to the log as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import IO
+
+from tula_hpc.attach.train.script_training import as_share
+from tula_hpc.records import EpochMetrics, TrainDirectory, append_record
+from tula_hpc.records.metrics import parse_metrics
+
+# of one line; what is longer is no line with a score
+MOST_LINE_BYTES = 65_536
+CHUNK_BYTES = 65_536
+# of waiting for the last of the output, which processes of the script's own may hold open
+DRAIN_S = 5.0
+
+
+class Scores:
+    """Reader of a script's output; without an expression the script writes to its log itself.
+
+    Args:
+        pattern: With groups that are named as fields of `EpochMetrics`; None: nothing is read.
+        files: Of the training.
+        log: Of the script.
+    """
+
+    def __init__(self, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> None:
+        self.pattern = None if pattern is None else re.compile(pattern)
+        self.files, self.log = files, log
+        # with the size that the metrics had when each was printed: the last epoch by then counts
+        self._found: deque[tuple[int, dict[str, float]]] = deque()
+        self._rest = b""
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> Iterator[Scores]:
+        """Read in the block, and put the last scores on record at its end."""
+        scores = cls(pattern, files, log)
+        try:
+            yield scores
+        finally:
+            if scores._thread is not None:
+                scores._thread.join(DRAIN_S)
+            scores.write()
+
+    @property
+    def output(self) -> int | IO[bytes]:
+        """Where the script's process writes, as subprocess takes it."""
+        return self.log if self.pattern is None else subprocess.PIPE
+
+    def read(self, process: subprocess.Popen[bytes]) -> None:
+        """Read what a process writes, in a thread of its own."""
+        if self.pattern is not None and process.stdout is not None:
+            number = process.stdout.fileno()
+            self._thread = threading.Thread(target=self._read, args=(number,), daemon=True)
+            self._thread.start()
+
+    def _read(self, number: int) -> None:
+        while content := os.read(number, CHUNK_BYTES):
+            # a full disk must not end the script, which would wait for a reader
+            with contextlib.suppress(OSError, ValueError):
+                self.log.write(content)
+                self.log.flush()
+            self.take(content)
+        self.take(b"\n")
+
+    def take(self, content: bytes) -> None:
+        """Look for scores in the next part of the output."""
+        # progress bars end their lines so
+        *lines, rest = (self._rest + content).replace(b"\r", b"\n").split(b"\n")
+        self._rest = rest[-MOST_LINE_BYTES:]
+        for line in lines:
+            self._take_line(line[:MOST_LINE_BYTES].decode(errors="replace"))
+
+    def _take_line(self, line: str) -> None:
+        found = self.pattern.search(line) if self.pattern is not None else None
+        if found is None:
+            return
+        scores: dict[str, float] = {}
+        for name, text in found.groupdict().items():
+            # a group may take part in no match, or hold no number
+            with contextlib.suppress(TypeError, ValueError):
+                if name in EpochMetrics.model_fields and math.isfinite(value := float(text)):
+                    scores[name] = as_share(name, value)
+        if scores:
+            self._found.append((self._size(), scores))
+
+    def _size(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self.files.metrics_file.stat().st_size
+        return 0
+
+    def write(self) -> None:
+        """Put what was found on record beside the epoch that was the last one to be over by then.
+
+        Later scores of an epoch replace earlier ones.
+        """
+        rows: dict[int, EpochMetrics] = {}
+        content = self.files.metrics_file.read_bytes() if self._found else b""
+        while self._found:
+            size, scores = self._found.popleft()
+            while self._found and self._found[0][0] == size:
+                scores |= self._found.popleft()[1]
+            row = _last_epoch(content[:size])
+            if row is not None:
+                rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=scores)
+        for row in rows.values():
+            append_record(self.files.metrics_file, row)
+
+
+def _last_epoch(content: bytes) -> EpochMetrics | None:
+    start = content.rfind(b'{"kind":"epoch"')
+    if start < 0:
+        return None
+    row = parse_metrics(content[start:].partition(b"\n")[0])
+    return row if isinstance(row, EpochMetrics) else None

@@ -1,0 +1,372 @@
+"""Training job of a script: its processes, their stop, requeue and end. Importing this imports no torch.
+
+The job's workers stay outside: each starts the script's process of its rank and watches it. A stop
+is passed on as the signal that it came by. Where the script has no handler of its own, its process
+ends after a step that all workers agree on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tula_hpc.attach.script import script_of
+from tula_hpc.ddp.exit_at_once import leaving_at_once
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.env import join_job, loading_libraries, unix_time
+from tula_hpc.errors import Failure
+from tula_hpc.formatting import format_score
+from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.records import (
+    RunDirectory,
+    TrainResult,
+    read_metrics,
+    write_atomically,
+)
+from tula_hpc.records.events import EventName
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.processes import Child, Meeting, Outcome
+    from tula_hpc.attach.train.script_training import TrainedSoFar
+    from tula_hpc.ddp.process_group import Allocation
+
+KEY = "workload.script"
+SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
+# of waiting for the other workers, before the script's first step and after its last
+PATIENCE = timedelta(minutes=10)
+
+
+def run(job: TrainJob) -> str:
+    """Train; every worker calls this.
+
+    Returns:
+        `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
+        `preempted` if the job is on its way out.
+    """
+    # before torch is imported, which takes seconds
+    stop = StopRequest().install()
+    # it may have been deleted while this job waited
+    RunDirectory(job.root).make_train(job.label)
+    env = join_job()
+    with loading_libraries():
+        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.process_group import Allocation
+
+    with leaving_at_once(), telling_broken_devices(job.root, "train"):
+        allocation = Allocation(job.cluster, env, PATIENCE)
+        return ScriptJob(job, allocation, stop).run()
+
+
+@dataclass
+class Start:
+    """What rank 0 knows of a training when a job begins with it, for all workers."""
+
+    # jobs, and runs of requeued ones, that began with this training before
+    restarts: int = 0
+    # Unix time of the first
+    started_at: float = 0.0
+    # the script is given its resume_arguments
+    resumes: bool = False
+    # where the script begins, unless it is kept
+    epoch: int = 0
+    step: int = 0
+
+
+class ScriptJob:
+    """A script's training, as one worker of its job sees it.
+
+    Args:
+        job: The training.
+        allocation: Of all workers.
+        stop: Passed on to the script.
+    """
+
+    def __init__(self, job: TrainJob, allocation: Allocation, stop: StopRequest) -> None:
+        from tula_hpc.ddp.process_group import place_among
+
+        self.job, self.allocation, self.stop = job, allocation, stop
+        self.env = allocation.env
+        self.run_directory = RunDirectory(job.root)
+        self.files = self.run_directory.train(job.label)
+        # where the script runs, kept over restarts
+        self.folder = self.files.root / "script"
+        nodes, per_node, _ = job.configuration
+        self.place = place_among(self.env, nodes, per_node) or self.env
+        # known at the end
+        self.progress: TrainedSoFar
+        self._passed_on = False
+
+    @property
+    def is_main(self) -> bool:
+        """True on the worker that writes the result."""
+        return self.env.rank == 0
+
+    def run(self) -> str:
+        """Start the script's processes, and see to their end."""
+        from tula_hpc.attach.processes import Peers, choose_meeting, meeting_from, worst
+        from tula_hpc.attach.train.script_training import TrainedSoFar
+
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
+        start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
+        peers = Peers(self.allocation.store, meeting.run_id)
+        mine = self._judged(self._watch(start, meeting, peers), peers)
+        peers.announce(mine)
+        self.allocation.broadcast(str)
+        outcomes = peers.outcomes(self.place.world_size, mine)
+        found = worst(outcomes)
+        if not found.is_done:
+            self._fail(found)
+        told = [TrainedSoFar.model_validate(each.said.result) for each in outcomes]
+        restarts = max(start.restarts, told[0].restarts)
+        self.progress = told[0].model_copy(update={"restarts": restarts})
+        if any(each.end == "stopped" for each in told):
+            return self._leave()
+        self._write_result()
+        return "finished"
+
+    def any(self, mine: bool) -> bool:
+        """Tell whether it is true on rank 0, which alone asks. Collective."""
+        return self.allocation.broadcast(lambda: str(mine)) == str(True)
+
+    # begin
+
+    def _start(self) -> dict[str, Any]:
+        """Return the `Start`, and put on record that this job begins with the training."""
+        record = self.folder / "start.json"
+        start = Start(started_at=unix_time())
+        if record.exists():
+            before = Start(**json.loads(record.read_text()))
+            start = Start(before.restarts + 1, before.started_at)
+            if not any(self.files.checkpoints.glob("*.tula")):
+                self._begin_where_the_script_does(start)
+        write_atomically(record, json.dumps(asdict(start)))
+        return asdict(start)
+
+    def _begin_where_the_script_does(self, start: Start) -> None:
+        """Take a script that has its own checkpoints to go on at the last whole epoch."""
+        start.resumes, how = self._can_resume()
+        if start.resumes:
+            metrics = read_metrics(self.files.metrics_file)
+            last = metrics.steps[-1].step if metrics.steps else 0
+            # what it saves it saves before its next step
+            saved = [row for row in metrics.epochs if row.step < last]
+            start.epoch, start.step = (saved[-1].epoch, saved[-1].step) if saved else (0, 0)
+        elif self.files.metrics_file.exists():
+            # what comes is not what was
+            name = f"metrics-{start.restarts}.jsonl"
+            self.files.metrics_file.replace(self.files.root / name)
+        samples = start.epoch * (self.job.sweep.workload.samples or 0)
+        data = {"step": start.step, "samples_seen": samples, "epoch": start.epoch}
+        self.log_event("resumed", how, data)
+
+    def _can_resume(self) -> tuple[bool, str]:
+        given = self.job.sweep.workload.resume_arguments
+        if not given:
+            return False, "begins anew: there are no workload.resume_arguments, and nothing is kept"
+        script = script_of(self.job.sweep, self.job.configuration, self._work, resumes=True)
+        for argument in script.arguments[-len(given) :]:
+            named = argument.rpartition("=")[2]
+            # an option or a word is no file
+            if "/" in named and not (self._work / named).exists():
+                return False, f"begins anew: the script has not written {named} yet"
+        return True, f"goes on by itself, with {' '.join(given)}"
+
+    @property
+    def _work(self) -> Path:
+        return self.folder / "work"
+
+    # watch
+
+    def _watch(self, start: Start, meeting: Meeting, peers: Any) -> Outcome:
+        """Start the script's process of this rank, and wait for its end."""
+        from tula_hpc.attach import processes
+        from tula_hpc.attach.reporting import ChildSpec
+        from tula_hpc.attach.train.scores import Scores
+
+        work, home = self.job.sweep.workload, Path.cwd()
+        with processes.own_output(self.folder, self.place.rank, home) as (own, output):
+            script = script_of(self.job.sweep, self.job.configuration, own, resumes=start.resumes)
+            spec = ChildSpec(
+                mode="train",
+                script=script.path,
+                module=script.module,
+                arguments=script.arguments,
+                home=home,
+                said=self.folder / f"rank-{self.place.rank}.said",
+                parent=os.getpid(),
+                rank=self.place.rank,
+                world_size=self.place.world_size,
+                counted_model=work.counted_model,
+                settings=self._settings(start),
+            )
+            place = processes.variables_of(
+                self.place, self.job.configuration.workers_per_node, meeting
+            )
+            log = Path(output.name)
+            first_step_s = 60.0 * self.job.sweep.search.first_step_minutes
+            with Scores.of(work.metric if self.is_main else None, self.files, output) as scores:
+                child = processes.start(spec, place, own, log, scores.output)
+                scores.read(child.process)
+
+                def look(child: Child) -> None:
+                    self._pass_on(child, peers)
+                    scores.write()
+
+                return processes.watch(child, peers, first_step_s, look, in_training=True)
+
+    def _settings(self, start: Start) -> dict[str, Any]:
+        from tula_hpc.attach.train.script_training import TrainSettings
+        from tula_hpc.checkpoint.interval import expected_interruptions
+
+        job, options = self.job, self.job.sweep.training
+        nodes = job.configuration.nodes
+        prior = expected_interruptions(job.cluster.pricing, options, nodes, seen=0, over_s=0.0)
+        settings = TrainSettings(
+            root=job.root,
+            label=job.label,
+            job_id=self.env.job_id,
+            samples=job.sweep.workload.samples or 1,
+            global_batch=job.configuration.global_batch,
+            log_interval_steps=options.log_interval_steps,
+            parameters=None if job.measured is None else job.measured.parameters,
+            restart_count=self.env.restart_count,
+            restarts=start.restarts,
+            epoch=start.epoch,
+            step=start.step,
+            started_at=start.started_at,
+            between_s=prior.prior_s,
+            between_is_known=prior.is_known,
+            fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
+        )
+        return settings.model_dump(mode="json")
+
+    def _pass_on(self, child: Child, peers: Any) -> None:
+        """Pass a stop on to the script, once; another worker's counts as well."""
+        if self._passed_on:
+            return
+        number = self.stop.received
+        if number is not None:
+            peers.ask_to_stop()
+        elif peers.are_asked_to_stop():
+            number = signal.SIGTERM
+        if number is not None:
+            self._passed_on = True
+            # before its first step it may not be prepared, and loses nothing
+            child.signal(number if child.said() is not None else signal.SIGTERM)
+
+    def _judged(self, mine: Outcome, peers: Any) -> Outcome:
+        """Return what it means that this worker's script has ended.
+
+        One that ends by itself is stopped if it was asked to, and has failed if its exit code says
+        so.
+        """
+        from tula_hpc.attach.reporting import Said
+
+        said = mine.said
+        is_asked = self.stop.received is not None or peers.are_asked_to_stop()
+        if said.state != "done":
+            # ended by the signal, or by what its own handler raised
+            if is_asked and not (said.failure and said.failure.is_oom):
+                return mine._replace(said=Said(state="done", result={"end": "stopped"}))
+            return mine
+        if said.result.get("end") != "exited":
+            return mine
+        if is_asked and not self._is_whole(said.result):
+            stopped = said.model_copy(update={"result": {**said.result, "end": "stopped"}})
+            return mine._replace(said=stopped)
+        if said.result.get("code"):
+            code = said.result["code"]
+            name = self.job.sweep.workload.script_name
+            detail = f"{name} ended with exit code {code} after {said.steps} steps"
+            failed = Said(state="failed", failure=Failure.BAD_INPUT, detail=detail)
+            return mine._replace(said=failed)
+        return mine
+
+    def _is_whole(self, result: dict[str, Any]) -> bool:
+        return bool(result["epoch"] >= self.job.sweep.workload.epochs and not result["code"])
+
+    # end
+
+    def _fail(self, found: Outcome) -> NoReturn:
+        """End the job as a worker's process has ended.
+
+        Raises:
+            TulaError: With the reason, and where the script's output is.
+            SystemExit: Memory ran out, which is recorded; or another worker tells the reason.
+        """
+        from tula_hpc.attach.processes import end_of, error_of
+        from tula_hpc.training.ending import record_oom
+
+        failure, is_mine = found.said.failure, found.rank == self.place.rank
+        if failure is not None and failure.is_oom:
+            if is_mine:
+                record_oom(self.job, self.env, failure)
+            raise SystemExit(f"out of memory ({failure}) at {self.job.configuration}: recorded")
+        if is_mine:
+            sys.stderr.write(f"{end_of(Path(found.log))}\n")
+        sys.stderr.flush()
+        error = error_of(found, KEY)
+        if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
+            # as the kernel kills for lack of memory: the scheduler, and peers, are to see the same
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_mine or failure is Failure.BAD_INPUT:
+            raise error
+        raise SystemExit(f"rank {found.rank}: {error}")
+
+    def _leave(self) -> str:
+        """Ask for a requeue; see `ending.leave`."""
+        from tula_hpc.training.ending import leave
+
+        saved = "saved at step" if self.progress.is_kept else "the script ended at step"
+        return leave(self, self.stop, saved)
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+        self.run_directory.log_event(
+            event, "train", detail=detail, job_id=self.env.job_id, data=data or {}
+        )
+
+    def _write_result(self) -> None:
+        if not self.is_main:
+            return
+        job, told = self.job, self.progress
+        scores = _last_scores(self.files.metrics_file)
+        result = TrainResult(
+            label=job.label,
+            nodes=job.configuration.nodes,
+            workers_per_node=job.configuration.workers_per_node,
+            local_batch=job.configuration.local_batch,
+            global_batch=job.configuration.global_batch,
+            method=job.sweep.training.method,
+            # where a script went on by itself is known to an epoch only
+            epochs=min(told.epoch, job.sweep.workload.epochs),
+            steps=told.step,
+            samples_seen=told.samples_seen,
+            final_loss=scores.get("train_loss"),
+            test_loss=scores.get("test_loss"),
+            test_accuracy=scores.get("test_accuracy"),
+            test_top5_accuracy=scores.get("test_top5_accuracy"),
+            train_time_s=told.train_time_s,
+            wall_time_s=max(told.train_time_s, unix_time() - told.started_at),
+            restarts=told.restarts,
+        )
+        write_atomically(self.files.result_file, result.model_dump_json(indent=1))
+        self.log_event("finished", format_score(result.test_accuracy, result.test_loss))
+
+
+def _last_scores(metrics_file: Path) -> dict[str, float]:
+    """Return the last of each score that is known."""
+    found: dict[str, float] = {}
+    for row in read_metrics(metrics_file).epochs:
+        values = {name: getattr(row, name) for name in SCORES}
+        found |= {name: value for name, value in values.items() if value is not None}
+    return found

@@ -1,0 +1,351 @@
+"""Progress of a script's training, told by its steps: metrics.jsonl, epochs, and the end at a stop.
+
+Without `tula.epochs` an epoch is over when no further whole batch is left of the samples that the
+sweep names; a shorter batch right after that was the epoch's last one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
+from tula_hpc.attach.train.peers import Peers
+from tula_hpc.ddp.agreement import Agreed, Wish
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.errors import InputError
+from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.records.base import Record
+from tula_hpc.records.events import EventName
+
+SCORES = ("test_accuracy", "test_top5_accuracy", "test_loss", "train_loss")
+
+
+class TrainSettings(Record):
+    """What a script's process has to know of its training, beside what each is told."""
+
+    # of the run
+    root: Path
+    label: str
+    job_id: str
+    # of an epoch, over all workers
+    samples: int
+    global_batch: int
+    log_interval_steps: int
+    # of the model that was measured; None: unknown
+    parameters: int | None = None
+    # Slurm's, of the job
+    restart_count: int = 0
+    # earlier starts of this training, and where this one begins unless a checkpoint tells
+    restarts: int = 0
+    epoch: int = 0
+    step: int = 0
+    started_at: float = 0.0
+    # of the interval between checkpoints: see `Interruptions` and `Cadence`
+    between_s: float
+    between_is_known: bool = False
+    fixed_s: float | None = None
+
+
+class TrainedSoFar(Record):
+    """How far a script came, and why its process ended: what it says at its end."""
+
+    # stopped: as it was asked to, after a step; exited: by itself
+    end: Literal["stopped", "exited"]
+    # of its process
+    code: int = 0
+    # it goes on from a checkpoint of ours
+    is_kept: bool = False
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    train_time_s: float = 0.0
+    started_at: float = 0.0
+    restarts: int = 0
+
+
+@dataclass
+class ScriptProgress:
+    """Progress of a script's training; saved with a checkpoint, where it keeps one."""
+
+    # completed
+    epoch: int = 0
+    # of `tula.batches` in this epoch that are over, and batches of the next one
+    calls: int = 0
+    batches: int = 0
+    # by which these were cut
+    batch_size: int = 0
+    workers: int = 1
+    # seen of the current epoch, over all workers
+    offset: int = 0
+    samples_seen: int = 0
+    step: int = 0
+    # steps of this epoch that were timed
+    epoch_steps: int = 0
+    epoch_time_s: float = 0.0
+    train_time_s: float = 0.0
+    # Unix time of the first start
+    started_at: float = 0.0
+    restarts: int = 0
+    # restarts after which work had to be done again
+    interruptions: int = 0
+    # saved at a stop: its process did no more
+    stopped: bool = False
+
+
+class StepWindow:
+    """Steps since the last logged line."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = self.waited_s = 0.0
+
+
+class ScriptTraining(Mode):
+    """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one.
+
+    Args:
+        spec: What this process was told.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        super().__init__(spec)
+        self.settings = TrainSettings.model_validate(spec.settings)
+        self.stop = StopRequest()
+        self.run = RunDirectory(self.settings.root)
+        self.files = self.run.train(self.settings.label)
+        self.progress = ScriptProgress(
+            epoch=self.settings.epoch,
+            step=self.settings.step,
+            samples_seen=self.settings.epoch * self.settings.samples,
+            started_at=self.settings.started_at,
+            restarts=self.settings.restarts,
+        )
+        self.models: list[DistributedDataParallel] = []
+        # a keeper knows where epochs end, and obeys the stop
+        self.is_kept = False
+        # a forward pass has begun since the last step
+        self.is_open = False
+        self.window = StepWindow()
+        self._agreed: Agreed | None = None
+        # of this step, on this worker
+        self._samples = 0
+        # when the last step ended; None: what came since was no training
+        self._ended: float | None = None
+        self._began = 0.0
+        self._reported: dict[str, float] = {}
+        # the last step of which an epoch's line tells
+        self._written = 0
+
+    def begin(self) -> None:
+        """See `Mode`. A script's own handlers take the place of ours, and obey as they like."""
+        self.stop.install()
+        super().begin()
+
+    def ended(self, code: int) -> Said:
+        """See `Mode`."""
+        self._end_open_epoch()
+        return self._told("exited", code)
+
+    def _told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
+        so_far = TrainedSoFar(
+            end=end,
+            code=code,
+            is_kept=self.is_kept,
+            epoch=self.progress.epoch,
+            step=self.progress.step,
+            samples_seen=self.progress.samples_seen,
+            train_time_s=self.progress.train_time_s,
+            started_at=self.progress.started_at,
+            restarts=self.progress.restarts,
+        )
+        return Said(state="done", steps=self.steps, result=so_far.model_dump())
+
+    def leave_stopped(self) -> NoReturn:
+        """End this process, as all workers have agreed."""
+        self.write_steps()
+        self.say(self._told("stopped"))
+        leave(0)
+
+    def model_wrapped(self, model: DistributedDataParallel) -> None:
+        """See `Listener`."""
+        self.models.append(model)
+
+    def forward_begins(self, samples: int) -> None:
+        """See `Listener`."""
+        self._samples += samples
+        if self.is_open:
+            return
+        self.is_open = True
+        now = time.perf_counter()
+        if self._ended is None:
+            self._began = now
+        else:
+            self._began = self._ended
+            self.window.waited_s += now - self._ended
+
+    def gradients_ready(self) -> None:
+        """See `Listener`."""
+
+    def step_ends(self) -> None:
+        """See `Listener`."""
+        # a single worker's model is known from its first step on
+        is_first = not self.steps
+        if is_first:
+            self._refuse_another()
+        if not self.is_open and not is_first:
+            # the optimizer has stepped twice
+            return
+        self.count_step()
+        self._count_progress()
+        is_last = self.progress.offset + self.settings.global_batch > self.settings.samples
+        is_logged = is_last or self.progress.step % self.settings.log_interval_steps == 0
+        if is_logged:
+            _synchronize()
+        self._count_time(time.perf_counter())
+        self.is_open = False
+        if is_logged:
+            self.write_steps()
+        if not self.is_kept:
+            if is_last:
+                self.end_epoch()
+            # what a script saves it saves after an epoch
+            if not is_last or self.settings.samples < 2 * self.settings.global_batch:
+                self._stop_if_asked()
+
+    def _refuse_another(self) -> None:
+        """Refuse to train another model than was measured."""
+        model, before = self.hooks.inner_model, self.settings.parameters
+        now = sum(p.numel() for p in model.parameters()) if model is not None else None
+        if None not in (now, before) and now != before:
+            raise InputError(
+                f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
+                "change, or measure what is there now with another --run-dir"
+            )
+
+    def _count_progress(self) -> None:
+        progress, whole = self.progress, self.settings.global_batch
+        samples = self._samples * self.spec.world_size or whole
+        self._samples = 0
+        if not self.is_kept and progress.offset == 0 and samples < whole:
+            # the last, shorter batch of the epoch before
+            progress.offset = -samples
+        progress.step += 1
+        progress.offset += samples
+        progress.samples_seen += samples
+
+    def _count_time(self, now: float) -> None:
+        if self.is_open:
+            self.progress.epoch_steps += 1
+            self.progress.epoch_time_s += now - self._began
+            self.window.steps += 1
+            self.window.seconds += now - self._began
+        self._ended = now
+
+    def pause(self) -> None:
+        """Count the time up to the next forward pass as no training's."""
+        self._ended = None
+
+    def _stop_if_asked(self) -> None:
+        if self._agreed is None:
+            self._agreed = Agreed(Peers(self.spec.world_size), self.stop, lambda: Wish.NOTHING)
+        if self._agreed.decide().stop:
+            self.leave_stopped()
+
+    def write_steps(self) -> None:
+        """Write a line for the steps since the last one, if there are any."""
+        window, self.window = self.window, StepWindow()
+        if not window.steps or self.spec.rank != 0:
+            return
+        progress, optimizer = self.progress, self.hooks.optimizer
+        line = StepMetrics(
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            epoch=progress.epoch + self._epoch_share(),
+            loss=None,
+            lr=float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0,
+            step_time_s=window.seconds / window.steps,
+            data_time_s=window.waited_s / window.steps,
+        )
+        append_record(self.files.metrics_file, line, durable=False)
+
+    def _epoch_share(self) -> float:
+        """Return the share of the epoch's whole batches that were trained on."""
+        size, offset = self.settings.global_batch, self.progress.offset
+        left = max(0, self.settings.samples - offset) // size * size
+        return offset / (offset + left) if offset > 0 else 0.0
+
+    def end_steps_of_epoch(self) -> None:
+        """Write the line of the epoch whose steps are over, unless it is there."""
+        self.write_steps()
+        if self.progress.offset > 0 and self._written != self.progress.step:
+            self._write_epoch()
+        self.pause()
+
+    def end_epoch(self) -> None:
+        """Count an epoch, add its scores to its line, and begin the next one."""
+        self.end_steps_of_epoch()
+        progress = self.progress
+        if self._reported:
+            self._write_epoch()
+        self._reported = {}
+        progress.epoch += 1
+        progress.train_time_s += progress.epoch_time_s
+        progress.offset = progress.calls = progress.batches = 0
+        progress.epoch_steps = 0
+        progress.epoch_time_s = 0.0
+
+    def _write_epoch(self) -> None:
+        progress = self.progress
+        self._written = progress.step
+        if self.spec.rank != 0:
+            return
+        line = EpochMetrics(
+            epoch=progress.epoch + 1,
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            global_batch=self.settings.global_batch,
+            epoch_time_s=progress.epoch_time_s,
+            steps=progress.epoch_steps,
+            workers=self.spec.world_size,
+            **dict.fromkeys(SCORES) | self._reported,
+        )
+        append_record(self.files.metrics_file, line)
+
+    def _end_open_epoch(self) -> None:
+        """Count the epoch in which the script has ended, if most of it was done."""
+        if not self.is_kept and self._epoch_share() > 0.5:
+            self.end_epoch()
+        self.write_steps()
+
+    def report(self, scores: Mapping[str, Any]) -> None:
+        """Take scores of the epoch that the script is in; see `tula_hpc.attach.report`."""
+        for name, value in scores.items():
+            if name not in SCORES:
+                known = ", ".join(SCORES)
+                sys.stderr.write(f"tula.report: {name!r} is not shown; known are {known}\n")
+            elif math.isfinite(float(value)):
+                self._reported[name] = as_share(name, float(value))
+
+    def log_event(self, event: EventName, detail: str, data: dict[str, Any] | None = None) -> None:
+        """Add an event of this training to the run's events."""
+        job_id = self.settings.job_id
+        self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
+
+
+def as_share(name: str, value: float) -> float:
+    """Return a score as records have it: an accuracy above 1 is in percent."""
+    return value / 100.0 if "accuracy" in name and value > 1.0 else value
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        torch.cuda.synchronize()
