@@ -188,6 +188,11 @@ class TrainingSpec(Spec):
         return self.method in ("ags", "adascale")
 
     @property
+    def scales(self) -> bool:
+        """True if gradients or updates are multiplied by factors."""
+        return self.adapts or self.method == "static"
+
+    @property
     def free_reference(self) -> bool:
         """True if every step needs norms of the workers' own gradients, without a pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
