@@ -188,6 +188,11 @@ class TrainingSpec(Spec):
         return self.method in ("ags", "adascale")
 
     @property
+    def scales(self) -> bool:
+        """True if gradients or updates are multiplied by factors."""
+        return self.adapts or self.method == "static"
+
+    @property
     def free_reference(self) -> bool:
         """True if every step needs norms of the workers' own gradients, without a pass."""
         return self.method == "adascale" or (self.method == "ags" and self.ags.reference == "free")
@@ -249,9 +254,6 @@ class TrainingSpec(Spec):
 _SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs", "scale_histogram")
 _OF_LAYERS = "has a rate of its own for each layer"
 _OUTSIDE = {
-    "ags": "changes gradients within the step",
-    "adascale": "changes gradients within the step",
-    "static": "changes gradients within the step",
     "lars": _OF_LAYERS,
     "lamb": _OF_LAYERS,
     "polo": "averages models in place of gradients",
@@ -272,14 +274,20 @@ def check_script(training: TrainingSpec, *, scales: bool) -> None:
     if method in _OUTSIDE:
         raise ValueError(
             f'training.method: "{method}" {_OUTSIDE[method]}, which is not done to a script; '
-            'expected "lbt" (its own rate), or "lrs" or "sqrt" with {lr_scale} in its arguments'
+            'expected "lbt" (its own rate), "ags", "adascale" or "static", or "lrs" or "sqrt" with '
+            "{lr_scale} in its arguments"
         )
-    if method == "lbt" and scales:
+    if method not in ("lrs", "sqrt") and scales:
         raise ValueError(
-            'training.method: {lr_scale} is 1 for every batch with "lbt"; expected "lrs" (linear) '
-            'or "sqrt"'
+            f'training.method: {{lr_scale}} is 1 for every batch with "{method}"; expected "lrs" '
+            '(linear) or "sqrt"'
         )
-    if method != "lbt" and not scales:
+    if training.adapts and not training.free_reference:
+        raise ValueError(
+            'training.reference: "pass" repeats a part of a step, which is not done to a script; '
+            'expected "free"'
+        )
+    if method in ("lrs", "sqrt") and not scales:
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, by which the '
             "script multiplies its learning rate"

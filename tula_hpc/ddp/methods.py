@@ -84,15 +84,13 @@ def build_stepper(
         exempt=norms_and_biases(model),
     )
     if training.method == "static":
-        scaling = TulaOptimizer(base, **_scaling(sweep, model, parameters, configuration, samples))
+        options = scaling_options(sweep, model, parameters, configuration, samples)
+        scaling = TulaOptimizer(base, **options)
         is_observed = training.observe_gradients
         observer = StaticScaleObserver(scaling, batch) if is_observed else scaling
         return Stepper(scaling, observer, NoAverager())
     if training.adapts:
-        if training.method == "adascale":
-            options = _adascale(training, configuration, samples)
-        else:
-            options = _scaling(sweep, model, parameters, configuration, samples)
+        options = scaling_options(sweep, model, parameters, configuration, samples)
         scaling = TulaOptimizer(base, **options)
         return Stepper(scaling, scaling, NoAverager())
     observer = StepObserver(base, batch) if training.observe_gradients else NoObserver()
@@ -118,14 +116,17 @@ def reference_share(training: TrainingSpec, configuration: Configuration) -> int
     return min(wanted, configuration.local_batch)
 
 
-def _scaling(
+def scaling_options(
     sweep: SweepSpec,
     model: nn.Module,
     parameters: list[nn.Parameter],
     configuration: Configuration,
     samples: int,
 ) -> dict[str, Any]:
+    """Return the method's options of `TulaOptimizer`; see `build_stepper`."""
     training = sweep.training
+    if training.method == "adascale":
+        return _adascale(training, configuration, samples)
     options = training.ags
     static = training.method == "static"
     return {

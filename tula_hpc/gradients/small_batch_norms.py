@@ -95,6 +95,8 @@ class LocalNorms:
         self._order: list[Tensor] = []
         self._index_of: dict[Tensor, int] = {}
         self._pending: _Pending | None = None
+        # backward passes with an all-reduce since `take_passes`
+        self._passes = 0
         # index in the buckets' order of each of `parameters`, here and on the device
         self._indices: list[int] = []
         self._device_indices = torch.empty(0)
@@ -130,6 +132,12 @@ class LocalNorms:
         without this call: freeing waits for gloo's threads, which may come back to Python late.
         """
         self._ddp = None
+
+    def take_passes(self) -> int:
+        """Return how many backward passes with an all-reduce there were since the last call."""
+        passes = self._passes
+        self._passes = 0
+        return passes
 
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, int]:
         """Return the mean squared norm of each parameter's gradients, and the batch of one.
@@ -238,6 +246,7 @@ class LocalNorms:
 
     def _send(self, group: dist.ProcessGroup, *, known: bool) -> None:
         """Sum the workers' squares; a worker without a gradient makes them NaN for all."""
+        self._passes += 1
         self._index_of = {parameter: index for index, parameter in enumerate(self._order)}
         found = torch.cat([*self._squares, self._nothing()])
         if not known:

@@ -179,6 +179,8 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self.histogram: ScaleHistogram | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
+        # between `before_step` and `after_step`: gradients, and parameters before the step
+        self._unfinished: tuple[_Look | None, dict[Tensor, Tensor]] = (None, {})
 
     @property
     def small_batch(self) -> int:
@@ -234,6 +236,34 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         """
         step = self._step_on_gradients if self.apply == "gradient" else self._step_and_scale
         loss = step(closure)
+        self._count_step()
+        return loss
+
+    @untraced
+    def before_step(self) -> None:
+        """Gate and scale the gradients, where somebody else steps the base; then `after_step`.
+
+        Both together do what `step` does around the base's step, to the bit.
+
+        Raises:
+            TypeError: A gradient is sparse or complex. Nothing has been changed.
+        """
+        look = self._look()
+        if self.apply == "gradient":
+            self._scale_gradients(look)
+        else:
+            self._unfinished = look, self._copies(list(look.gradients) if look else [])
+
+    @untraced
+    def after_step(self) -> None:
+        """Scale the base's update, if that is what is scaled, and count the step."""
+        if self.apply == "update":
+            look, before = self._unfinished
+            self._unfinished = (None, {})
+            self._scale_update(look, before)
+        self._count_step()
+
+    def _count_step(self) -> None:
         self.steps += 1
         if (
             self.steps >= STEPS_UNTIL_WARNING
@@ -244,7 +274,6 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             self._warn_without_factors()
         self._steps_since_update += 1
         self._steps_since_statistics += 1
-        return loss
 
     @untraced
     def update_gradscale(
@@ -432,6 +461,10 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the base's gradients and the observations that no step has used."""
         super().zero_grad(set_to_none)
+        self.forget_observations()
+
+    def forget_observations(self) -> None:
+        """Drop what was observed for a step that did not come."""
         self._estimates.forget()
         self._shortened, self._squares = 1.0, None
 

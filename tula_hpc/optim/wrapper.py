@@ -108,6 +108,19 @@ class WrappingOptimizer(Optimizer, ABC):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def own_state(self) -> dict[str, Any]:
+        """Return the state beside the base's, where somebody else keeps that."""
+        return self._own_state()
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Restore an `own_state`.
+
+        Raises:
+            ValueError: It belongs to other parameters. Nothing has changed.
+        """
+        self._check_own_state(own)
+        self._load_own_state(own)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out hooks and a scheduler's patch of `step`, as every torch optimizer does."""
         patches = ("step", "_opt_called")

@@ -45,6 +45,9 @@ from tula_hpc.errors import InputError, StageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.workloads.optimizers import consolidate
 
+# name of the method's own state among what is kept
+SCALING = "gradient scaling"
+
 
 class Keeper:
     """One worker's part of an exact resume.
@@ -60,6 +63,8 @@ class Keeper:
         self.loaded = self.store.load_latest()
         self.restart_count = steps.settings.restart_count
         self.kept: dict[str, Any] = {}
+        if steps.scaling is not None:
+            self._keep_one(SCALING, steps.scaling)
         # calls of `batches` in this epoch, in this process
         self.calls = 0
         self.in_epoch = self.in_batches = False
@@ -87,9 +92,12 @@ class Keeper:
                 if not callable(getattr(thing, method, None)):
                     kind = type(thing).__name__
                     raise InputError(f"a {kind} has no {method}", source=f"tula.keep({name}=…)")
-            self.kept[name] = thing
-            if self.loaded is not None:
-                self._restore(name, thing, self.loaded)
+            self._keep_one(name, thing)
+
+    def _keep_one(self, name: str, thing: Any) -> None:
+        self.kept[name] = thing
+        if self.loaded is not None:
+            self._restore(name, thing, self.loaded)
 
     def _restore(self, name: str, thing: Any, loaded: LoadedCheckpoint) -> None:
         states = loaded.state["kept"]
@@ -294,7 +302,7 @@ class Keeper:
         self.steps.log_event("resumed", detail, data)
 
     def _check_kept(self) -> None:
-        if not self.kept:
+        if not set(self.kept) - {SCALING}:
             message = "expected tula.keep(model=…, optimizer=…) before it"
             raise InputError(message, source="tula.epochs")
         missing = set() if self.loaded is None else set(self.loaded.state["kept"]) - set(self.kept)

@@ -244,6 +244,8 @@ class ScriptJob:
             between_s=prior.prior_s,
             between_is_known=prior.is_known,
             fixed_s=None if options.checkpoint_minutes is None else options.checkpoint_s,
+            sweep=job.sweep.model_dump(mode="json") if options.scales else {},
+            configuration=job.configuration,
         )
         return settings.model_dump(mode="json")
 

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
 from tula_hpc.attach.train.peers import Peers
+from tula_hpc.attach.train.scaling import ScriptScaling
+from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import Agreed, Wish
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.errors import InputError
-from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, append_record
+from tula_hpc.records import Configuration, EpochMetrics, RunDirectory, StepMetrics, append_record
 from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 
@@ -49,6 +52,10 @@ class TrainSettings(Record):
     epoch: int = 0
     step: int = 0
     started_at: float = 0.0
+    # of a method that scales gradients; empty: nothing is done to the script's steps
+    sweep: dict[str, Any] = Field(default={})
+    # nodes, workers per node and local batch
+    configuration: tuple[int, int, int] = (1, 1, 1)
     # of the interval between checkpoints: see `Interruptions` and `Cadence`
     between_s: float
     between_is_known: bool = False
@@ -130,6 +137,7 @@ class ScriptTraining(Mode):
             restarts=self.settings.restarts,
         )
         self.models: list[DistributedDataParallel] = []
+        self.scaling = scaling_of(self.settings)
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
         # a forward pass has begun since the last step
@@ -182,6 +190,8 @@ class ScriptTraining(Mode):
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
         self._samples += samples
+        if self.scaling is not None:
+            self.scaling.forward_begins(self.hooks.model)
         if self.is_open:
             return
         self.is_open = True
@@ -194,9 +204,15 @@ class ScriptTraining(Mode):
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
+        optimizer, model = self.hooks.optimizer, self.hooks.inner_model
+        if self.scaling is not None and optimizer is not None and model is not None:
+            epochs_seen = self.progress.epoch + self._epoch_share()
+            self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
     def step_ends(self) -> None:
         """See `Listener`."""
+        if self.scaling is not None:
+            self.scaling.step_ends()
         # a single worker's model is known from its first step on
         is_first = not self.steps
         if is_first:
@@ -274,6 +290,7 @@ class ScriptTraining(Mode):
             lr=float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0,
             step_time_s=window.seconds / window.steps,
             data_time_s=window.waited_s / window.steps,
+            **(self.scaling.metrics(window.steps) if self.scaling is not None else {}),
         )
         append_record(self.files.metrics_file, line, durable=False)
 
@@ -339,6 +356,14 @@ class ScriptTraining(Mode):
         """Add an event of this training to the run's events."""
         job_id = self.settings.job_id
         self.run.log_event(event, "train", detail=detail, job_id=job_id, data=data or {})
+
+
+def scaling_of(settings: TrainSettings) -> ScriptScaling | None:
+    """Return the scaling of a script's steps; None where the method does nothing to them."""
+    if not settings.sweep:
+        return None
+    sweep = SweepSpec.model_validate(settings.sweep, context={"check_paths": False})
+    return ScriptScaling(sweep, Configuration(*settings.configuration))
 
 
 def as_share(name: str, value: float) -> float:

@@ -1,0 +1,160 @@
+"""Gradient scaling of a script's own optimizer, from outside.
+
+The built-in loop takes a step of `TulaOptimizer`. A script takes a step of its own optimizer:
+before it the gradients are scaled, or after it the update, as `TulaOptimizer.step` does around its
+base. The norms of the workers' own gradients come from DDP's communication hook, as in the built-in
+loop; it is registered at the first forward pass, when the script's own hook would be there.
+
+Between the backward pass and the step a script may divide the gradients by a loss scale, and clip
+them. Both multiply all of them by one factor, which one parameter's norm before and after tells:
+the small norms are multiplied likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from tula_hpc.config import SweepSpec
+from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
+from tula_hpc.errors import InputError
+from tula_hpc.optim import LocalNorms, TulaOptimizer
+from tula_hpc.records import Configuration
+
+# relative: two sums of the same squares in another order differ by less
+ROUNDING = 1e-5
+
+
+class ScriptScaling:
+    """Scaling of one script's steps; every worker has one.
+
+    Args:
+        sweep: The method, and the samples of an epoch.
+        configuration: Of the training.
+    """
+
+    def __init__(self, sweep: SweepSpec, configuration: Configuration) -> None:
+        self.sweep, self.configuration = sweep, configuration
+        self.samples = sweep.workload.samples or configuration.global_batch
+        self.adapts = sweep.training.adapts
+        self.reference = ReferenceBatch(sweep, configuration, self.samples)
+        # None: a single worker, which has no norms of smaller batches
+        self.norms: LocalNorms | None = None
+        # None before the first step
+        self.scaling: TulaOptimizer | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._is_attached = False
+        self._passes = 0
+
+    def forward_begins(self, model: nn.Module | None) -> None:
+        """Register the communication hook before the first backward pass; count passes.
+
+        Raises:
+            InputError: The script has a hook of its own.
+        """
+        self._passes += 1
+        if self._is_attached:
+            return
+        self._is_attached = True
+        if not self.adapts or not isinstance(model, DistributedDataParallel):
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.norms = LocalNorms(trained, self.configuration.local_batch, averages=True)
+        try:
+            self.norms.attach(model)
+        except RuntimeError:
+            message = (
+                f'"{self.sweep.training.method}" needs the communication hook of '
+                "DistributedDataParallel, and the script has registered its own; "
+                'expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
+            )
+            raise InputError(message, key="training.method") from None
+
+    def gradients_ready(self, optimizer: Optimizer, model: nn.Module, epochs_seen: float) -> None:
+        """Do what comes before the step.
+
+        Args:
+            optimizer: The script's, about to step.
+            model: As the script defines it.
+            epochs_seen: Before this step, fractional.
+        """
+        if self.scaling is None:
+            self.scaling = self._around(optimizer, model)
+        passes = self._passes
+        self._passes = 0
+        if self.norms is not None:
+            self._observe(self.norms, self.scaling, passes, epochs_seen)
+        self.scaling.before_step()
+
+    def step_ends(self) -> None:
+        """Do what comes after the step."""
+        if self.scaling is not None:
+            self.scaling.after_step()
+
+    def _around(self, optimizer: Optimizer, model: nn.Module) -> TulaOptimizer:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        options = scaling_options(self.sweep, model, owned, self.configuration, self.samples)
+        training = self.sweep.training
+        left_out = training.apply is None and training.preset == "default"
+        if training.method != "adascale" and left_out and not isinstance(optimizer, SGD):
+            # such a base divides by the gradient's size, so that a factor before it cancels out
+            options["apply"] = "update"
+        scaling = TulaOptimizer(optimizer, **options)
+        scaling.expect_small_norms()
+        if self.norms is not None:
+            self.norms.parameters = owned
+        if self._loaded is not None:
+            scaling.load_own_state(self._loaded)
+            self._loaded = None
+        return scaling
+
+    def _observe(
+        self, norms: LocalNorms, scaling: TulaOptimizer, passes: int, epochs_seen: float
+    ) -> None:
+        scaling.forget_observations()
+        reduced = norms.take_passes()
+        accumulation = self.sweep.workload.accumulation
+        # averaged after each of several passes: the gradient that was reduced last is of neither
+        if reduced == 0 or (accumulation > 1 and reduced >= passes):
+            return
+        small, batch = norms.squares()
+        averaged = norms.averaged()
+        factor = _factor_since(averaged, norms.parameters)
+        scaling.set_reference(self.reference.after(min(epochs_seen, self.reference.epochs)))
+        scaling.observe_small(small * factor, batch)
+        scaling.observe_norms(averaged * factor)
+
+    def metrics(self, steps: int) -> dict[str, float]:
+        """Return numbers for a log line of that many steps. Waits for the device."""
+        if self.scaling is None:
+            return {}
+        noise = self.scaling.noise()
+        found = self.scaling.step_metrics(steps) | {
+            "noise_scale": noise.noise_scale,
+            "noise_gradient_square": noise.recent_square,
+            "noise_trace": noise.recent_trace,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return factors, averages and counts."""
+        return {} if self.scaling is None else self.scaling.own_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`, at the first step."""
+        self._loaded = state or None
+
+
+def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Return the squared factor of all gradients since they were averaged; 1 up to rounding."""
+    place, gradient = next((n, p.grad) for n, p in enumerate(parameters) if p.grad is not None)
+    now = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    factor = now / averaged[place]
+    known = torch.isfinite(factor) & (factor > 0) & ((factor - 1.0).abs() > ROUNDING)
+    return torch.where(known, factor, 1.0)
