@@ -6,6 +6,7 @@ Accounting lists every run of a job, requeued ones included, with the number of 
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import shutil
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.env import restart_count
+from tula_hpc.env import restart_count, slurm_conf
 from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
 
@@ -23,6 +24,8 @@ from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PL
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
+# with the time that the commands take: one that hangs is given up after a minute
+LONGEST_WAIT_S = 540.0
 # Slurm's own MaxArraySize
 DEFAULT_LARGEST_ARRAY = 1001
 # characters of why a job waits
@@ -69,6 +72,7 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
         LaunchError: There is no Slurm here, or no answer for 9 minutes.
     """
     pauses = iter(PATIENCE_S)
+    ends = time.monotonic() + LONGEST_WAIT_S
     waited = False
     while True:
         try:
@@ -76,14 +80,14 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
         except LaunchError as error:
             if not available():
                 raise
-            words = in_one_line(error)
+            words = unreached(error)
             pause_s = next(pauses, None)
-            if pause_s is None:
+            if pause_s is None or time.monotonic() >= ends:
                 raise LaunchError(
                     f"the Slurm controller has not answered for 9 minutes: {words}"
                 ) from None
             say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
-            time.sleep(pause_s)
+            time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
             waited = True
         else:
             if waited:
@@ -95,6 +99,20 @@ def in_one_line(error: LaunchError) -> str:
     """Return the command that failed and the last line of its complaint."""
     first, *others = [line.strip() for line in str(error).splitlines()]
     return f"{first.partition(':')[0]}: {others[-1]}" if others else first
+
+
+def unreached(error: LaunchError) -> str:
+    """Return the complaint in one line, and where Slurm's commands look for their controller.
+
+    With another cluster's configuration no controller seems to be there.
+    """
+    words, file = in_one_line(error), slurm_conf()
+    if isinstance(error, NotStartedError):
+        return words
+    if not file:
+        return f"{words}; SLURM_CONF is not set"
+    readable = "" if os.access(file, os.R_OK) else ", no readable file"
+    return f"{words}; SLURM_CONF is {file}{readable}"
 
 
 def say(line: str) -> None:
