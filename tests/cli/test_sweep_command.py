@@ -613,6 +613,17 @@ def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
     assert 32 < int(trusted[1]) < 65536
 
 
+def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = sweep_file.parent / "c.toml"
+    cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.01\n')
+    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker has ")
+
+
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
 
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.plan import plan_stage, training_began
-    from tula_hpc.stages.profile import profile_stage
+    from tula_hpc.stages.profile import out_of_memory, profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
@@ -103,6 +103,8 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if not training_began(sweep.run):
         is_tried = try_before_jobs(sweep)
         profile_stage(sweep)
+        if named := out_of_memory(sweep.run):
+            print(f"out of memory: {', '.join(named)}")
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
