@@ -678,7 +678,8 @@ def test_a_price_that_every_partition_has_for_itself_is_set_for_one(
 @pytest.mark.parametrize(
     "override",
     [
-        "workload.epochs=7", "workload.lr=0.2", "workload.model=elsewhere.models:net", "training.checkpoint_minutes=2",
+        "workload.epochs=7", "workload.lr=0.2", "workload.data_dir=/elsewhere",
+        "workload.model=elsewhere.models:net", "training.checkpoint_minutes=2",
         "search.max_batch=512", "cluster.memory_gb=64", "cluster.train_minutes=90", "pricing.usd_per_node_hour=3",
     ],
 )  # fmt: skip

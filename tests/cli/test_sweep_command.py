@@ -119,7 +119,33 @@ def test_other_inputs_are_refused_with_the_difference(
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
     assert "objective.budget: not set there, 99.0 now" in error
-    assert command_line("plan", str(root), "--set", "KEY=VALUE", "--write") in error
+    plan_again = command_line("plan", str(root), "--set", "KEY=VALUE")
+    assert f"To plan again over the same measurements: {plan_again}\n" in error, "what is trained has its plan"
+    assert "delete" in error
+    (run.train().root / "checkpoints").rmdir()
+    run.train().root.rmdir()
+    run.log_event("submitted", "control", job_id="9")
+    assert main([*again, "--set", "workload.epochs=99"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  workload.epochs: 10 there, 99 now",
+        "The sweep goes on unattended: other values are taken once job 9 is over.",
+    ]
+
+
+def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.cli.open_run import open_run
+
+    data = "workload.dataset=cifar10"
+    run = open_run(*inputs_of(sweep_file, data, "workload.data_dir=/"), sweep_file.parent / "run").run
+    measure(run)
+    given = [data, "workload.data_dir=/tmp", "workload.lr=0.2", "objective.kind=cost", "workload.seed=3"]
+    command = [str(sweep_file), "--run-dir", str(run.root), *(word for key in given for word in ("--set", key))]
+    assert main(command) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 there, 3 now"]
+    run.log_event("submitted", "train", job_id="2")
+    assert main(command) == 2
+    refused = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
+    assert refused == ["objective.kind", "workload.lr", "workload.seed"]
 
 
 def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:

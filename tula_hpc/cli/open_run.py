@@ -155,16 +155,20 @@ def _files(
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Refuse changed inputs on which measurements or a training depend."""
     is_sweep = spec.study is None
-    free = is_sweep and not _has_trained(run)
+    free = is_sweep and not _may_train(run)
     for path, inputs in _files(run, spec, cluster):
-        changes = changes_of(path, inputs)
-        if not all(is_always_free(key) or (free and is_unmeasured(key)) for key in changes):
-            raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
+        refused = {
+            key: values
+            for key, values in changes_of(path, inputs).items()
+            if not is_always_free(key) and not (free and is_unmeasured(key))
+        }
+        if refused:
+            raise RunDirectoryError(_other_inputs(refused, run, is_sweep=is_sweep), source=path)
 
 
-def _has_trained(run: RunDirectory) -> bool:
-    on_its_way = run.history().unsettled("train", "control")
-    return any((run.root / "train").glob("*/*")) or bool(on_its_way)
+def _may_train(run: RunDirectory) -> bool:
+    """Tell whether a training began, or may at any moment since the sweep goes on unattended."""
+    return run.has_trained() or bool(run.history().unsettled("control"))
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
@@ -193,20 +197,28 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
-    """Explain which keys differ from the run directory, and what to do."""
+def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
+    """Explain which keys differ from the run directory and may not, and what to do."""
     lines = [
         "was made from other inputs; use another --run-dir or the same inputs:",
-        *in_lines(changes),
+        *in_lines(refused),
     ]
-    if only_prices(changes):
-        again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
+    if is_sweep and only_prices(refused):
+        again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
         lines.append(f"To plan again over the same measurements: {again}")
-    elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
-        lines.append(f"To train again over the same measurements, delete {run.root / 'train'}.")
+    if is_sweep and all(is_unmeasured(key) for key in refused):
+        lines.append(_when_free(run))
     if not _has_results(run) and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
+
+
+def _when_free(run: RunDirectory) -> str:
+    """Say when keys that no measurement depends on may change."""
+    if run.has_trained():
+        return f"To train again over the same measurements, delete {run.root / 'train'}."
+    job_id = run.history().unsettled("control")[0].job_id
+    return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:

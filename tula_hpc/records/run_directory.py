@@ -238,6 +238,11 @@ class RunDirectory:
         _check_room(files.root)
         return files
 
+    def has_trained(self) -> bool:
+        """Tell whether a training left files, or was submitted and not seen to end."""
+        left = any((self.root / "train").glob("*/*"))
+        return left or bool(self.history().unsettled("train"))
+
     @property
     def profile(self) -> Path:
         """Return the folder of measurements, one file per array task."""
