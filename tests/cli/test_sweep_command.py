@@ -730,3 +730,28 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
     write_training(run, epochs_done=EPOCHS)
     over = said()
     assert over.splitlines()[1:] == ["the training is over: nothing is submitted, and the report is written again"]
+
+
+def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.cli.pipeline import _say_plan
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    sweep, made = (
+        Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run),
+        run.read_plan(),
+    )
+
+    def said(**changed: object) -> str:
+        _say_plan(sweep, made.model_copy(update=changed))
+        return capsys.readouterr().out.splitlines()[0]
+
+    other = said(other_objective=["objective.budget = 9.0"])
+    assert other.startswith(f"objective: objective.budget = 9.0, by {run.plan_file} (tula plan --write), not as in ")
+    assert other.endswith(f"{run.sweep_file}; deleting the former undoes that")
+    assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
+    assert said().startswith("plan: ")
+    run.log_event("submitted", "train", job_id="18")
+    assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"

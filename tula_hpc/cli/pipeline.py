@@ -111,7 +111,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         sweep.run.log_event("ended", "profile")
         return 0
     plan = plan_stage(sweep)
-    _say_plan(plan)
+    _say_plan(sweep, plan)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
         return 0
@@ -166,7 +166,16 @@ def _profiling_cost(sweep: Sweep) -> str:
     )
 
 
-def _say_plan(plan: Plan) -> None:
+def _say_plan(sweep: Sweep, plan: Plan) -> None:
+    differs = list(plan.other_objective)
+    if not differs and plan.objective != sweep.spec.objective.kind:
+        differs = [f'objective.kind = "{plan.objective}"']
+    if differs:
+        undone = "" if sweep.run.has_trained() else "; deleting the former undoes that"
+        print(
+            f"objective: {', '.join(differs)}, by {sweep.run.plan_file} (tula plan --write), not as "
+            f"in {sweep.run.sweep_file}{undone}"
+        )
     print(f"plan: {plan.reason}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
