@@ -565,6 +565,43 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("sweep.toml", None, "is missing; it says what was measured: put it back as it was, or use another --run-dir"),
+        ("sweep.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("cluster.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("plan.json", "{", "delete it, and it is made again"),
+    ],
+)
+def test_status_and_the_command_say_the_same_of_a_lost_file(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
+) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.status import __main__ as status
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    run.log_event("submitted", "train", job_id="2")
+    run.log_event("ended", "train", job_id="2")
+    lost = run.root / name
+    lost.unlink(missing_ok=True)
+    if content is not None:
+        lost.write_text(content)
+        assert lost_inputs(run) == "", "nothing was measured with them"
+    measure(run)
+    if content is not None:
+        lost.touch()
+    assert main([str(sweep_file), "--run-dir", str(run.root)]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith(f"{lost}: ")
+    assert refused.endswith(f"{words}\n")
+    assert refused.count("\n") == 1
+    assert status.main([str(run.root), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["words"]) == ("failed", refused.rstrip("\n"))
+
+
 def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep_file.parent / "thesis"
     folder.mkdir()

@@ -83,9 +83,13 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
+    from tula_hpc.stages.plan import lost_inputs
+
     if run.root.exists() and not run.root.is_dir():
         raise RunDirectoryError("is not a folder", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
+        if words := lost_inputs(run):
+            raise RunDirectoryError(words)
         raise RunDirectoryError(
             "is not empty and not a run directory; choose another --run-dir", source=run.root
         )
@@ -98,18 +102,9 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
     changed = (
         key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs)
     )
-    if all(is_of_submission(key) for key in changed) or _has_results(run):
+    if all(is_of_submission(key) for key in changed) or run.has_results():
         return False
     return not _jobs_left(run) and not any(lost(run))
-
-
-def _has_results(run: RunDirectory) -> bool:
-    """Tell whether anything was measured, planned or trained; damaged files count as such."""
-    measured = run.measurements()
-    if measured.skipped or any(row.status == "ok" for row in measured.records):
-        return True
-    trained = any(path.is_file() for path in (run.root / "train").rglob("*"))
-    return trained or run.plan_file.exists() or run.rates_file.exists()
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
@@ -154,6 +149,10 @@ def _files(
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Refuse changed inputs on which measurements or a training depend."""
+    from tula_hpc.stages.plan import lost_inputs
+
+    if words := lost_inputs(run):
+        raise RunDirectoryError(words)
     is_sweep = spec.study is None
     free = is_sweep and not _may_train(run)
     for path, inputs in _files(run, spec, cluster):
@@ -208,7 +207,7 @@ def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str
         lines.append(f"To plan again over the same measurements: {again}")
     if is_sweep and all(is_unmeasured(key) for key in refused):
         lines.append(_when_free(run))
-    if not _has_results(run) and (left := _jobs_left(run)):
+    if not run.has_results() and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
 

@@ -6,7 +6,6 @@ Accounting lists every run of a job, requeued ones included, with the number of 
 from __future__ import annotations
 
 import getpass
-import os
 import re
 import shutil
 import sys
@@ -15,12 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.env import restart_count, slurm_conf
+from tula_hpc.env import restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
 
 # for others, who ask other questions
+from tula_hpc.launch.slurm_command import in_one_line as in_one_line  # noqa: PLC0414
 from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414
+from tula_hpc.launch.slurm_command import unreached as unreached  # noqa: PLC0414
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
@@ -93,26 +94,6 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
             if waited:
                 say("Slurm answers again")
             return answer
-
-
-def in_one_line(error: LaunchError) -> str:
-    """Return the command that failed and the last line of its complaint."""
-    first, *others = [line.strip() for line in str(error).splitlines()]
-    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
-
-
-def unreached(error: LaunchError) -> str:
-    """Return the complaint in one line, and where Slurm's commands look for their controller.
-
-    With another cluster's configuration no controller seems to be there.
-    """
-    words, file = in_one_line(error), slurm_conf()
-    if isinstance(error, NotStartedError):
-        return words
-    if not file:
-        return f"{words}; SLURM_CONF is not set"
-    readable = "" if os.access(file, os.R_OK) else ", no readable file"
-    return f"{words}; SLURM_CONF is {file}{readable}"
 
 
 def say(line: str) -> None:
