@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -246,8 +247,7 @@ def test_waiting_for_a_controller_ends_though_each_question_takes_long(monkeypat
         raise LaunchError("squeue did not answer within 60 s")
 
     monkeypatch.setattr(slurm, "available", lambda: True)
-    monkeypatch.setattr(slurm.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(slurm.time, "sleep", pass_time)
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_time))
     with pytest.raises(LaunchError, match="has not answered for 9 minutes: squeue did not answer"):
         slurm.retry_until_answered(ask)
     assert len(asked) > 5

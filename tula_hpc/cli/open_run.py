@@ -234,25 +234,33 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
 
 
-def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
+def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) -> int:
     """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
+
+    Args:
+        sweep: The run.
+        until: The last stage.
+        detach: Controller jobs carry on.
+        here: This command carries on, also where controller jobs do.
 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.
     """
-    from tula_hpc.cli.controller import carry_on_detached, take_over
+    from tula_hpc.cli.controller import carry_on_detached, look_on, take_over
     from tula_hpc.cli.pipeline import carry_out
 
-    with sweep.run.locked():
-        _refuse_changed_meanwhile(sweep)
-        try:
+    try:
+        if not detach and not here:
+            look_on(sweep)
+        with sweep.run.locked():
+            _refuse_changed_meanwhile(sweep)
             if detach:
                 return carry_on_detached(sweep, until)
             take_over(sweep)
             return carry_out(sweep, until)
-        except KeyboardInterrupt:
-            say_interrupted(sweep)
-            return 130
+    except KeyboardInterrupt:
+        say_interrupted(sweep, until)
+        return 130
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
@@ -263,19 +271,33 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
         )
 
 
-def say_interrupted(sweep: Sweep) -> None:
-    """Explain how to go on, and how to cancel the jobs that are left."""
-    from tula_hpc.stages.context import jobs_left, jobs_on_record
+def say_interrupted(sweep: Sweep, until: str = "report") -> None:
+    """Say what goes on without this command, how to go on, and how to cancel the jobs left."""
+    from tula_hpc.launch.launcher import describe_states
+    from tula_hpc.stages.context import jobs_on_record
 
-    sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
-    stages, unless = ("profile", "train", "control"), ""
-    try:
-        jobs = jobs_left(sweep, *stages, timeout_s=LAST_ANSWER_S)
-    except LaunchError:
-        jobs, unless = (
-            jobs_on_record(sweep.run, *stages),
-            ", unless they are over: Slurm does not answer",
-        )
+    jobs = jobs_on_record(sweep.run, "profile", "train", "control")
+    states, unless = "", ", unless they are over: Slurm does not answer"
+    with contextlib.suppress(LaunchError):
+        active = sweep.launcher.active(jobs, LAST_ANSWER_S)
+        jobs, unless = [job for job in jobs if job.job_id in active], ""
+        at_work = {job.job_id for job in jobs_on_record(sweep.run, "profile", "train")}
+        states = describe_states({key: active[key] for key in active if key in at_work})
+    again = ("--until", until) if until != "report" else ()
+    ids = {job.job_id for job in jobs}
+    control = [job for job in sweep.run.history().unsettled("control") if job.job_id in ids]
+    if control:
+        goes_on = f"the sweep goes on unattended, by controller job {control[0].job_id}{unless}"
+        here = sweep.command(*again, "--take-over")
+        sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
+    else:
+        same = sweep.command(*again)
+        sys.stderr.write(f"\ninterrupted. Run the same command again to continue: {same}\n")
+        if sweep.run.history().detached():
+            sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:
         cancel = sweep.launcher.cancel_command(jobs)
-        sys.stderr.write(f"jobs are left as they are{unless}; to cancel them: {cancel}\n")
+        told = f" ({states})" if states else ""
+        sys.stderr.write(f"jobs are left as they are{told}{unless}; to cancel them: {cancel}\n")
+    else:
+        sys.stderr.write("no job is left\n")

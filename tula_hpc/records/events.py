@@ -415,6 +415,12 @@ class RunHistory:
         """Return the ids of the guards that no command has seen the end of."""
         return [job.job_id for job in self.unsettled(CONTROL) if job.role == GUARD]
 
+    def control_failure(self) -> str:
+        """Return why the last controller that ended could not go on, "" if it could."""
+        ends = (e for e in reversed(self.events) if (e.event, e.stage) == ("ended", CONTROL))
+        last = next(ends, None)
+        return "" if last is None or last.failure is None else last.detail
+
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""
         return self._jobs.get(job_id, JobEvents(job_id))
