@@ -19,6 +19,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
@@ -792,3 +793,24 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     assert said().startswith("plan: ")
     run.log_event("submitted", "train", job_id="18")
     assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
+
+
+def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.cli.pipeline import carry_out
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    # or it would measure and plan first
+    run.log_event("submitted", "train", job_id="18")
+    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    assert carry_out(sweep, "plan") == 0
+    *_, planned, following = capsys.readouterr().out.splitlines()
+    chosen = run.read_plan().chosen
+    assert planned.startswith(
+        f"planned: {chosen.configuration}, predicted {format_duration(chosen.epoch_time_s)} an epoch, "
+    )
+    assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
+    inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
+    assert following == f"to train it: {command_line('sweep', *inputs)}"

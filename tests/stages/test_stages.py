@@ -13,9 +13,9 @@ from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages.context import Sweep, describe_failures
+from tula_hpc.stages.context import LineProgress, Sweep, describe_failures
 from tula_hpc.stages.plan import plan_stage
-from tula_hpc.stages.train import next_candidate
+from tula_hpc.stages.train import next_candidate, training_tick
 from tula_hpc.status.run_files import read_facts
 
 LARGE, *SMALLER = (
@@ -79,6 +79,20 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     assert capsys.readouterr().err == f"{words}\n"
     assert run.read_plan() == made
     assert read_facts(run).doubts == []
+
+
+def test_who_waits_for_a_training_that_went_on_hears_from_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("train"))
+    place = {"samples_seen": 5120, "step": 40}
+    for data in ({}, place, {**place, "epochs_seen": 3.125}):
+        run.log_event("resumed", "train", job_id="2", data={"label": "main", **data})
+        tick("1 running")
+    before, after = capsys.readouterr().err.splitlines()
+    assert before == "train: 0 of 10: epochs; 1 running", "older versions did not note the place"
+    assert after == "train: 0 of 10: epochs; 1 running; went on from the checkpoint of epoch 3.125, step 40"
 
 
 def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError
-from tula_hpc.formatting import printable, with_own_escapes
+from tula_hpc.formatting import format_duration, format_money, printable, with_own_escapes
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.report.plan_text import TextColumn
@@ -114,6 +114,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     _say_plan(sweep, plan)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
+        _say_what_follows(sweep, plan)
         return 0
     over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
     if is_tried and not over:
@@ -179,6 +180,18 @@ def _say_plan(sweep: Sweep, plan: Plan) -> None:
     print(f"plan: {plan.reason}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
+
+
+def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
+    """Say what the planned training takes, and the command that begins it."""
+    chosen = plan.chosen
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    print(
+        f"planned: {chosen.configuration}{where}, predicted {format_duration(chosen.epoch_time_s)} "
+        f"an epoch, {format_duration(chosen.expected_time_s)} and "
+        f"{format_money(chosen.cost, chosen.currency)} in all"
+    )
+    print(f"to train it: {sweep.command()}")
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:

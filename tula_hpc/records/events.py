@@ -151,6 +151,9 @@ class ProgressData(EventData):
     """Data of "resumed", and of the end of a training's job."""
 
     samples_seen: int | None = None
+    step: int | None = None
+    # with the part of the present one
+    epochs_seen: float | None = None
 
 
 class CheckpointData(EventData):
@@ -492,6 +495,14 @@ class RunHistory:
     def restarts(self, label: str) -> int:
         """Count how often a training went on from a checkpoint."""
         return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def resumed_from(self, label: str) -> tuple[float, int] | None:
+        """Return epochs and steps of the checkpoint that a training last went on from."""
+        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
+        data = next(map(ProgressData.of, resumed), None)
+        if data is None or data.epochs_seen is None or data.step is None:
+            return None
+        return data.epochs_seen, data.step
 
     def fallbacks(self, label: str) -> int:
         """Count how often a training went on with a smaller batch for want of memory."""

@@ -347,7 +347,10 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None
         if metrics.epochs:
             last = metrics.epochs[-1]
             shown.append(format_score(last.test_accuracy, last.test_loss))
-        if drift := describe_drift(sweep.run.events()):
+        history = sweep.run.history()
+        if begun := history.resumed_from(MAIN_LABEL):
+            shown.append(f"went on from the checkpoint of epoch {begun[0]:.4g}, step {begun[1]:,}")
+        if drift := describe_drift(history.events):
             shown.append(drift)
         progress.update(round(done, 2), sweep.spec.workload.epochs, "; ".join(shown))
 
