@@ -10,6 +10,8 @@ answered at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -138,10 +140,18 @@ def _answer(options: argparse.Namespace) -> str:
     run = RunDirectory(options.run)
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
+    # a sweep that trains must not begin while its plan is exchanged
+    with run.locked() if options.write else contextlib.nullcontext():
+        return _plan_again(options, run)
+
+
+def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     sweep_overrides, cluster_overrides = split_overrides(options.set)
     if options.objective:
         sweep_overrides.append(f"objective.kind={options.objective}")
     sweep, cluster, how_to_profile = _inputs(run, sweep_overrides, cluster_overrides)
+    if options.write:
+        _refuse_trained(run)
     read = run.measurements()
     refuse_several(run, read.records)
     footprints = run.footprints(cluster.part_names())
@@ -159,10 +169,30 @@ def _answer(options: argparse.Namespace) -> str:
     except InputError as error:
         # a price needs a quantity that is not known
         raise InputError(str(error), source=run.cluster_file) from None
+    if options.write:
+        differs = _other_objective(load_frozen_sweep(run.sweep_file).objective, sweep.objective)
+        plan = plan.model_copy(update={"other_objective": differs})
     text = plan.model_dump_json(by_alias=True, indent=1) if options.json or options.write else ""
     if options.write:
         write_atomically(run.plan_file, text)
     return printable(text) if options.json else _as_text(plan, sweep, cluster, read.records, run)
+
+
+def _refuse_trained(run: RunDirectory) -> None:
+    if run.has_trained():
+        message = (
+            "the training of this run follows it, so that it is not replaced: leave out --write to "
+            "see the other plan; to train by it over the same measurements, delete "
+            f"{run.root / 'train'} first"
+        )
+        raise InputError(message, source=run.plan_file)
+
+
+def _other_objective(own: ObjectiveSpec, wanted: ObjectiveSpec) -> list[str]:
+    """Return what of [objective] is not as in the run's sweep.toml, as assignments."""
+    values = {key: getattr(wanted, key) for key in ObjectiveSpec.model_fields}
+    differing = {key: value for key, value in values.items() if value != getattr(own, key)}
+    return [f"objective.{key} = {json.dumps(value)}" for key, value in differing.items()]
 
 
 def _inputs(

@@ -88,7 +88,7 @@ def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
     if work.class_count is None or work.metric is not None or work.class_count <= among_best:
         return False
     guessed = among_best / work.class_count
-    error = math.sqrt(guessed * (1 - guessed) / (work.test_samples or USUAL_TEST_SAMPLES))
+    error = math.sqrt(guessed * (1 - guessed) / (work.test_set_size or USUAL_TEST_SAMPLES))
     return accuracy <= guessed + ERRORS * error
 
 

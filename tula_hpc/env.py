@@ -242,6 +242,11 @@ def slurm_job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
 
 
+def slurm_conf() -> str:
+    """Return the file that Slurm's commands are told to find their controller by; "" if none."""
+    return os.environ.get("SLURM_CONF", "")
+
+
 @contextlib.contextmanager
 def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if any, from the jobs that it submits meanwhile.

@@ -74,9 +74,8 @@ def run(
         from tula_hpc.records import RunDirectory
 
         return report_study(RunDirectory(root))
-    return work(
-        open_run(spec, cluster, root), "report" if report else "train", detach=options.detach
-    )
+    sweep, until = open_run(spec, cluster, root), "report" if report else "train"
+    return work(sweep, until, detach=options.detach, here=options.take_over)
 
 
 if __name__ == "__main__":

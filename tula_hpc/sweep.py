@@ -52,7 +52,8 @@ def _run(options: argparse.Namespace) -> int:
         check_run(spec, cluster, root)
         describe_submission(spec, cluster, root).show()
         return 0
-    return work(open_run(spec, cluster, root), options.until, detach=options.detach)
+    sweep = open_run(spec, cluster, root)
+    return work(sweep, options.until, detach=options.detach, here=options.take_over)
 
 
 def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> int:

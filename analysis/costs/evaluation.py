@@ -161,8 +161,8 @@ def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int =
     if workload.holdout:
         held_out = train_samples * workload.holdout / (1.0 - workload.holdout)
         return EvaluatedOn(np.ceil(held_out), known=True)
-    if workload.test_samples is not None:
-        return EvaluatedOn(float(workload.test_samples), known=True)
+    if workload.test_set_size is not None:
+        return EvaluatedOn(float(workload.test_set_size), known=True)
     return EvaluatedOn(np.ceil(ASSUMED_SHARE * train_samples), known=False)
 
 

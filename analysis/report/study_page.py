@@ -86,7 +86,7 @@ def study_text(run: RunDirectory) -> str:
 
 def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:
     contents = read_study(run)
-    test_samples = contents.sweep.workload.test_samples
+    test_samples = contents.sweep.workload.test_set_size
     return contents, make_table(contents.study, contents.outcomes, test_samples)
 
 

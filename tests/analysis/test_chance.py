@@ -60,6 +60,7 @@ def test_a_training_learned_nothing_where_its_loss_says_so(
         (0.1, {"metric": "my.module:share"}, 1, False),
         (0.1, {"dataset": "cifar10"}, 1, True),
         (0.12, {"dataset": "cifar10"}, 1, False),
+        (0.12, {"dataset": "cifar10", "test_samples": 100}, 1, True),
     ],
 )
 def test_guessing_is_told_by_classes_and_test_samples(

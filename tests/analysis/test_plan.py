@@ -634,6 +634,43 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory) -> Non
     assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_plan_of_a_training_is_not_replaced(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], trains: bool
+) -> None:
+    assert main([str(run.root), "--write"]) == 0
+    written = run.plan_file.read_bytes()
+    run.log_event("submitted", "train", job_id="2")
+    if not trains:
+        run.make_train().metrics_file.touch()
+        run.log_event("ended", "train", job_id="2")
+    capsys.readouterr()
+    assert main([str(run.root), "--objective", "cost", "--write"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"{run.plan_file}: the training of this run follows it")
+    assert "leave out --write" in said.err
+    assert said.err.count("\n") == 1
+    assert run.plan_file.read_bytes() == written
+    assert main([str(run.root), "--objective", "cost"]) == 0
+
+
+def test_the_plan_is_not_replaced_under_a_sweep_that_is_at_work(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run.locked():
+        assert main([str(run.root), "--write"]) == 2
+        assert "is in use by process" in capsys.readouterr().err
+        assert main([str(run.root)]) == 0
+
+
+def test_a_written_plan_knows_which_objective_it_follows_in_place_of_the_sweeps(run: RunDirectory) -> None:
+    assert main([str(run.root), "--objective", "time", "--set", "objective.deadline_hours=900h", "--write"]) == 0
+    assert run.read_plan().other_objective == ['objective.kind = "time"', "objective.deadline_hours = 900.0"]
+    assert main([str(run.root), "--objective", sweep().objective.kind, "--write"]) == 0
+    assert run.read_plan().other_objective == []
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -689,7 +726,8 @@ def test_a_price_that_every_partition_has_for_itself_is_set_for_one(
 @pytest.mark.parametrize(
     "override",
     [
-        "workload.epochs=7", "workload.lr=0.2", "workload.model=elsewhere.models:net", "training.checkpoint_minutes=2",
+        "workload.epochs=7", "workload.lr=0.2", "workload.data_dir=/elsewhere",
+        "workload.model=elsewhere.models:net", "training.checkpoint_minutes=2",
         "search.max_batch=512", "cluster.memory_gb=64", "cluster.train_minutes=90", "pricing.usd_per_node_hour=3",
     ],
 )  # fmt: skip

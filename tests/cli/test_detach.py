@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +15,8 @@ import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc.cli import controller as detach
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.cli.open_run import work
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StageError, SubmitLimitError
 from tula_hpc.invocation import command_line
 from tula_hpc.launch import slurm
@@ -131,7 +134,7 @@ class Cluster:
         self.run.log_event("submitted", CONTROL, job_id=job_id, data=data[0] if data else {})
         return [Submitted(job_id, self.run.slurm)]
 
-    def queue(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+    def queue(self, job_ids: Iterable[str], timeout_s: float = 0.0) -> dict[str, JobState]:
         return {job_id: JobState("PENDING", "Dependency") for job_id in job_ids if job_id in self.jobs}
 
     def cancel(self, job_ids: Iterable[str]) -> None:
@@ -257,6 +260,121 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     assert detach.controllers(sweep) == []
     detach.take_over(sweep)
     assert capsys.readouterr().out == ""
+
+
+class Clock:
+    """Time in which a command looks on: at each pause the next of these things happens."""
+
+    def __init__(self, *happens: Callable[[], object]) -> None:
+        self.left = list(happens)
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, _: float) -> None:
+        if self.left:
+            self.left.pop(0)()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def on_its_way(cluster: Cluster) -> Sweep:
+    """A detached sweep with a training in the queue."""
+    cluster.step("", left("a"))
+    cluster.run.log_event("detached", CONTROL, data={"until": "report"})
+    cluster.run.log_event("submitted", "train", job_id="50", data={"label": "main"})
+    cluster.jobs["50"] = ""
+    run = cluster.run
+    return Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run)
+
+
+def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = on_its_way(cluster)
+    jobs: dict[str, str] = {}
+    acts = [
+        lambda: cluster.step("1", left("b")),
+        lambda: jobs.update(cluster.jobs),
+        lambda: cluster.step("3", lambda: 0),
+    ]
+    monkeypatch.setattr(detach, "time", Clock(*acts))
+    detach.look_on(sweep)
+    assert jobs == {"2": "3", "3": "b", "50": ""}, "nothing was cancelled"
+    said = capsys.readouterr()
+    assert "controller job 1 carries this sweep on, and this command waits for the end; --take-over" in said.out
+    assert "1 pending (Dependency); controller job 1 is next" in said.err
+    assert "controller job 3 is next" in said.err
+    assert "is cancelled" not in said.out
+    detach.look_on(sweep)
+    assert "detached" not in capsys.readouterr().out, "it is not any more: this command goes on"
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda cluster: cluster.jobs.clear(), "controller job 2 is gone: nobody carries the sweep on"),
+        (
+            lambda cluster: cluster.run.log_event(
+                "ended", CONTROL, job_id="1", failure=Failure.BUG, detail="plan: why"
+            ),
+            "",
+        ),
+    ],
+)
+def test_who_waited_hears_that_nobody_carries_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, end: Callable[[Cluster], None], words: str
+) -> None:
+    sweep = on_its_way(cluster)
+
+    def fail() -> None:
+        if not words:
+            cluster.run.log_event("ended", CONTROL, job_id="2")
+        end(cluster)
+
+    monkeypatch.setattr(detach, "time", Clock(fail))
+    with pytest.raises(StageError, match=f"^{words or 'plan: why'}$"):
+        detach.look_on(sweep)
+
+
+@pytest.mark.parametrize("answer", ["y", "n", ""])
+def test_at_a_terminal_it_is_asked_who_carries_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    job = detach.controllers(on_its_way(cluster))[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    assert not detach._is_wanted_here(job)
+    assert capsys.readouterr().err == ""
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert detach._is_wanted_here(job) == (answer == "y")
+    assert capsys.readouterr().err == "Controller job 1 carries this sweep on. Cancel it, and carry on here? [y/N] "
+
+
+def test_who_interrupts_hears_what_goes_on_without_the_command(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = on_its_way(cluster)
+    monkeypatch.setattr(detach, "time", Clock(interrupt))
+    assert work(sweep, "report") == 130
+    first, jobs = capsys.readouterr().err.splitlines()[-2:]
+    here = sweep.command("--take-over")
+    assert first == f"interrupted; the sweep goes on unattended, by controller job 1. To carry on here: {here}"
+    assert jobs == "jobs are left as they are (1 pending (Dependency)); to cancel them: scancel 1 2 50"
+    assert set(cluster.jobs) == {"1", "2", "50"}
+    monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", lambda *_: interrupt())
+    assert work(sweep, "train", here=True) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-3:] == [
+        f"interrupted. Run the same command again to continue: {sweep.command('--until', 'train')}",
+        "no controller job is left: nothing goes on unattended",
+        "jobs are left as they are (1 pending (Dependency)); to cancel them: scancel 50",
+    ]
+    cluster.jobs.clear()
+    assert work(sweep, "report") == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "no job is left"
 
 
 def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattended(run: RunDirectory) -> None:

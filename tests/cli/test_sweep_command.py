@@ -19,6 +19,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import ClusterSpec, SweepSpec, idle_keys, idle_reference, load_cluster, load_sweep
+from tula_hpc.formatting import format_duration, format_money
 from tula_hpc.invocation import command_line
 from tula_hpc.records import RunDirectory, append_record
 from tula_hpc.sweep import main
@@ -119,7 +120,33 @@ def test_other_inputs_are_refused_with_the_difference(
     assert main([*again, "--set", "objective.budget=99"]) == 2
     error = capsys.readouterr().err
     assert "objective.budget: not set there, 99.0 now" in error
-    assert command_line("plan", str(root), "--set", "KEY=VALUE", "--write") in error
+    plan_again = command_line("plan", str(root), "--set", "KEY=VALUE")
+    assert f"To plan again over the same measurements: {plan_again}\n" in error, "what is trained has its plan"
+    assert "delete" in error
+    (run.train().root / "checkpoints").rmdir()
+    run.train().root.rmdir()
+    run.log_event("submitted", "control", job_id="9")
+    assert main([*again, "--set", "workload.epochs=99"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  workload.epochs: 10 there, 99 now",
+        "The sweep goes on unattended: other values are taken once job 9 is over.",
+    ]
+
+
+def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.cli.open_run import open_run
+
+    data = "workload.dataset=cifar10"
+    run = open_run(*inputs_of(sweep_file, data, "workload.data_dir=/"), sweep_file.parent / "run").run
+    measure(run)
+    given = [data, "workload.data_dir=/tmp", "workload.lr=0.2", "objective.kind=cost", "workload.seed=3"]
+    command = [str(sweep_file), "--run-dir", str(run.root), *(word for key in given for word in ("--set", key))]
+    assert main(command) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["  workload.seed: 0 there, 3 now"]
+    run.log_event("submitted", "train", job_id="2")
+    assert main(command) == 2
+    refused = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
+    assert refused == ["objective.kind", "workload.lr", "workload.seed"]
 
 
 def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
@@ -539,6 +566,43 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("sweep.toml", None, "is missing; it says what was measured: put it back as it was, or use another --run-dir"),
+        ("sweep.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("cluster.toml", "name = ", "it says what was measured: put it back as it was, or use another --run-dir"),
+        ("plan.json", "{", "delete it, and it is made again"),
+    ],
+)
+def test_status_and_the_command_say_the_same_of_a_lost_file(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
+) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.stages.plan import lost_inputs
+    from tula_hpc.status import __main__ as status
+
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
+    run.log_event("submitted", "train", job_id="2")
+    run.log_event("ended", "train", job_id="2")
+    lost = run.root / name
+    lost.unlink(missing_ok=True)
+    if content is not None:
+        lost.write_text(content)
+        assert lost_inputs(run) == "", "nothing was measured with them"
+    measure(run)
+    if content is not None:
+        lost.touch()
+    assert main([str(sweep_file), "--run-dir", str(run.root)]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith(f"{lost}: ")
+    assert refused.endswith(f"{words}\n")
+    assert refused.count("\n") == 1
+    assert status.main([str(run.root), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["words"]) == ("failed", refused.rstrip("\n"))
+
+
 def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep_file.parent / "thesis"
     folder.mkdir()
@@ -611,6 +675,17 @@ def test_a_dry_run_offers_only_local_batches_that_the_estimate_lets_fit(
     offered = [[int(batch) for batch in found.split(", ")] for found in re.findall(r"batches ([\d, ]+), in", out)]
     assert {max(batches) for batches in offered} == {int(trusted[1])}
     assert 32 < int(trusted[1]) < 65536
+
+
+def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = sweep_file.parent / "c.toml"
+    cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.01\n')
+    assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker has ")
 
 
 def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
@@ -693,3 +768,49 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
     write_training(run, epochs_done=EPOCHS)
     over = said()
     assert over.splitlines()[1:] == ["the training is over: nothing is submitted, and the report is written again"]
+
+
+def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.cli.pipeline import _say_plan
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    sweep, made = (
+        Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run),
+        run.read_plan(),
+    )
+
+    def said(**changed: object) -> str:
+        _say_plan(sweep, made.model_copy(update=changed))
+        return capsys.readouterr().out.splitlines()[0]
+
+    other = said(other_objective=["objective.budget = 9.0"])
+    assert other.startswith(f"objective: objective.budget = 9.0, by {run.plan_file} (tula plan --write), not as in ")
+    assert other.endswith(f"{run.sweep_file}; deleting the former undoes that")
+    assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
+    assert said().startswith("plan: ")
+    run.log_event("submitted", "train", job_id="18")
+    assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
+
+
+def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tula_hpc.cli.pipeline import carry_out
+    from tula_hpc.stages.context import Sweep
+
+    run = make_run(tmp_path / "run", stage="plan")
+    # or it would measure and plan first
+    run.log_event("submitted", "train", job_id="18")
+    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    assert carry_out(sweep, "plan") == 0
+    *_, planned, following = capsys.readouterr().out.splitlines()
+    chosen = run.read_plan().chosen
+    assert planned.startswith(
+        f"planned: {chosen.configuration}, predicted {format_duration(chosen.epoch_time_s)} an epoch, "
+    )
+    assert planned.endswith(f"{format_duration(chosen.train_time_s)} and {format_money(chosen.cost, 'USD')} in all")
+    inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
+    assert following == f"to train it: {command_line('sweep', *inputs)}"

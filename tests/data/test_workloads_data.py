@@ -193,6 +193,22 @@ def test_a_subset_is_a_fixed_random_choice_that_grows() -> None:
     assert len(set(chosen(100))) == 100
 
 
+def test_a_limited_test_set_is_the_same_for_every_seed_and_grows() -> None:
+    def chosen(samples: int, **keys: Any) -> list[int]:
+        test = build("digits", test_samples=samples, **keys).test
+        assert isinstance(test, PixelDataset)
+        return list(test.positions.tolist())
+
+    whole = build("digits").test
+    assert isinstance(whole, PixelDataset)
+    assert chosen(50) == chosen(100, seed=1)[:50]
+    assert len(set(chosen(100))) == 100
+    assert set(chosen(100)) <= set(whole.positions.tolist())
+    assert chosen(50, holdout=0.2) == chosen(51, holdout=0.2), "held-out samples are tested on instead"
+    with pytest.raises(InputError, match=r"workload\.test_samples: 360, but the test set has 359"):
+        build("digits", test_samples=360)
+
+
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_how_many_samples_there_are_is_known_before_they_are_read(name: str) -> None:
     assert WorkloadSpec(dataset=name).most_samples == len(build(name).train)  # type: ignore[arg-type] # it has one

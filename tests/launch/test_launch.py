@@ -23,7 +23,7 @@ from tula_hpc.errors import Failure, LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Notice, Request, Submitted
 from tula_hpc.launch.job_files import setup_text
-from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, _describe
+from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
 from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.launch.slurm_executor import CONTROL_MINUTES, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
@@ -504,9 +504,9 @@ def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None
 def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
     waiting = slurm.JobState("PENDING", "Priority")
     stuck = slurm.JobState("PENDING", "PartitionConfig")
-    told = _describe({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
+    told = describe_states({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
     assert told == (
         "1 running, 2 pending (Priority), "
         "1 pending (PartitionConfig: asks for more than its partition has or allows; this does not go away by itself)"
     )
-    assert _describe({}) == "ending"
+    assert describe_states({}) == "ending"

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tula_hpc.ddp.device_errors import broken_device
-from tula_hpc.errors import Failure, InputError, LaunchError
+from tula_hpc.errors import Failure, InputError, LaunchError, NotStartedError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.reasons import classify, complaining_nodes, telling_line, without_chatter
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
@@ -214,6 +215,7 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     """Once for each pause, and once more when it answers, if only after the last pause."""
     monkeypatch.setattr(slurm, "PATIENCE_S", (0, 0))
     monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     left = iter([f"squeue failed: a retry\nsqueue: error: no answer {number}" for number in range(silences)])
 
     def ask() -> str:
@@ -224,12 +226,46 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     if silences < 3:
         assert slurm.retry_until_answered(ask) == "an answer"
     else:
-        with pytest.raises(LaunchError, match=r"has not answered for 9 minutes: .*no answer 2"):
+        with pytest.raises(LaunchError, match=r"has not answered for 9 minutes: .*no answer 2; SLURM_CONF is not set"):
             slurm.retry_until_answered(ask)
-    words = "Slurm does not answer (squeue failed: squeue: error: no answer {}); trying again in 0 s"
+    told = "squeue failed: squeue: error: no answer {}; SLURM_CONF is not set"
+    words = f"Slurm does not answer ({told}); trying again in 0 s"
     lines = [words.format(number) for number in range(2)]
     expected = {0: [], 2: [*lines, "Slurm answers again"], 3: lines}
     assert capsys.readouterr().err.splitlines() == expected[silences]
+
+
+def test_waiting_for_a_controller_ends_though_each_question_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    def ask() -> None:
+        asked.append(now[0])
+        pass_time(60.0)
+        raise LaunchError("squeue did not answer within 60 s")
+
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_time))
+    with pytest.raises(LaunchError, match="has not answered for 9 minutes: squeue did not answer"):
+        slurm.retry_until_answered(ask)
+    assert len(asked) > 5
+    assert now[0] == slurm.LONGEST_WAIT_S + 60.0, "the last question is asked at the end of the nine minutes"
+
+
+@pytest.mark.parametrize("given", ["", "there", "nowhere"])
+def test_who_finds_no_controller_hears_which_configuration_was_used(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").touch()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / given) if given else "")
+    said = slurm.unreached(LaunchError("squeue failed: Unable to contact slurm controller"))
+    assert said.startswith("squeue failed: Unable to contact slurm controller; SLURM_CONF is ")
+    ends = {"": "not set", "there": f"{tmp_path}/there", "nowhere": f"{tmp_path}/nowhere, no readable file"}
+    assert said.endswith(f"SLURM_CONF is {ends[given]}")
+    missing = NotStartedError("squeue is not on PATH: is this a Slurm login node?")
+    assert slurm.unreached(missing) == str(missing)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,12 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
     assert cut.restarts == 1
     assert (cut.final_loss, cut.test_accuracy, cut.steps) == (whole.final_loss, whole.test_accuracy, whole.steps)
     events = {event.event: event for event in RunDirectory(tmp_path / "cut").events()}
-    assert events["preempted"].data["step"] == events["resumed"].data["step"] >= 40
+    stopped_at = events["resumed"].data["step"]
+    assert events["preempted"].data["step"] == stopped_at >= 40
+    begun = RunDirectory(tmp_path / "cut").history().resumed_from("main")
+    assert begun is not None
+    assert begun[0] == pytest.approx(stopped_at * 2 * 8 / 1024)
+    assert begun[1] == stopped_at
 
 
 def stop_when(run: RunDirectory, step: int, shell: int) -> None:

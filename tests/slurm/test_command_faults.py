@@ -94,6 +94,19 @@ def kill_controllers(command: Command) -> None:
     cluster.kill_job(command.control()[1])
 
 
+def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
+    slurm_cluster: MiniCluster, detached: Command
+) -> None:
+    process = detached.start()
+    slurm_cluster.wait_for(lambda: "carries this sweep on" in detached.log.read_text(), 60)
+    process.terminate()
+    assert process.wait(60) == 130
+    said = detached.log.read_text()
+    assert "interrupted; the sweep goes on unattended, by controller job " in said
+    assert "--take-over" in said.splitlines()[-2]
+    assert "is cancelled" not in said
+
+
 def test_a_command_that_is_killed_at_any_moment_goes_on_and_does_nothing_twice(
     slurm_cluster: MiniCluster, detached: Command, tmp_path: Path
 ) -> None:

@@ -120,6 +120,8 @@ def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> Non
     assert limited.largest_local_batch == 64
     tiny = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: 0.001}))
     assert tiny.largest_local_batch == 0
+    assert tiny.beside_bytes == beside
+    assert tiny.parameter_bytes + beside < tiny.before_batch_bytes < peaks[0] + beside
 
 
 def test_a_lone_worker_may_have_to_take_passes_for_norms_that_are_free_elsewhere() -> None:

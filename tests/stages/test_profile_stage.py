@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import measurement
+from tests.run_factory import measurement, oom
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
-from tula_hpc.errors import Failure, StageError
+from tula_hpc.errors import Failure, InputError, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended
@@ -32,6 +32,8 @@ from tula_hpc.stages.profile import (
     _trusted_batch,
     allocated_nodes,
     first_wave,
+    none_fits,
+    out_of_memory,
     parts_of,
     profile_stage,
 )
@@ -153,6 +155,58 @@ def test_no_estimate_without_a_limit_after_measurements_or_where_none_is_wanted(
     append_record(tmp_path / "profile" / "n1.jsonl", measurement(Configuration(1, 1, 32)))
     assert _trusted_batch(part_with_limit(tmp_path), Said()) is None
     assert asked == []
+
+
+TOO_LARGE = FOOTPRINT.model_copy(
+    update={
+        "parameter_bytes": 2 * 1024**3,
+        "beside_bytes": 1024**3,
+        "peaks": {32: 3 * 1024**3, 64: 4 * 1024**3},
+        "limit_bytes": 3 * 1024**3 // 2,
+        "largest_local_batch": 0,
+        "world_size": 2,
+    }
+)
+
+
+def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[tuple[Configuration, ...]] = []
+    monkeypatch.setattr("tula_hpc.stages.profile.estimate", lambda *_, **__: Estimate(TOO_LARGE))
+    monkeypatch.setattr("tula_hpc.stages.profile._submit", lambda _, group, __: submitted.append(group))
+    sweep = part_with_limit(tmp_path)
+    with pytest.raises(InputError) as refused:
+        profile_stage(sweep)
+    sentence, end = str(refused.value).splitlines()
+    assert "a worker has 3.0 GiB before any batch and 4.0 GiB with the smallest local batch, 32" in sentence
+    assert "and 1.5 GiB are allowed (the limit less memory_margin); use a machine with more memory" in sentence
+    assert "workload.zero_stage = 1; search.estimate = false tries it all the same" in sentence
+    assert end == "Nothing was submitted."
+    assert not submitted
+    assert [(event.event, event.detail) for event in sweep.run.events()] == [("failed", sentence)]
+    fits = part_with_limit(tmp_path)
+    assert none_fits([(sweep, TOO_LARGE), (fits, FOOTPRINT)]) == "", "another partition has room"
+    assert none_fits([(part_with_limit(tmp_path, estimate=False), TOO_LARGE)]) == ""
+    small_states = {"parameter_bytes": 1, "beside_bytes": 0, "host_baseline_bytes": 1024**3}
+    said = none_fits([(sweep, TOO_LARGE.model_copy(update=small_states))])
+    assert "has 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in said
+    assert "lower search.min_batch" in said
+    append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
+    assert none_fits([(sweep, TOO_LARGE)]) == "", "it did fit"
+
+
+def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_path: Path) -> None:
+    sweep = part_with_limit(tmp_path, cluster_sizes=[1], min_batch=32, max_batch=64, estimate=False)
+    for batch in (32, 64):
+        append_record(sweep.run.profile / "n1.jsonl", oom(Configuration(1, 1, batch)))
+    words = r"^profile: no batch fits into memory: N=1 b=32 \(B=32\), the smallest that was tried, ran out of its limit"
+    with pytest.raises(StageError, match=rf"{words} of 1\.0 GiB for a worker; lower search\.min_batch"):
+        profile_stage(sweep)
+    assert out_of_memory(sweep.run) == ["N=1 b=32 (B=32)", "N=1 b=64 (B=64)"]
+    append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
+    append_record(sweep.run.profile / "n1.jsonl", oom(Configuration(2, 1, 64)).model_copy(update={"partition": "gpu"}))
+    assert out_of_memory(sweep.run) == ["N=1 b=64 (B=64)", "N=2 b=64 (B=128) on gpu"], "what fits a second time fits"
 
 
 class Scheduler:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import candidate, plan
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tests.run_factory import candidate, make_run, plan
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import Failure, StageError
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file, write_atomically
-from tula_hpc.stages.context import Sweep, describe_failures
+from tula_hpc.stages.context import LineProgress, Sweep, describe_failures
 from tula_hpc.stages.plan import plan_stage
-from tula_hpc.stages.train import next_candidate
+from tula_hpc.stages.train import next_candidate, training_tick
+from tula_hpc.status.run_files import read_facts
 
 LARGE, *SMALLER = (
     candidate(Configuration(4, 1, local_batch)).model_copy(update={"feasible": True}) for local_batch in (64, 32, 16, 8)
@@ -65,6 +66,33 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     time.sleep(0.01)
     append_record(run.profile / "train-main.jsonl", oom(64))
     assert plan_stage(sweep) == PLAN
+
+
+def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", stage="train", epochs_done=2)
+    run.plan_file.unlink()
+    words = f"{run.plan_file}: is missing: it is made again from the measurements"
+    assert read_facts(run).doubts == [words]
+    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    assert capsys.readouterr().err == f"{words}\n"
+    assert run.read_plan() == made
+    assert read_facts(run).doubts == []
+
+
+def test_who_waits_for_a_training_that_went_on_hears_from_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), LineProgress("train"))
+    place = {"samples_seen": 5120, "step": 40}
+    for data in ({}, place, {**place, "epochs_seen": 3.125}):
+        run.log_event("resumed", "train", job_id="2", data={"label": "main", **data})
+        tick("1 running")
+    before, after = capsys.readouterr().err.splitlines()
+    assert before == "train: 0 of 10: epochs; 1 running", "older versions did not note the place"
+    assert after == "train: 0 of 10: epochs; 1 running; went on from the checkpoint of epoch 3.125, step 40"
 
 
 def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:

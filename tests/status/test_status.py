@@ -304,7 +304,8 @@ def test_what_a_command_of_slurm_complains_of_is_told_in_one_line(
     )
     (tmp_path / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert status.status_of(run.root).scheduler.words == "squeue failed: squeue: fatal: lost"
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    assert status.status_of(run.root).scheduler.words == "squeue failed: squeue: fatal: lost; SLURM_CONF is not set"
 
 
 def test_a_submission_that_was_cut_off_is_noted(tmp_path: Path, cluster: FakeSlurm) -> None:

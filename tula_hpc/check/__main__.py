@@ -203,14 +203,14 @@ class _Check:
         from tula_hpc.check.site import ask_site
         from tula_hpc.check.site_verdicts import Topic, failed, judge_site
         from tula_hpc.errors import LaunchError
-        from tula_hpc.launch.slurm import in_one_line
+        from tula_hpc.launch.slurm import unreached
 
         _say("asking Slurm")
         try:
             self.site = ask_site(self._sweeps_launcher(), self.nodes)
         except LaunchError as error:
             remedy = 'run this on a Slurm login node, or with executor = "local"'
-            self.verdicts.append(failed(Topic.SLURM, in_one_line(error), remedy))
+            self.verdicts.append(failed(Topic.SLURM, unreached(error), remedy))
             return False
         self.verdicts += judge_site(self.cluster, self.site)
         return self.site.partition is not None

@@ -17,14 +17,28 @@ from typing import TYPE_CHECKING
 
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.env import slurm_job_id
-from tula_hpc.errors import Failure, LaunchError, RunDirectoryError, StorageError, TulaError
+from tula_hpc.errors import (
+    Failure,
+    LaunchError,
+    RunDirectoryError,
+    StageError,
+    StorageError,
+    TulaError,
+)
 from tula_hpc.launch import slurm
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.job_specs import ControlJob
-from tula_hpc.launch.launcher import StillRunningError
+from tula_hpc.launch.launcher import StillRunningError, describe_states
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
-from tula_hpc.stages.context import Sweep, jobs_left
+from tula_hpc.stages.context import (
+    StageProgress,
+    Sweep,
+    jobs_left,
+    jobs_on_record,
+    stage_progress,
+)
+from tula_hpc.stages.train import training_tick
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -193,6 +207,67 @@ def _log_end(run: RunDirectory, words: str) -> None:
     run.log_event(
         "ended", CONTROL, job_id=slurm_job_id() or "", failure=failure, detail=words[:2000]
     )
+
+
+def look_on(sweep: Sweep) -> None:
+    """Show what a detached sweep does until nobody carries it on; it is left as it is.
+
+    Returns at once where the sweep is not detached, or the user wants this command to carry on.
+
+    Raises:
+        StageError: The controllers failed, or are gone.
+    """
+    there = controllers(sweep) if sweep.run.history().unsettled(CONTROL) else []
+    if not there or _is_wanted_here(there[0]):
+        return
+    print(
+        f"detached: controller job {there[0].job_id} carries this sweep on, and this command waits "
+        "for the end; --take-over carries on here instead",
+        flush=True,
+    )
+    _wait_for_controllers(sweep)
+    history = sweep.run.history()
+    if left := history.unsettled(CONTROL):
+        raise StageError(f"controller job {left[-1].job_id} is gone: nobody carries the sweep on")
+    if words := history.control_failure():
+        raise StageError(words)
+
+
+def _is_wanted_here(job: Submitted) -> bool:
+    """Ask who is there whether this command shall carry on."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(
+        f"Controller job {job.job_id} carries this sweep on. Cancel it, and carry on here? [y/N] "
+    )
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _wait_for_controllers(sweep: Sweep) -> None:
+    limits = sweep.launcher.executor.limits
+    started, missed = time.monotonic(), 0
+    with stage_progress("detached") as progress:
+        while missed < limits.gone_polls:
+            there = controllers(sweep)
+            missed = 0 if there else missed + 1
+            if there:
+                active = sweep.launcher.active(jobs_on_record(sweep.run, "profile", "train"))
+                states = describe_states(active) if active else "no job"
+                _show(sweep, progress, f"{states}; controller job {there[0].job_id} is next")
+            time.sleep(limits.pause_s(time.monotonic() - started))
+
+
+def _show(sweep: Sweep, progress: StageProgress, text: str) -> None:
+    if sweep.spec.study is not None:
+        cells = sweep.spec.study.cells()
+        done = sum(sweep.run.train(cell.label).result_file.exists() for cell in cells)
+        progress.update(done, len(cells), f"trainings; {text}")
+    elif sweep.run.history().submissions("train"):
+        training_tick(sweep, progress)(text)
+    else:
+        measured = sum(m.status == "ok" for m in sweep.run.measurements().records)
+        progress.update(measured, measured, f"measured; {text}")
 
 
 def take_over(sweep: Sweep) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tula_hpc.cli.changed_inputs import changes_of, freeze, is_always_free
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
+from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
 from tula_hpc.records import (
     Candidate,
@@ -28,6 +29,7 @@ from tula_hpc.stages.profile import (
     allocated_nodes,
     estimate,
     first_wave,
+    none_fits,
     parts_of,
     propose_on,
     wants_estimate,
@@ -72,6 +74,8 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     if not training_began(sweep.run):
         tried = try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
+        if words := none_fits([(b.part, b.estimate and b.estimate.footprint) for b in begun]):
+            raise InputError(words)
     lines = [head, *_on_their_way(sweep)]
     lines += [line for beginning in begun for line in _profiling(beginning)]
     scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]

@@ -83,9 +83,13 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
+    from tula_hpc.stages.plan import lost_inputs
+
     if run.root.exists() and not run.root.is_dir():
         raise RunDirectoryError("is not a folder", source=run.root)
     if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
+        if words := lost_inputs(run):
+            raise RunDirectoryError(words)
         raise RunDirectoryError(
             "is not empty and not a run directory; choose another --run-dir", source=run.root
         )
@@ -98,18 +102,9 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
     changed = (
         key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs)
     )
-    if all(is_of_submission(key) for key in changed) or _has_results(run):
+    if all(is_of_submission(key) for key in changed) or run.has_results():
         return False
     return not _jobs_left(run) and not any(lost(run))
-
-
-def _has_results(run: RunDirectory) -> bool:
-    """Tell whether anything was measured, planned or trained; damaged files count as such."""
-    measured = run.measurements()
-    if measured.skipped or any(row.status == "ok" for row in measured.records):
-        return True
-    trained = any(path.is_file() for path in (run.root / "train").rglob("*"))
-    return trained or run.plan_file.exists() or run.rates_file.exists()
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
@@ -154,17 +149,25 @@ def _files(
 
 def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Refuse changed inputs on which measurements or a training depend."""
+    from tula_hpc.stages.plan import lost_inputs
+
+    if words := lost_inputs(run):
+        raise RunDirectoryError(words)
     is_sweep = spec.study is None
-    free = is_sweep and not _has_trained(run)
+    free = is_sweep and not _may_train(run)
     for path, inputs in _files(run, spec, cluster):
-        changes = changes_of(path, inputs)
-        if not all(is_always_free(key) or (free and is_unmeasured(key)) for key in changes):
-            raise RunDirectoryError(_other_inputs(changes, run, is_sweep=is_sweep), source=path)
+        refused = {
+            key: values
+            for key, values in changes_of(path, inputs).items()
+            if not is_always_free(key) and not (free and is_unmeasured(key))
+        }
+        if refused:
+            raise RunDirectoryError(_other_inputs(refused, run, is_sweep=is_sweep), source=path)
 
 
-def _has_trained(run: RunDirectory) -> bool:
-    on_its_way = run.history().unsettled("train", "control")
-    return any((run.root / "train").glob("*/*")) or bool(on_its_way)
+def _may_train(run: RunDirectory) -> bool:
+    """Tell whether a training began, or may at any moment since the sweep goes on unattended."""
+    return run.has_trained() or bool(run.history().unsettled("control"))
 
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
@@ -193,20 +196,28 @@ def _is_fresh(root: Path) -> bool:
     )
 
 
-def _other_inputs(changes: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
-    """Explain which keys differ from the run directory, and what to do."""
+def _other_inputs(refused: Changes, run: RunDirectory, *, is_sweep: bool) -> str:
+    """Explain which keys differ from the run directory and may not, and what to do."""
     lines = [
         "was made from other inputs; use another --run-dir or the same inputs:",
-        *in_lines(changes),
+        *in_lines(refused),
     ]
-    if only_prices(changes):
-        again = command_line("plan", str(run.root), "--set", "KEY=VALUE", "--write")
+    if is_sweep and only_prices(refused):
+        again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
         lines.append(f"To plan again over the same measurements: {again}")
-    elif is_sweep and all(is_always_free(key) or is_unmeasured(key) for key in changes):
-        lines.append(f"To train again over the same measurements, delete {run.root / 'train'}.")
-    if not _has_results(run) and (left := _jobs_left(run)):
+    if is_sweep and all(is_unmeasured(key) for key in refused):
+        lines.append(_when_free(run))
+    if not run.has_results() and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
+
+
+def _when_free(run: RunDirectory) -> str:
+    """Say when keys that no measurement depends on may change."""
+    if run.has_trained():
+        return f"To train again over the same measurements, delete {run.root / 'train'}."
+    job_id = run.history().unsettled("control")[0].job_id
+    return f"The sweep goes on unattended: other values are taken once job {job_id} is over."
 
 
 def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
@@ -223,25 +234,33 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
     return f"Nothing is measured yet: other inputs are taken once job {left[0].job_id} is over{how}"
 
 
-def work(sweep: Sweep, until: str, *, detach: bool = False) -> int:
+def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) -> int:
     """Work on an open run up to a stage; returns 0 when done or detached, 130 interrupted.
+
+    Args:
+        sweep: The run.
+        until: The last stage.
+        detach: Controller jobs carry on.
+        here: This command carries on, also where controller jobs do.
 
     Raises:
         TulaError: It cannot be done; see `exit_code_of`.
     """
-    from tula_hpc.cli.controller import carry_on_detached, take_over
+    from tula_hpc.cli.controller import carry_on_detached, look_on, take_over
     from tula_hpc.cli.pipeline import carry_out
 
-    with sweep.run.locked():
-        _refuse_changed_meanwhile(sweep)
-        try:
+    try:
+        if not detach and not here:
+            look_on(sweep)
+        with sweep.run.locked():
+            _refuse_changed_meanwhile(sweep)
             if detach:
                 return carry_on_detached(sweep, until)
             take_over(sweep)
             return carry_out(sweep, until)
-        except KeyboardInterrupt:
-            say_interrupted(sweep)
-            return 130
+    except KeyboardInterrupt:
+        say_interrupted(sweep, until)
+        return 130
 
 
 def _refuse_changed_meanwhile(sweep: Sweep) -> None:
@@ -252,19 +271,33 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
         )
 
 
-def say_interrupted(sweep: Sweep) -> None:
-    """Explain how to go on, and how to cancel the jobs that are left."""
-    from tula_hpc.stages.context import jobs_left, jobs_on_record
+def say_interrupted(sweep: Sweep, until: str = "report") -> None:
+    """Say what goes on without this command, how to go on, and how to cancel the jobs left."""
+    from tula_hpc.launch.launcher import describe_states
+    from tula_hpc.stages.context import jobs_on_record
 
-    sys.stderr.write("\ninterrupted. Run the same command again to continue.\n")
-    stages, unless = ("profile", "train", "control"), ""
-    try:
-        jobs = jobs_left(sweep, *stages, timeout_s=LAST_ANSWER_S)
-    except LaunchError:
-        jobs, unless = (
-            jobs_on_record(sweep.run, *stages),
-            ", unless they are over: Slurm does not answer",
-        )
+    jobs = jobs_on_record(sweep.run, "profile", "train", "control")
+    states, unless = "", ", unless they are over: Slurm does not answer"
+    with contextlib.suppress(LaunchError):
+        active = sweep.launcher.active(jobs, LAST_ANSWER_S)
+        jobs, unless = [job for job in jobs if job.job_id in active], ""
+        at_work = {job.job_id for job in jobs_on_record(sweep.run, "profile", "train")}
+        states = describe_states({key: active[key] for key in active if key in at_work})
+    again = ("--until", until) if until != "report" else ()
+    ids = {job.job_id for job in jobs}
+    control = [job for job in sweep.run.history().unsettled("control") if job.job_id in ids]
+    if control:
+        goes_on = f"the sweep goes on unattended, by controller job {control[0].job_id}{unless}"
+        here = sweep.command(*again, "--take-over")
+        sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
+    else:
+        same = sweep.command(*again)
+        sys.stderr.write(f"\ninterrupted. Run the same command again to continue: {same}\n")
+        if sweep.run.history().detached():
+            sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:
         cancel = sweep.launcher.cancel_command(jobs)
-        sys.stderr.write(f"jobs are left as they are{unless}; to cancel them: {cancel}\n")
+        told = f" ({states})" if states else ""
+        sys.stderr.write(f"jobs are left as they are{told}{unless}; to cancel them: {cancel}\n")
+    else:
+        sys.stderr.write("no job is left\n")

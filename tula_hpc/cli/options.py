@@ -35,10 +35,16 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of its partitions as "
         "cluster.partitions.NAME.key=value; repeatable",
     )
-    parser.add_argument(
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument(
         "--detach",
         action="store_true",
         help="submit, and return at once: small Slurm jobs carry on (see tula status RUN)",
+    )
+    who.add_argument(
+        "--take-over",
+        action="store_true",
+        help="carry on here with a detached sweep, and cancel its controller jobs",
     )
 
 

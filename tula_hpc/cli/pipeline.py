@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.errors import StageError
-from tula_hpc.formatting import printable, with_own_escapes
+from tula_hpc.formatting import format_duration, format_money, printable, with_own_escapes
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.report.plan_text import TextColumn
@@ -95,7 +95,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
 
 def _run_stages(sweep: Sweep, last: int) -> int:
     from tula_hpc.stages.plan import plan_stage, training_began
-    from tula_hpc.stages.profile import profile_stage
+    from tula_hpc.stages.profile import out_of_memory, profile_stage
     from tula_hpc.stages.rehearsal import try_before_jobs
     from tula_hpc.stages.train import train_stage
 
@@ -103,15 +103,18 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if not training_began(sweep.run):
         is_tried = try_before_jobs(sweep)
         profile_stage(sweep)
+        if named := out_of_memory(sweep.run):
+            print(f"out of memory: {', '.join(named)}")
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
         sweep.run.log_event("ended", "profile")
         return 0
     plan = plan_stage(sweep)
-    _say_plan(plan)
+    _say_plan(sweep, plan)
     if last == STAGES.index("plan"):
         sweep.run.log_event("ended", "plan")
+        _say_what_follows(sweep, plan)
         return 0
     over = sweep.run.train().result_file.exists() or sweep.run.history().unsettled("train")
     if is_tried and not over:
@@ -164,10 +167,31 @@ def _profiling_cost(sweep: Sweep) -> str:
     )
 
 
-def _say_plan(plan: Plan) -> None:
+def _say_plan(sweep: Sweep, plan: Plan) -> None:
+    differs = list(plan.other_objective)
+    if not differs and plan.objective != sweep.spec.objective.kind:
+        differs = [f'objective.kind = "{plan.objective}"']
+    if differs:
+        undone = "" if sweep.run.has_trained() else "; deleting the former undoes that"
+        print(
+            f"objective: {', '.join(differs)}, by {sweep.run.plan_file} (tula plan --write), not as "
+            f"in {sweep.run.sweep_file}{undone}"
+        )
     print(f"plan: {plan.reason}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
+
+
+def _say_what_follows(sweep: Sweep, plan: Plan) -> None:
+    """Say what the planned training takes, and the command that begins it."""
+    chosen = plan.chosen
+    where = f" on {chosen.partition}" if chosen.partition else ""
+    print(
+        f"planned: {chosen.configuration}{where}, predicted {format_duration(chosen.epoch_time_s)} "
+        f"an epoch, {format_duration(chosen.expected_time_s)} and "
+        f"{format_money(chosen.cost, chosen.currency)} in all"
+    )
+    print(f"to train it: {sweep.command()}")
 
 
 def _run_study(sweep: Sweep, *, report: bool) -> int:

@@ -11,11 +11,11 @@ from tula_hpc.config.validation import Spec, is_hidden, line_of, shown
 from tula_hpc.config.workload import WorkloadSpec
 from tula_hpc.errors import InputError
 
-# of [workload] the length of training and its rate, which leave a step as it is; all else is
-# measured
-FREE_OF_WORKLOAD = frozenset(
-    {"epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "resume_arguments"}
-)
+# of [workload] the length of training, its rate and the place of the data, which leave a step as it
+# is; all else is measured
+FREE_OF_WORKLOAD = frozenset({
+    "epochs", "lr", "schedule", "milestones", "gamma", "warmup_epochs", "data_dir", "resume_arguments",
+})  # fmt: skip
 MEASURED_OF_WORKLOAD = tuple(
     key for key in WorkloadSpec.model_fields if key not in FREE_OF_WORKLOAD
 )

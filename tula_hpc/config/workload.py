@@ -205,6 +205,8 @@ class WorkloadSpec(Spec):
     image_size: int | None = Field(default=None, ge=8, le=1024)
     # trained on, the first ones of a fixed random order; None: all
     samples: int | None = Field(default=None, ge=1, le=2**40)
+    # tested on, the first ones of a fixed random order; None: all. Not with holdout
+    test_samples: int | None = Field(default=None, ge=1, le=2**40)
     # share of them that is tested on instead
     holdout: float = Field(default=0.0, ge=0, lt=1)
     # only the first ones; None: all
@@ -377,11 +379,13 @@ class WorkloadSpec(Spec):
         return DATASETS[self.dataset].classes
 
     @property
-    def test_samples(self) -> int | None:
+    def test_set_size(self) -> int | None:
         """Size of the test set, with classes of equal size; None if it is known only from the data.
 
         CIFAR as folders of images may hold other samples than the published ones.
         """
+        if self.test_samples is not None:
+            return self.test_samples
         facts = DATASETS.get(self.dataset)
         if facts is None or facts.test_samples is None:
             return None

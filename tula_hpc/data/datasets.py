@@ -152,7 +152,10 @@ def build_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> Data:
     if spec.classes is not None:
         data = _first_classes(data, spec.classes)
     if spec.samples is not None and spec.dataset != "synthetic":
-        data = data._replace(train=_subset(data.train, spec.samples, spec.seed))
+        data = data._replace(train=_subset(data.train, "training", spec.samples, spec.seed))
+    if spec.test_samples is not None and spec.dataset != "synthetic" and not spec.holdout:
+        # the same ones for every seed: results are results on the same samples
+        data = data._replace(test=_subset(data.test, "test", spec.test_samples, 0))
     return _hold_out(spec, data) if spec.holdout else data
 
 
@@ -197,11 +200,12 @@ def _labels(data: Dataset[Any]) -> Indices:
     return np.asarray(labels)
 
 
-def _subset(train: Dataset[Any], samples: int, seed: int) -> Dataset[Any]:
-    available = _length(train)
+def _subset(data: Dataset[Any], which: str, samples: int, seed: int) -> Dataset[Any]:
+    available = _length(data)
     if samples > available:
-        raise InputError(f"{samples}, but the training set has {available}", key="workload.samples")
-    return _take(train, random_order(available, seed)[:samples])
+        key = "workload.samples" if which == "training" else "workload.test_samples"
+        raise InputError(f"{samples}, but the {which} set has {available}", key=key)
+    return _take(data, random_order(available, seed)[:samples])
 
 
 def _take(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
@@ -251,7 +255,7 @@ def _synthetic(spec: WorkloadSpec, image_size: int) -> Data:
     classes = DATASETS["synthetic"].classes or 10
     source = PatternSource(spec.seed, classes, image_size)
     count = spec.samples or _SYNTHETIC_SAMPLES
-    positions = np.arange(count + _SYNTHETIC_TEST_SAMPLES)
+    positions = np.arange(count + (spec.test_samples or _SYNTHETIC_TEST_SAMPLES))
     every = PixelDataset(
         source, positions, positions % classes, scaling=IMAGENET_SCALING, image_size=image_size
     )

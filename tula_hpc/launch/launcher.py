@@ -35,6 +35,7 @@ __all__ = [
     "Request",
     "StillRunningError",
     "Submitted",
+    "describe_states",
     "lost",
 ]
 
@@ -305,7 +306,7 @@ class Launcher:
             over = [job for job in jobs if missing[job.job_id] >= limits.gone_polls]
             if over:
                 return self._ended(over)
-            tick(_describe(active))
+            tick(describe_states(active))
             if self.detached and looked >= limits.gone_polls:
                 raise StillRunningError(jobs)
             time.sleep(limits.pause_s(time.monotonic() - started))
@@ -362,7 +363,7 @@ class Launcher:
         return self.executor.script(request, self.run.slurm / f"{stage}-…", tasks)
 
 
-def _describe(active: Mapping[str, JobState]) -> str:
+def describe_states(active: Mapping[str, JobState]) -> str:
     """Summarize states, for example `3 running, 1 pending (Priority)`."""
     words = Counter(state.state.lower() + _reason(state) for state in active.values())
     return ", ".join(f"{count} {word}" for word, count in words.items()) or "ending"

@@ -19,10 +19,14 @@ from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.slurm_command import COMMAND_TIMEOUT_S, count_in, no_answer
 
 # for others, who ask other questions
+from tula_hpc.launch.slurm_command import in_one_line as in_one_line  # noqa: PLC0414
 from tula_hpc.launch.slurm_command import run_command as run_command  # noqa: PLC0414
+from tula_hpc.launch.slurm_command import unreached as unreached  # noqa: PLC0414
 
 # pauses in which a controller may come back
 PATIENCE_S = (2, 5, 10, 30, 60, 120, 300)
+# with the time that the commands take: one that hangs is given up after a minute
+LONGEST_WAIT_S = 540.0
 # Slurm's own MaxArraySize
 DEFAULT_LARGEST_ARRAY = 1001
 # characters of why a job waits
@@ -69,6 +73,7 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
         LaunchError: There is no Slurm here, or no answer for 9 minutes.
     """
     pauses = iter(PATIENCE_S)
+    ends = time.monotonic() + LONGEST_WAIT_S
     waited = False
     while True:
         try:
@@ -76,25 +81,19 @@ def retry_until_answered(ask: Callable[[], T]) -> T:
         except LaunchError as error:
             if not available():
                 raise
-            words = in_one_line(error)
+            words = unreached(error)
             pause_s = next(pauses, None)
-            if pause_s is None:
+            if pause_s is None or time.monotonic() >= ends:
                 raise LaunchError(
                     f"the Slurm controller has not answered for 9 minutes: {words}"
                 ) from None
             say(f"Slurm does not answer ({words}); trying again in {pause_s} s")
-            time.sleep(pause_s)
+            time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
             waited = True
         else:
             if waited:
                 say("Slurm answers again")
             return answer
-
-
-def in_one_line(error: LaunchError) -> str:
-    """Return the command that failed and the last line of its complaint."""
-    first, *others = [line.strip() for line in str(error).splitlines()]
-    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
 
 
 def say(line: str) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
-from tula_hpc.env import without_filters
+from tula_hpc.env import slurm_conf, without_filters
 from tula_hpc.errors import LaunchError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
@@ -154,6 +154,26 @@ def no_answer(name: str, printed: str) -> LaunchError:
     if not first:
         return LaunchError(f"{name} answered nothing")
     return LaunchError(f"{name} gave no answer, but {first[:MOST_SHOWN]!r}")
+
+
+def in_one_line(error: LaunchError) -> str:
+    """Return the command that failed and the last line of its complaint."""
+    first, *others = [line.strip() for line in str(error).splitlines()]
+    return f"{first.partition(':')[0]}: {others[-1]}" if others else first
+
+
+def unreached(error: LaunchError) -> str:
+    """Return the complaint in one line, and where Slurm's commands look for their controller.
+
+    With another cluster's configuration no controller seems to be there.
+    """
+    words, file = in_one_line(error), slurm_conf()
+    if isinstance(error, NotStartedError):
+        return words
+    if not file:
+        return f"{words}; SLURM_CONF is not set"
+    readable = "" if os.access(file, os.R_OK) else ", no readable file"
+    return f"{words}; SLURM_CONF is {file}{readable}"
 
 
 def count_in(text: str) -> int | None:

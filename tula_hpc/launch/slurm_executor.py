@@ -53,6 +53,8 @@ CONTROL_MINUTES = 30 * 24 * 60
 MADE_LATER = "…"
 # after a failed attempt; about 8 minutes in all
 PAUSES_S = (2, 5, 10, 20, 40, 60, 120, 120, 120)
+# with the time that sbatch takes
+LONGEST_WAIT_S = 600.0
 # sbatch tries again by itself while the controller does not answer
 SUBMIT_S = 300.0
 # so long an answer about a job that nobody submits is waited for
@@ -293,8 +295,10 @@ def submit_once(script: Path, name: str) -> str:
         LaunchError: It did not answer for minutes; whether there is a job is open.
     """
     options = options_of(script.read_text())
-    words = ""
+    words, ends = "", time.monotonic() + LONGEST_WAIT_S
     for attempt, pause_s in enumerate(PAUSES_S):
+        if time.monotonic() >= ends:
+            break
         if attempt and (found := submissions_named(name)):
             return found[0]
         try:
@@ -315,7 +319,8 @@ def submit_once(script: Path, name: str) -> str:
         time.sleep(pause_s)
     if found := submissions_named(name):
         return found[0]
-    raise LaunchError(f"the Slurm controller accepts no job; sbatch: {words}; try again later")
+    silence = slurm.unreached(LaunchError(f"sbatch: {words}"))
+    raise LaunchError(f"the Slurm controller accepts no job; {silence}; try again later")
 
 
 def _accepted(printed: str, name: str, *, is_first: bool) -> str:
@@ -378,7 +383,7 @@ def could_start(script: str) -> str:
         with outside_of_job(options_of(script)):
             done = run(["sbatch", "--test-only"], TEST_S, stdin=script)
     except LaunchError as error:
-        raise LaunchError(f"sbatch gives no answer: {error}") from None
+        raise LaunchError(f"sbatch gives no answer: {slurm.unreached(error)}") from None
     if done.code == 0:
         lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
         if answer := next((line for line in lines if _COULD_START.search(line)), ""):
@@ -386,7 +391,7 @@ def could_start(script: str) -> str:
         raise no_answer("sbatch --test-only", "\n".join(lines))
     words = _PREFIX.sub("", _last_line(done.complaint))
     if done.code < 0 or (refusal := _refusal(done.complaint)) is None:
-        raise LaunchError(f"sbatch gives no answer: {words}")
+        raise LaunchError(f"sbatch gives no answer: {slurm.unreached(LaunchError(words))}")
     raise refusal(_with_limit(words, done.complaint))
 
 

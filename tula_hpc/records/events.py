@@ -151,6 +151,9 @@ class ProgressData(EventData):
     """Data of "resumed", and of the end of a training's job."""
 
     samples_seen: int | None = None
+    step: int | None = None
+    # with the part of the present one
+    epochs_seen: float | None = None
 
 
 class CheckpointData(EventData):
@@ -415,6 +418,12 @@ class RunHistory:
         """Return the ids of the guards that no command has seen the end of."""
         return [job.job_id for job in self.unsettled(CONTROL) if job.role == GUARD]
 
+    def control_failure(self) -> str:
+        """Return why the last controller that ended could not go on, "" if it could."""
+        ends = (e for e in reversed(self.events) if (e.event, e.stage) == ("ended", CONTROL))
+        last = next(ends, None)
+        return "" if last is None or last.failure is None else last.detail
+
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""
         return self._jobs.get(job_id, JobEvents(job_id))
@@ -486,6 +495,14 @@ class RunHistory:
     def restarts(self, label: str) -> int:
         """Count how often a training went on from a checkpoint."""
         return sum(event.event == "resumed" for event in self.of_training(label))
+
+    def resumed_from(self, label: str) -> tuple[float, int] | None:
+        """Return epochs and steps of the checkpoint that a training last went on from."""
+        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
+        data = next(map(ProgressData.of, resumed), None)
+        if data is None or data.epochs_seen is None or data.step is None:
+            return None
+        return data.epochs_seen, data.step
 
     def fallbacks(self, label: str) -> int:
         """Count how often a training went on with a smaller batch for want of memory."""

@@ -296,6 +296,8 @@ class Footprint(Record):
     )
     # host memory of the copy that a checkpoint is written from, on the first node
     checkpoint_bytes: int = 0
+    # of these two, what counts towards the limit on top of `peaks`
+    beside_bytes: int = 0
     # by local batch
     peaks: dict[Batch, int] = Field(min_length=1)
     # of one worker, the margin taken off
@@ -310,6 +312,12 @@ class Footprint(Record):
     method: Literal["fake", "real"] = "fake"
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def before_batch_bytes(self) -> int:
+        """Bytes of a worker before any batch, without what a library takes."""
+        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.host_baseline_bytes + states + self.beside_bytes
 
     def peak_bytes(self, local_batch: int) -> float:
         """Interpolate the estimate at a local batch, linearly between powers of two and beyond."""

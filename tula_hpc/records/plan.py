@@ -88,6 +88,8 @@ class Plan(Record):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     objective: str
+    # what of [objective] is not as in the run's sweep.toml, as `tula plan --set` asked for it
+    other_objective: list[str] = Field(default=[])
     chosen: Candidate
     # one sentence: why this one
     reason: str

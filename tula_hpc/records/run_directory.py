@@ -238,6 +238,19 @@ class RunDirectory:
         _check_room(files.root)
         return files
 
+    def has_trained(self) -> bool:
+        """Tell whether a training left files, or was submitted and not seen to end."""
+        left = any((self.root / "train").glob("*/*"))
+        return left or bool(self.history().unsettled("train"))
+
+    def has_results(self) -> bool:
+        """Tell whether anything was measured, planned or trained; damaged files count as such."""
+        measured = self.measurements()
+        if measured.skipped or any(row.status == "ok" for row in measured.records):
+            return True
+        trained = any(path.is_file() for path in (self.root / "train").rglob("*"))
+        return trained or self.plan_file.exists() or self.rates_file.exists()
+
     @property
     def profile(self) -> Path:
         """Return the folder of measurements, one file per array task."""

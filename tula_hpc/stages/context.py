@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.formatting import printable, printable_output, with_own_escapes
+from tula_hpc.invocation import command_line
 from tula_hpc.launch.executor import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.launch.reasons import telling_line, without_chatter
@@ -136,6 +137,12 @@ class Sweep(NamedTuple):
     def launcher(self) -> Launcher:
         """Return the launcher of this sweep; job names tell sweeps of one user apart."""
         return Launcher(self.cluster, self.run, self.spec.job_name, detached=self.detached)
+
+    def command(self, *options: str) -> str:
+        """Return the shell line that goes on with this run, by its own copies of the inputs."""
+        run = self.run
+        inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file))
+        return command_line("sweep", *inputs, "--run-dir", str(run.root), *options)
 
     def on(self, partition: str) -> Sweep:
         """Return the sweep on one partition of the cluster; see `ClusterSpec.part`."""

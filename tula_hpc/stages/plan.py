@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from tula_hpc.errors import InfeasibleError, StageError
+import sys
+
+from tula_hpc.config import load_cluster, load_frozen_sweep
+from tula_hpc.errors import InfeasibleError, InputError, RunDirectoryError, StageError
 from tula_hpc.invocation import command_line
 from tula_hpc.records import Plan, RunDirectory, refuse_several, write_atomically
 from tula_hpc.stages.context import Sweep
+
+MADE_AGAIN = "is missing: it is made again from the measurements"
+BACK = "it says what was measured: put it back as it was, or use another --run-dir"
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -19,6 +25,8 @@ def plan_stage(sweep: Sweep) -> Plan:
         return sweep.run.read_plan()
     from tula_hpc.analysis.plan import make_plan
 
+    if is_plan_lost(sweep.run):
+        sys.stderr.write(f"{sweep.run.plan_file}: {MADE_AGAIN}\n")
     measured = sweep.run.measurements()
     refuse_several(sweep.run, measured.records)
     footprints = sweep.run.footprints(sweep.cluster.part_names())
@@ -34,6 +42,39 @@ def plan_stage(sweep: Sweep) -> Plan:
         ) from None
     write_atomically(sweep.run.plan_file, plan.model_dump_json(by_alias=True, indent=1))
     return plan
+
+
+def is_plan_lost(run: RunDirectory) -> bool:
+    """Tell whether a training has begun by a plan that is gone."""
+    return run.has_trained() and not run.plan_file.exists()
+
+
+def lost_inputs(run: RunDirectory) -> str:
+    """Say which of a run's own inputs is gone or damaged, and what to do; "" if none.
+
+    Damaged ones that nothing was measured with are replaced instead.
+    """
+    if not run.sweep_file.exists():
+        return f"{run.sweep_file}: is missing; {BACK}" if run.events_file.exists() else ""
+    try:
+        load_frozen_sweep(run.sweep_file)
+        if run.cluster_file.exists():
+            load_cluster(run.cluster_file)
+    except InputError as error:
+        return f"{str(error).splitlines()[0]}; {BACK}" if run.has_results() else ""
+    return ""
+
+
+def obstacle(run: RunDirectory) -> str:
+    """Say which of a run's own files no command goes on with, and what to do; "" if none."""
+    if words := lost_inputs(run):
+        return words
+    try:
+        if plan_is_good(run):
+            run.read_plan()
+    except RunDirectoryError as error:
+        return str(error)
+    return ""
 
 
 def training_began(run: RunDirectory) -> bool:

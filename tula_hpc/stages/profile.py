@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
-from tula_hpc.errors import Failure, StageError
-from tula_hpc.formatting import plural
+from tula_hpc.errors import Failure, InputError, StageError
+from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended
 from tula_hpc.launch.reasons import telling_line
@@ -26,8 +26,10 @@ from tula_hpc.records import (
     Footprint,
     JobNote,
     Measurement,
+    RunDirectory,
     Submission,
     append_record,
+    is_usable,
     measurements_for_search,
     notes_file,
     read_records,
@@ -47,6 +49,7 @@ from tula_hpc.stages.context import (
 
 # importing torch on a busy login node takes the most of it
 TIMEOUT_S = 300.0
+NOTHING = "Nothing was submitted."
 
 
 class Estimate(NamedTuple):
@@ -65,7 +68,7 @@ class Estimate(NamedTuple):
         if self.footprint is None:
             return f"no estimate of memory ({self.reason}): the search begins with all batches"
         if self.trusted_batch == 0:
-            return "by an estimate, no local batch fits into memory: the search begins with the smallest"
+            return "by an estimate, no local batch fits into memory"
         return f"by an estimate, local batches up to {self.trusted_batch} fit into memory"
 
 
@@ -114,13 +117,17 @@ def profile_stage(sweep: Sweep) -> None:
     """Measure until the search proposes nothing more, on each partition of the cluster.
 
     Raises:
+        InputError: By an estimate no batch fits into memory.
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
     with stage_progress("profile") as progress:
+        parts = parts_of(sweep)
+        trusted = [_trusted_batch(part, progress) for part in parts]
+        _refuse_if_none_fits(sweep, parts)
         failures: list[Ended] = []
-        for part in parts_of(sweep):
-            failures += _profile_part(part, progress)
+        for part, trusted_batch in zip(parts, trusted, strict=True):
+            failures += _profile_part(part, progress, trusted_batch)
             if _wrong(failures):
                 break
         good = sum(m.status == "ok" for m in sweep.run.measurements().records)
@@ -133,6 +140,8 @@ def profile_stage(sweep: Sweep) -> None:
     if not good and failures and failures[-1].failure is Failure.DEVICE_FAILED:
         job_id = failures[-1].job.job_id
         raise StageError(f"profile: {why_given_up(sweep.run.events(), job_id, unix_time())}")
+    if not good and (words := _only_out_of_memory(sweep)):
+        raise StageError(f"profile: {words}")
     if not good:
         raise StageError(f"profile: nothing could be measured; {describe_failures(failures)}")
     if wrong := _wrong(failures):
@@ -155,8 +164,82 @@ def parts_of(sweep: Sweep) -> list[Sweep]:
     ]
 
 
-def _profile_part(part: Sweep, progress: StageProgress) -> list[Ended]:
-    trusted_batch = _trusted_batch(part, progress)
+def _refuse_if_none_fits(sweep: Sweep, parts: Sequence[Sweep]) -> None:
+    stored = sweep.run.footprints(part.partition for part in parts)
+    if words := none_fits([(part, stored.get(part.partition)) for part in parts]):
+        # for `status`
+        sweep.run.log_event("failed", "profile", detail=words[:2000])
+        raise InputError(f"{words}\n{NOTHING}")
+
+
+def none_fits(parts: Sequence[tuple[Sweep, Footprint | None]]) -> str:
+    """Say why no batch fits on any partition, by estimates that are wanted; "" if one may.
+
+    Args:
+        parts: The sweep on each partition, with its estimate of memory.
+    """
+    lines = []
+    for part, footprint in parts:
+        wanted = part.spec.search.estimate and not _measured_anything(part)
+        if footprint is None or footprint.largest_local_batch != 0 or not wanted:
+            return ""
+        lines.append(_why_none_fits(part, footprint))
+    return "\n".join(lines)
+
+
+def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
+    from tula_hpc.analysis.models.fitted import MORE_MEMORY
+
+    limit, before = footprint.limit_bytes or 0, footprint.before_batch_bytes
+    smallest = min(footprint.peaks)
+    needed = footprint.peaks[smallest] + footprint.beside_bytes
+    advice = MORE_MEMORY
+    if before > limit:
+        advice = "use a machine with more memory, or a smaller model"
+        if footprint.world_size > 1 and part.spec.workload.zero_stage == 0:
+            states = format_bytes(footprint.optimizer_bytes)
+            advice += f", or share the {states} of optimizer states by workload.zero_stage = 1"
+    where = f" of partition {part.partition!r}" if part.partition else ""
+    host = footprint.host_baseline_bytes
+    libraries = f" ({format_bytes(host)} of it interpreter and libraries)" if host else ""
+    return (
+        f"no batch fits into memory{where}: by an estimate a worker has {format_bytes(before)} "
+        f"before any batch{libraries} and {format_bytes(needed)} with the smallest local batch, {smallest}, "
+        f"and {format_bytes(limit)} are allowed (the limit less memory_margin); {advice}; "
+        "search.estimate = false tries it all the same"
+    )
+
+
+def _only_out_of_memory(sweep: Sweep) -> str:
+    """Say in a sentence that nothing but lack of memory was met, "" if there was something else."""
+    from tula_hpc.analysis.models.fitted import MORE_MEMORY
+    from tula_hpc.analysis.models.profiles import is_out_of_memory
+
+    rows = sweep.run.measurements().records
+    if not rows or not all(map(is_out_of_memory, rows)):
+        return ""
+    smallest = min(rows, key=lambda row: (row.local_batch, row.nodes))
+    limit = sweep.cluster.part(smallest.partition).memory_limit_bytes
+    allowed = f" of {format_bytes(limit)} for a worker" if limit else ""
+    where = f" on {smallest.partition}" if smallest.partition else ""
+    return (
+        f"no batch fits into memory: {smallest.configuration}{where}, the smallest that was tried, "
+        f"ran out of its limit{allowed}; {MORE_MEMORY}"
+    )
+
+
+def out_of_memory(run: RunDirectory) -> list[str]:
+    """Name the profiled configurations that ran out of memory."""
+    from tula_hpc.analysis.models.profiles import is_out_of_memory
+
+    rows = [row for row in run.measurements().records if row.stage == "profile"]
+    good = {(row.partition, row.configuration) for row in rows if is_usable(row)}
+    out = {(row.partition, row.configuration) for row in rows if is_out_of_memory(row)}
+    named = sorted(out - good)
+    return [f"{at} on {partition}" if partition else str(at) for partition, at in named]
+
+
+def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | None) -> list[Ended]:
     failures: list[Ended] = []
     while True:
         failures += _settle(part, progress)

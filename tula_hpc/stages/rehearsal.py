@@ -36,7 +36,14 @@ from tula_hpc.records import (
 )
 from tula_hpc.search_path import start_of_python
 from tula_hpc.stages.context import Sweep, stage_progress
-from tula_hpc.stages.profile import TIMEOUT_S, Estimate, last_line, parts_of, wants_estimate
+from tula_hpc.stages.profile import (
+    NOTHING,
+    TIMEOUT_S,
+    Estimate,
+    last_line,
+    parts_of,
+    wants_estimate,
+)
 
 TRYING = "trying the workload on this machine (search.estimate)"
 ELSEWHERE = (
@@ -74,7 +81,7 @@ def rehearse(
         return done
     said = last_line(done.stderr)
     if done.returncode == 2:
-        raise InputError(f"{with_remedy(said, cluster)}\nNothing was submitted.")
+        raise InputError(f"{with_remedy(said, cluster)}\n{NOTHING}")
     if done.returncode != 0:
         return said or f"it ended with exit code {done.returncode}"
     try:

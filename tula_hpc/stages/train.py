@@ -139,7 +139,7 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
     files = sweep.run.make_train()
     policy = plan_policy(sweep.spec.training.max_requeues)
     with stage_progress("train") as progress:
-        tick = _training_tick(sweep, progress)
+        tick = training_tick(sweep, progress)
         while not files.result_file.exists():
             jobs = sweep.run.history().unsettled("train")
             for job in jobs:
@@ -336,7 +336,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[str], N
     tick(f"submitted as job {submitted[0].job_id} at {at}")
 
 
-def _training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None]:
+def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], None]:
+    """Return a function that shows the progress of the plan's training beside the jobs' states."""
     metrics_file = sweep.run.train().metrics_file
 
     def tick(text: str) -> None:
@@ -346,7 +347,10 @@ def _training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[str], Non
         if metrics.epochs:
             last = metrics.epochs[-1]
             shown.append(format_score(last.test_accuracy, last.test_loss))
-        if drift := describe_drift(sweep.run.events()):
+        history = sweep.run.history()
+        if begun := history.resumed_from(MAIN_LABEL):
+            shown.append(f"went on from the checkpoint of epoch {begun[0]:.4g}, step {begun[1]:,}")
+        if drift := describe_drift(history.events):
             shown.append(drift)
         progress.update(round(done, 2), sweep.spec.workload.epochs, "; ".join(shown))
 

@@ -156,7 +156,7 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[AccountedRun]]]:
         if facts.cut_off and not jobs:
             slurm.own_jobs(QUEUE_TIMEOUT_S)
     except LaunchError as error:
-        return Answer(None, slurm.in_one_line(error)), accounted or {}
+        return Answer(None, slurm.unreached(error)), accounted or {}
     if jobs and not active and accounted == {}:
         words = "the Slurm of this machine knows none of the jobs: they are another cluster's, or too long ago"
         return Answer(None, words), {}

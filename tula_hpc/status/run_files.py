@@ -32,6 +32,7 @@ from tula_hpc.records import (
     read_document,
 )
 from tula_hpc.records.run_directory import Holder, holder_of
+from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
 # logged lines from which the present step time is taken
 RECENT_STEPS = 20
@@ -81,6 +82,8 @@ class Facts(NamedTuple):
     cut_off: list[str]
     # what could not be read
     doubts: list[str]
+    # which of the files no command goes on with, and what to do
+    obstacle: str = ""
 
     @property
     def executor(self) -> str:
@@ -140,11 +143,13 @@ def _read(run: RunDirectory) -> Facts:
         cut_off=cut_off,
         doubts=[
             *doubts,
+            *([f"{run.plan_file}: {MADE_AGAIN}"] if is_plan_lost(run) else []),
             *(
                 f"{name}: being submitted, or cut off there; the next command looks the job up"
                 for name in cut_off
             ),
         ],
+        obstacle=obstacle(run),
     )
 
 

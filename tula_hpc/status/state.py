@@ -417,7 +417,7 @@ def _readable(path: str | os.PathLike[str]) -> str:
 
 def verdict(parts: _Parts) -> tuple[State, str]:
     """Return the state, and its explanation."""
-    for judge in (_finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
+    for judge in (_obstructed, _finished, _stuck, _going_on, _stage_failed, _failed, _left_alone):
         found = judge(parts)
         if found is not None:
             return found
@@ -425,6 +425,13 @@ def verdict(parts: _Parts) -> tuple[State, str]:
 
 
 StateAndText = tuple[State, str]
+
+
+def _obstructed(parts: _Parts) -> StateAndText | None:
+    """Report what the next command will refuse; one that is at work has read it before."""
+    if not parts.facts.obstacle or parts.at_work:
+        return None
+    return "failed", parts.facts.obstacle
 
 
 def _finished(parts: _Parts) -> StateAndText | None:

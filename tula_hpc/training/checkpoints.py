@@ -175,5 +175,6 @@ class Checkpoints:
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "epoch": progress.epoch,
+            "epochs_seen": self.training.epochs_seen,
         }
         self.training.log_event("resumed", detail, data)

@@ -146,7 +146,11 @@ def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:
         beside += -(-found.checkpoint_bytes // cluster.workers_per_node)
     fitting = [batch for batch, peak in found.peaks.items() if peak + beside <= allowed]
     return found.model_copy(
-        update={"limit_bytes": allowed, "largest_local_batch": max(fitting, default=0)}
+        update={
+            "beside_bytes": beside,
+            "limit_bytes": allowed,
+            "largest_local_batch": max(fitting, default=0),
+        }
     )
 
 

@@ -133,6 +133,9 @@ def test_more_workers_never_evaluate_slower_and_small_batches_are_not_used(few: 
         ({"dataset": "cifar100", "data_dir": "/"}, 10_000, True),
         ({"dataset": "cifar100", "data_dir": "/", "classes": 20}, 2_000, True),
         ({"dataset": "cifar10", "data_dir": "/", "holdout": 0.2}, 200, True),
+        ({"dataset": "cifar10", "data_dir": "/", "classes": 5, "test_samples": 300}, 300, True),
+        ({"dataset": "imagefolder", "data_dir": "/", "test_samples": 300}, 300, True),
+        ({"dataset": "imagefolder", "data_dir": "/", "test_samples": 300, "holdout": 0.2}, 200, True),
         ({"dataset": "imagefolder", "data_dir": "/"}, 200, False),
     ],
 )
@@ -146,11 +149,13 @@ def test_what_profiles_counted_is_the_size_of_the_test_set(holdout: float) -> No
     assert evaluated_on(workload, 800, 77) == (77, True)
 
 
-def test_it_is_the_size_of_the_set_that_is_built() -> None:
+@pytest.mark.parametrize("keys", [{}, {"test_samples": 100}])
+@pytest.mark.parametrize("dataset", ["synthetic", "digits"])
+def test_it_is_the_size_of_the_set_that_is_built(dataset: str, keys: dict[str, int]) -> None:
     from tula_hpc.data.datasets import build_data
 
-    spec = WorkloadSpec.model_validate({"dataset": "synthetic", "image_size": 8})
-    assert len(build_data(spec).test) == spec.test_samples  # type: ignore[arg-type] # ours have a length
+    spec = WorkloadSpec.model_validate({"dataset": dataset, "image_size": 8, **keys})
+    assert len(build_data(spec).test) == spec.test_set_size  # type: ignore[arg-type] # ours have a length
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5))
