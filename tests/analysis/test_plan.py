@@ -259,6 +259,15 @@ def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
 
 
+@pytest.mark.parametrize(("left_out", "is_said"), [(1023, True), (1004, True), (1003, False)])
+def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: bool) -> None:
+    # the fastest candidate takes batches of 1,024
+    samples = 97 * 1024 + left_out
+    assert (left_out / samples >= 0.01) == is_said
+    said = f"full batches of 1,024 leave out 1% of the {samples:,} samples in every epoch"
+    assert (said in warnings_of(CORNERS, samples=samples)) == is_said
+
+
 def test_the_knee_is_that_of_the_fitted_curve() -> None:
     rows = [ok(1, 32), ok(1, 2048)]
     plan = make_plan(sweep(cluster_sizes=[1], max_batch=2048), cluster(), rows)
