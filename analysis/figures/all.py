@@ -15,11 +15,9 @@ from tula_hpc.analysis.figures.scaling.scaling_panels import (
     draw_strong_scaling,
     draw_weak_scaling,
 )
-from tula_hpc.analysis.figures.step_time import (
-    draw_computation,
-    draw_prediction_error,
-    draw_step_breakdown,
-)
+from tula_hpc.analysis.figures.step_time.computation import draw_computation
+from tula_hpc.analysis.figures.step_time.prediction_error import draw_prediction_error
+from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
 from tula_hpc.analysis.figures.study import (
     draw_study_accuracy,
     draw_study_delta,
