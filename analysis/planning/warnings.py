@@ -50,15 +50,12 @@ def about_measurements(summary: Summary, sweep: SweepSpec, workers_per_node: int
     """List doubts about the measurements themselves."""
     profiles = summary.profiles
     slow = [p for p in profiles if loader_decides(p.times)]
-    # where the loader decides, steps are as uneven as its items, which has a warning of its own
-    unsettled = [p for p in profiles if not p.converged and not loader_decides(p.times)]
     shared = [p for p in profiles if not p.exclusive]
     emulated = [p for p in profiles if p.emulated]
     short = [p for p in profiles if p.memory.ran_short]
     other = [p for p in profiles if p.configuration.workers_per_node != workers_per_node]
     found = [
         *summary.warnings,
-        *_listed(unsettled, "stopped before the step time had settled"),
         *_listed(shared, "shared their nodes with other jobs"),
         *_listed(emulated, "shared one machine between their nodes; real nodes will differ"),
         *_listed(short, SHORT_OF_MEMORY),

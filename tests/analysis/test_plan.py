@@ -225,7 +225,6 @@ def warnings_of(rows: list[Measurement], objective: str = "time", samples: int =
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"converged": False}, "stopped before the step time had settled: N=1 b=32"),
         ({"exclusive": False}, "shared their nodes with other jobs: N=1 b=32"),
         ({"emulated": True}, "shared one machine between their nodes"),
         ({"dataset_samples": 5}, "data sets of different size"),
