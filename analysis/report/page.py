@@ -15,6 +15,7 @@ from tula_hpc.analysis.report.scaling_text import STEMS, scaling_files, scaling_
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     SummaryRow,
+    account_table,
     candidate_table,
     event_table,
     failure_table,
@@ -82,6 +83,7 @@ def _page(contents: RunContents, drawn: Figures, svgs: Sequence[str]) -> dict[st
         "scaling": scaling_sections(drawn.scaling) if drawn.scaling else [],
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
+        "accounts": account_table(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
         "fallbacks": None,

@@ -36,11 +36,12 @@ from tula_hpc.analysis.report.tables import (
 from tula_hpc.analysis.report.text import about_plan, answer, how_measured, warnings
 from tula_hpc.analysis.run_contents import median_epoch_s, predicted, read_run, trained_candidate
 from tula_hpc.analysis.search.profiling_cost import profiling_cost
-from tula_hpc.cli.pipeline import carry_out, print_summary
+from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.formatting import format_duration
-from tula_hpc.records import Configuration, EpochMetrics, JobNote, RunDirectory, TrainResult, append_record
+from tula_hpc.launch.slurm import AccountedRun
+from tula_hpc.records import Configuration, EpochMetrics, JobAccount, JobNote, RunDirectory, TrainResult, append_record
 from tula_hpc.records.metrics import OLD_LINES
 from tula_hpc.stages.context import Sweep
 
@@ -533,6 +534,47 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
     assert profiling_cost(contents.measurements, contents.job_notes).node_seconds == 3_600.0
     said = dict(how_measured(contents))["cost of profiling"]
     assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
+
+
+def accounted(run: RunDirectory, *rows: tuple[str, str, bool, int, float]) -> None:
+    """A note of accounting on each of these profile jobs: on which partition, whether it is over, nodes and seconds."""
+    for job_id, partition, over, nodes, elapsed_s in rows:
+        run.log_event("submitted", "profile", job_id=job_id, data={"partition": partition})
+        fields = {"job_id": job_id, "stage": "profile", "state": "COMPLETED" if over else "RUNNING", "over": over}
+        append_record(run.accounting_file, JobAccount(**fields, nodes=nodes, elapsed_s=elapsed_s))
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    run.events_file.unlink()
+    own = dict(how_measured(read_run(run)))["cost of profiling"]
+    assert "accounting" not in own
+    accounted(run, ("7", "a", True, 4, 720.0))
+    run.log_event("submitted", "profile", job_id="8", data={"partition": "b"})
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "it has not every job"
+    accounted(run, ("8", "b", False, 1, 600.0))
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "one has not ended"
+    accounted(run, ("8", "b", True, 1, 120.0))
+    said = dict(how_measured(read_run(run)))["cost of profiling"]
+    told = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"
+    # 0.8 hours at 1 USD, 0.2 at 10 USD: both runs of the job that was requeued
+    assert said == told
+    page = Page(write_report(run)[0].read_text()).words
+    assert "Jobs by Slurm's accounting (3)" in page
+    assert "RUNNING, when it was asked" in page
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_sweep_writes_down_what_accounting_has_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    ids = [job.job_id for job in run.history().submissions()]
+    known = {job_id: [AccountedRun(job_id, "COMPLETED", 90.0, 4)] for job_id in ids}
+    monkeypatch.setattr("tula_hpc.launch.launcher.accounted_runs", lambda *_, **__: known)
+    report_stage(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run))
+    assert "by Slurm's accounting" in Page((run.report / "report.html").read_text()).words
 
 
 def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:

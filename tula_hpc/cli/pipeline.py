@@ -71,6 +71,8 @@ def report_stage(sweep: Sweep) -> list[Path]:
     """Write figures and report."""
     from tula_hpc.analysis.report.page import write_report
 
+    # analysis has no scheduler to ask
+    sweep.launcher.note_accounts()
     return write_report(sweep.run)
 
 
@@ -103,6 +105,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     if not training_began(sweep.run):
         is_tried = try_before_jobs(sweep)
         profile_stage(sweep)
+        sweep.launcher.note_accounts()
         print(f"profiling cost: {_profiling_cost(sweep) or 'unknown'}")
     if last == STAGES.index("profile"):
         # as it was asked to, for `status`
