@@ -21,10 +21,11 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis.costs import interruptions as checkpoints
-from tula_hpc.analysis.figures.all import FIGURES
+from tula_hpc.analysis.figures.all import DECIDING, FIGURES
+from tula_hpc.analysis.figures.drawing import STUDY_TITLE
 from tula_hpc.analysis.figures.style import COLOURS
 from tula_hpc.analysis.report.__main__ import main
-from tula_hpc.analysis.report.page import write_report
+from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     candidate_table,
@@ -131,10 +132,44 @@ def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     assert finished.paths[0] == finished.run.report / "report.html"
 
 
-def test_the_pdf_has_a_page_for_the_answer_and_for_each_figure(finished: Written) -> None:
+def test_the_pdf_has_a_sheet_for_the_answer_one_for_what_decides_and_one_for_each_other_figure(
+    finished: Written,
+) -> None:
     content = (finished.run.report / "report.pdf").read_bytes()
     assert content.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(FIGURES)
+    assert len(re.findall(rb"/Type /Page\b", content)) == 2 + len(FIGURES) - len(DECIDING)
+    heights = [float(height) for height in re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", content)]
+    # A4 is 842 points high
+    assert len(heights) == len(FIGURES)
+    assert max(heights[:2]) < 842.5
+
+
+def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(finished: Written) -> None:
+    deciding, line, studying = finished.html.partition('<h2 class="line"')
+    assert line
+    shown = [re.findall(r'<figure id="(\w+)">', part) for part in (deciding, studying)]
+    assert shown == [list(DECIDING), [name for name in FIGURES if name not in DECIDING]]
+    assert studying.partition(">")[2].startswith(f"{STUDY_TITLE}</h2>")
+    for heading in ("All candidates", "How it was measured", "Models", "Will it scale?", "Events", "<details>"):
+        assert heading not in deciding
+        assert heading in studying
+    for words in ("Train on ", "About the choice", "same batch, "):
+        assert words in deciding
+    # on paper the line begins a page
+    assert ".line { break-before: page;" in deciding
+
+
+@pytest.mark.usefixtures("no_figure")
+def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    doubts = [f"doubt {number} of many, " + "which is a long sentence, " * 6 for number in range(30)]
+    write_plan(run, run.read_plan().model_copy(update={"warnings": doubts}))
+    deciding, _, studying = write_report(run)[0].read_text().partition('<h2 class="line"')
+    assert deciding.count("Doubt ") == MOST_WARNINGS
+    assert f">{30 - MOST_WARNINGS} more</a>" in deciding
+    assert studying.count("Doubt ") == 30 - MOST_WARNINGS
+    (height,) = re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", (run.report / "report.pdf").read_bytes())
+    assert float(height) < 842.5
 
 
 def inline_svgs(page: str) -> list[str]:
