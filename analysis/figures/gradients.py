@@ -74,7 +74,7 @@ class Curve(NamedTuple):
         middle = self.medians().values
         low, high = min(middle), max(middle)
         if high > (1 + STEADY) * max(self.change):
-            return f", over {format_number(high, 2)}"
+            return f", by way of {format_number(high, 2)}"
         if low < (1 - STEADY) * min(self.change):
             return f", by way of {format_number(low, 2)}"
         return ""

@@ -140,10 +140,10 @@ def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
     clauses = []
     fitted = [error for error in steps if error.fitted]
     if fitted:
-        clauses.append(f"the model fits its own measurements to {_median(fitted)}")
+        clauses.append(f"the model fits its own measurements to {_median(fitted)} (median)")
     if len(fitted) < len(steps):
         later = [error for error in steps if not error.fitted]
-        clauses.append(f"measurements after the plan were predicted {_median(later)} off")
+        clauses.append(f"measurements after the plan were predicted {_median(later)} off (median)")
     sizes = []
     for item in trainings:
         direction = "long" if item.relative >= 0 else "short"
@@ -159,8 +159,7 @@ def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
 
 
 def _median(errors: Sequence[Error]) -> str:
-    middle = statistics.median(abs(error.relative) for error in errors)
-    return f"{format_percent(middle)} (median)"
+    return format_percent(statistics.median(abs(error.relative) for error in errors))
 
 
 def _error_table(errors: Sequence[Error]) -> Table:

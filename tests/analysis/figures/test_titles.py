@@ -49,7 +49,7 @@ def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunCon
     [
         ([0.2, 0.003, 1.1, 0.2], "went between 0.003 and 1.1, and ended where it began, at 0.2"),
         ([0.2, 0.21, 0.19, 0.2], "stayed at about 0.2"),
-        ([1.0, 50.0, 3.0], "rose from 1 to 3, over 50"),
+        ([1.0, 50.0, 3.0], "rose from 1 to 3, by way of 50"),
         ([3.0, 0.01, 1.0], "fell from 3 to 1, by way of 0.01"),
         ([1.0, 2.0, 3.0], "rose from 1 to 3"),
     ],
@@ -119,6 +119,21 @@ def test_speed_is_not_said_to_stay_where_it_falls_again(run: RunContents, speeds
     assert words in title_of(run._replace(measurements=rows, plan=None), "computation")
 
 
+@pytest.mark.parametrize(("middle", "is_average"), [(1.0, False), (6.0, True)])
+def test_memory_that_grows_in_jumps_is_said_to_grow_on_average(
+    run: RunContents, middle: float, is_average: bool
+) -> None:
+    rows = [measurement(Configuration(1, 1, batch)) for batch in (64, 128, 256)]
+    used = (1e9, 1e9 + middle * 64e6, 1e9 + 192e6)
+    for place, (row, reserved) in enumerate(zip(rows, used, strict=True)):
+        assert row.memory is not None
+        memory = row.memory.model_copy(update={"reserved_bytes": int(reserved)})
+        rows[place] = row.model_copy(update={"memory": memory})
+    title = title_of(run._replace(measurements=rows, plan=None, trainings=[]), "memory")
+    assert "A worker needs 977 KiB for each further sample of its batch" in title
+    assert ("on average" in title) == is_average
+
+
 def test_the_errors_of_fitted_measurements_are_called_those_of_the_fit(run: RunContents) -> None:
     assert run.plan is not None
     contents = run._replace(trainings=[])
@@ -140,6 +155,7 @@ def test_measurements_after_the_plan_are_told_from_those_that_it_was_fitted_to(r
     assert float(fit.split()[-3]) < 5
     assert later.startswith("measurements after the plan were predicted ")
     assert float(later.split()[-4]) > 20
+    assert later.endswith(" % off (median)")
     assert "Hollow markers were measured after the plan" in result.caption
     place = result.table.columns.index("fitted")
     assert [row[place] for row in result.table.rows].count(False) == sum(BY_TIME[item.configuration] for item in run.ok)
